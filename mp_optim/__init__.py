@@ -1,0 +1,57 @@
+"""A Megatron-style mixed-precision optimizer stack. Start at :func:`get_megatron_optimizer`."""
+
+from mp_optim import checkpoint
+from mp_optim.chained import ChainedOptimizer
+from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
+from mp_optim.factory import get_megatron_optimizer
+from mp_optim.param_groups import (
+    ParamGroupOverride,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    check_config_overrides_consistency,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
+from mp_optim.placement import HybridDeviceOptimizer
+from mp_optim.precision import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+    StepResult,
+)
+from mp_optim.process_groups import ProcessGroups
+from mp_optim.scheduler import OptimizerParamScheduler
+from mp_optim.update import SGD, FusedAdam, FusedLAMB
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "AdamOptimizerConfig",
+    "ChainedOptimizer",
+    "ConstantGradScaler",
+    "DynamicGradScaler",
+    "FP32Optimizer",
+    "Float16OptimizerWithFloat16Params",
+    "FusedAdam",
+    "FusedLAMB",
+    "HybridDeviceOptimizer",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "ParamGroupOverride",
+    "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
+    "ProcessGroups",
+    "SGDOptimizerConfig",
+    "StepResult",
+    "check_config_overrides_consistency",
+    "checkpoint",
+    "get_megatron_optimizer",
+    "get_mup_config_overrides",
+    "get_standard_config_overrides",
+]

@@ -1,0 +1,182 @@
+"""Checkpoints on disk: natural-shape entries under FQNs, committed by one atomic rename.
+
+Layout of a checkpoint directory::
+
+    <path>/latest          name of the newest complete version; replaced atomically
+    <path>/version-<n>/    torch.distributed.checkpoint files, plus common.pt (plain, weights_only)
+
+An interrupted save leaves ``latest`` where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from mp_optim.slots import ParamGroups, Slot
+
+__all__ = ["load", "save"]
+
+_LATEST = "latest"
+_PREFIX = "version-"
+_COMMON = "common.pt"
+
+
+class SlotStateful(Protocol):
+    """What is needed of an optimizer: slots with names and state."""
+
+    param_groups: ParamGroups
+
+    def slots(self) -> list[Slot]: ...
+    def slot_name(self, slot: Slot) -> str: ...
+    def slot_state(self, slot: Slot) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful, scheduler: Any = None,
+         extra: Mapping[str, Any] | None = None) -> Path:
+    """Save model, optimizer and whatever else is needed to go on.
+
+    Args:
+        path: checkpoint directory; created if missing. The version it held stays until the new one is complete.
+        scheduler: anything with ``state_dict``.
+        extra: plain data (numbers, strings, tensors, containers of them) returned by :func:`load`.
+
+    Returns:
+        The directory of the version written.
+    """
+    root = Path(path)
+    root.mkdir(parents=True, exist_ok=True)
+    number = max([0, *(int(p.name.removeprefix(_PREFIX)) for p in root.glob(f"{_PREFIX}*") if p.is_dir())]) + 1
+    target, staging = root / f"{_PREFIX}{number}", root / f".{_PREFIX}{number}.incomplete"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    dcp.save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not torch.distributed.is_initialized())
+    common = {"optimizer": _without_state(optimizer.state_dict()), "extra": dict(extra or {}),
+              "scheduler": None if scheduler is None else scheduler.state_dict()}
+    torch.save(common, staging / _COMMON)
+    _sync_tree(staging)
+    staging.rename(target)
+    _sync_directory(root)
+    _point_to(root, target.name)
+    for old in (*root.glob(f"{_PREFIX}*"), *root.glob(f".{_PREFIX}*")):
+        if old != target:
+            shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+@torch.no_grad()
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful, scheduler: Any = None
+         ) -> dict[str, Any]:
+    """Load the newest complete version into objects that exist, whatever their placement.
+
+    Returns:
+        What was passed to :func:`save` as ``extra``.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint under ``path``.
+        ValueError: entries are missing, unexpected or mis-shaped; lists their names.
+    """
+    version = _newest(Path(path))
+    tensors = _tensors(model, optimizer)
+    _check_entries(version, tensors)
+    dcp.load(tensors, checkpoint_id=version, no_dist=not torch.distributed.is_initialized())
+    common = torch.load(version / _COMMON, weights_only=True)
+    if scheduler is not None and common["scheduler"] is None:
+        raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")
+    model.load_state_dict({key.removeprefix("model."): value for key, value in tensors.items()
+                           if key.startswith("model.")}, strict=False)
+    loaded = common["optimizer"]
+    loaded["state"] = _state_by_index(loaded["param_groups"], tensors)
+    optimizer.load_state_dict(loaded)
+    if scheduler is not None:
+        scheduler.load_state_dict(common["scheduler"])
+    extra: dict[str, Any] = common["extra"]
+    return extra
+
+
+def _tensors(model: nn.Module, optimizer: SlotStateful) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint under its name: ``model.<fqn>``, ``optimizer.state.<key>.<fqn>``."""
+    entries = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    for slot in optimizer.slots():
+        for key, value in optimizer.slot_state(slot).items():
+            entries[f"optimizer.state.{key}.{optimizer.slot_name(slot)}"] = value
+    return entries
+
+
+def _without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    groups = [{"param_names": [f"group{index}.param{i}" for i in range(len(group["params"]))], **group}
+              for index, group in enumerate(state_dict["param_groups"])]
+    return {**{key: value for key, value in state_dict.items() if key != "state"}, "param_groups": groups}
+
+
+def _state_by_index(groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    index_of = {name: index for group in groups
+                for name, index in zip(group["param_names"], group["params"], strict=True)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for entry, value in tensors.items():
+        if entry.startswith("optimizer.state."):
+            key, name = entry.removeprefix("optimizer.state.").split(".", 1)
+            if name in index_of:
+                state.setdefault(index_of[name], {})[key] = value
+    return state
+
+
+def _check_entries(version: Path, wanted: Mapping[str, Tensor]) -> None:
+    metadata = dcp.FileSystemReader(version).read_metadata().state_dict_metadata
+    missing, unexpected = sorted(wanted.keys() - metadata.keys()), sorted(metadata.keys() - wanted.keys())
+    shapes = [f"{name}: saved {tuple(size)}, expected {tuple(value.shape)}" for name, value in wanted.items()
+              if name in metadata and (size := getattr(metadata[name], "size", value.shape)) != value.shape]
+    dtypes = [f"{name}: saved {saved}, expected {value.dtype}" for name, value in wanted.items()
+              if name in metadata and (saved := _dtype(metadata[name], value.dtype)) != value.dtype]
+    if missing or unexpected or shapes or dtypes:
+        raise ValueError(f"{version} does not fit this model and optimizer: missing {missing}, unexpected "
+                         f"{unexpected}, mis-shaped {shapes}, of another dtype {dtypes}")
+
+
+def _dtype(entry: Any, default: torch.dtype) -> torch.dtype:
+    properties = getattr(entry, "properties", None)
+    return default if properties is None else properties.dtype
+
+
+def _newest(root: Path) -> Path:
+    pointer = root / _LATEST
+    if not pointer.is_file():
+        raise FileNotFoundError(f"no complete checkpoint under {root} (there is no {_LATEST} file)")
+    return root / pointer.read_text().strip()
+
+
+def _point_to(root: Path, name: str) -> None:
+    temporary = root / f".{_LATEST}.tmp"
+    temporary.write_text(name + "\n")
+    _sync_file(temporary)
+    os.replace(temporary, root / _LATEST)
+    _sync_directory(root)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(root: Path) -> None:
+    for path in root.rglob("*"):
+        if path.is_file():
+            _sync_file(path)
+    _sync_directory(root)

@@ -1,0 +1,110 @@
+"""The map of the house: how a config and a model become the wired stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mp_optim.chained import ChainedOptimizer
+from mp_optim.config import OptimizerConfig
+from mp_optim.param_groups import ParamKey, check_claims, get_param_groups, get_standard_config_overrides
+from mp_optim.placement import HybridDeviceOptimizer
+from mp_optim.precision import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronGradScaler,
+    MegatronOptimizer,
+)
+from mp_optim.process_groups import ProcessGroups
+from mp_optim.slots import local_tensor
+from mp_optim.update import SGD, FusedAdam, FusedLAMB
+
+__all__ = ["get_megatron_optimizer"]
+
+
+def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[nn.Module],
+                           config_overrides: Mapping[ParamKey, Any] | None = None, *,
+                           process_groups: ProcessGroups | None = None,
+                           expert_predicate: Callable[..., bool] | None = None,
+                           param_groups: Sequence[dict[str, Any]] | None = None) -> MegatronOptimizer:
+    """Build the optimizer stack for a model.
+
+    Args:
+        config: what to build.
+        model: a module or a list of model chunks, in their final dtype and on their final device.
+        config_overrides: per-parameter settings; by default :func:`get_standard_config_overrides`.
+        process_groups: whom to agree with on gradient norms; none by default. DTensor parameters
+            bring their own mesh.
+        expert_predicate: ``(param, name) -> bool``, which parameters are experts.
+        param_groups: groups to use instead of those made from the overrides.
+
+    Returns:
+        One optimizer; a :class:`ChainedOptimizer` of a dense and an expert part for a MoE.
+
+    Raises:
+        ValueError, TypeError: the config or the model does not fit, naming the field or parameter.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    groups_of = process_groups or ProcessGroups()
+    if param_groups is None:
+        overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
+        param_groups = get_param_groups(chunks, config, overrides, expert_predicate)
+    check_claims(chunks, param_groups)
+    dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]
+    experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
+    scaler = _grad_scaler(config, _device(chunks))
+    expert_groups = ProcessGroups(grad_stats=groups_of.expert_grad_stats, expert_tp=groups_of.expert_tp)
+    parts = [_part(config, part, scaler, where)
+             for part, where in ((dense, groups_of), (experts, expert_groups)) if part or part is dense and not experts]
+    return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+
+
+def _device(chunks: Sequence[nn.Module]) -> torch.device:
+    params = (param for chunk in chunks for param in chunk.parameters())
+    return next((local_tensor(param).device for param in params), torch.device("cpu"))
+
+
+def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:
+    if not config.fp16:
+        return None
+    if config.loss_scale is not None:
+        return ConstantGradScaler(config.loss_scale, device)
+    return DynamicGradScaler(config.initial_loss_scale, config.min_loss_scale, growth_factor=2.0, backoff_factor=0.5,
+                             growth_interval=config.loss_scale_window, hysteresis=config.hysteresis, device=device)
+
+
+def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: MegatronGradScaler | None,
+          process_groups: ProcessGroups) -> MegatronOptimizer:
+    named = [{**{key: value for key, value in group.items() if key != "param_names"},
+              "params": list(zip(group["param_names"], group["params"], strict=True))}
+             if "param_names" in group else dict(group) for group in groups] or [{"params": []}]
+    wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
+    return wrapper(_inner(config, named), config, scaler, process_groups=process_groups)
+
+
+def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    rule, settings = _rule(config)
+    if not config.optimizer_cpu_offload:
+        return rule(groups, backend=config.fused_backend, **settings)
+    return HybridDeviceOptimizer(
+        groups, offload_fraction=config.optimizer_offload_fraction, cpu_optimizer_cls=rule, gpu_optimizer_cls=rule,
+        param_update_in_fp32=True, pin_cpu_grads=config.pin_cpu_grads, pin_cpu_params=config.pin_cpu_params,
+        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
+        sub_optimizer_kwargs={"backend": config.fused_backend}, **settings)
+
+
+def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:
+    """The rule's class and its hyperparameters. The one place that knows a rule by its config name."""
+    common = {"lr": config.lr, "weight_decay": config.weight_decay}
+    adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    if config.optimizer == "adam":
+        return FusedAdam, {**common, **adam, "adam_w_mode": config.decoupled_weight_decay}
+    if config.optimizer == "lamb":  # clip_grad is the stack's one clip, so LAMB's own is off
+        return FusedLAMB, {**common, **adam, "adam_w_mode": config.decoupled_weight_decay, "max_grad_norm": 0.0,
+                           "grad_averaging": config.lamb_grad_averaging, "use_nvlamb": config.lamb_use_nvlamb}
+    return SGD, {**common, "momentum": config.sgd_momentum}

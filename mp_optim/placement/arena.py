@@ -1,0 +1,52 @@
+"""One host allocation, carved into tensors: page-locked memory is rounded up per allocation, so ask once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mp_optim.placement.transfer import Transfer
+
+__all__ = ["ALIGNMENT", "HostArena", "aligned_bytes"]
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and what wide vector loads like."""
+
+
+def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that ``numel`` elements take in an arena."""
+    return math.ceil(numel * dtype.itemsize / ALIGNMENT) * ALIGNMENT
+
+
+class HostArena:
+    """A bump allocator over one host buffer that is created at first use.
+
+    Args:
+        num_bytes: capacity; :meth:`take` beyond it gets an allocation of its own.
+        pin: ask for page-locked memory.
+    """
+
+    def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
+        self._transfer = transfer
+        self._pin = pin
+        self._buffer: Tensor | None = None
+        self.capacity = num_bytes
+        self._used = 0
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous host tensor that nobody else got since the last :meth:`reset`."""
+        numel = shape.numel()
+        size = aligned_bytes(numel, dtype)
+        if self._used + size > self.capacity:
+            return self._transfer.empty_host(size, self._pin)[: numel * dtype.itemsize].view(dtype).view(shape)
+        if self._buffer is None:
+            self._buffer = self._transfer.empty_host(self.capacity, self._pin)
+        flat = self._buffer[self._used : self._used + numel * dtype.itemsize]
+        self._used += size
+        return flat.view(dtype).view(shape)
+
+    def reset(self) -> None:
+        """Hand everything out again. The caller makes sure nobody uses what was taken before."""
+        self._used = 0

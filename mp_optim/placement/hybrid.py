@@ -1,0 +1,314 @@
+"""HybridDeviceOptimizer: one optimizer, part of whose parameters are stepped on the host.
+
+Keyed by position. Tensors in ``param_groups`` may be replaced at any time: before each step the
+sub-optimizers are handed whatever sits at each slot now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mp_optim.placement.arena import HostArena, aligned_bytes
+from mp_optim.placement.pipeline import HostPipeline, Traffic
+from mp_optim.placement.plan import plan_offload
+from mp_optim.placement.transfer import Transfer, transfer_for
+from mp_optim.slot_optimizer import Closure, SlotOptimizer
+from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor
+from mp_optim.update import FusedAdam, as_slot_optimizer, global_grad_norm
+
+__all__ = ["HybridDeviceOptimizer"]
+
+Place = Literal["device", "host"]
+_NOT_PUSHED = ("params", "param_names")
+
+
+@dataclass
+class _Seat:
+    """Where one slot is stepped.
+
+    Attributes:
+        place: on the device of its parameter, or on the host.
+        index: position in the same group of that place's sub-optimizer.
+        main: the copy that is stepped, if it is not the parameter itself.
+        resident: the tensor in ``param_groups`` is itself the one to step.
+        bound: the tensor seen in ``param_groups`` at the last step.
+    """
+
+    place: Place
+    index: int
+    resident: bool
+    main: Tensor | None = None
+    bound: Tensor | None = None
+
+
+class HybridDeviceOptimizer(SlotOptimizer):
+    """Steps a fraction of its parameters on the host, the rest where they lie.
+
+    Args:
+        params: parameters, named parameters or param groups, as torch takes them.
+        offload_fraction: share of elements stepped on the host (see :func:`plan_offload`).
+        cpu_optimizer_cls, gpu_optimizer_cls: any torch optimizer classes; ours step in one pass.
+        param_update_in_fp32: step 16-bit parameters through FP32 copies kept here (always done for
+            this package's own optimizers, which only step FP32).
+        pin_cpu_grads, pin_cpu_params: page-lock host staging and host parameters, if an accelerator is used.
+        overlap_cpu_optimizer_d2h_h2d: overlap copies in both directions with the host's arithmetic.
+        transfer: how tensors travel; by default what the parameters' device needs.
+        bucket_bytes: staging memory per bucket.
+        sub_optimizer_kwargs: constructor arguments of both classes that are not hyperparameters.
+        **kwargs: hyperparameters for both optimizer classes.
+
+    Raises:
+        ValueError: for a fraction outside [0, 1], or parameters on several accelerators.
+    """
+
+    def __init__(self, params: Iterable[Any], offload_fraction: float = 0.5,
+                 cpu_optimizer_cls: type[torch.optim.Optimizer] = FusedAdam,
+                 gpu_optimizer_cls: type[torch.optim.Optimizer] = FusedAdam,
+                 param_update_in_fp32: bool = False, pin_cpu_grads: bool = True, pin_cpu_params: bool = True,
+                 overlap_cpu_optimizer_d2h_h2d: bool = True, *, transfer: Transfer | None = None,
+                 bucket_bytes: int = 64 << 20, sub_optimizer_kwargs: dict[str, Any] | None = None,
+                 **kwargs: Any) -> None:
+        self.offload_fraction = offload_fraction
+        self._classes: dict[Place, type[torch.optim.Optimizer]] = {
+            "device": gpu_optimizer_cls, "host": cpu_optimizer_cls}
+        self._fp32 = param_update_in_fp32 or any(issubclass(c, SlotOptimizer) for c in self._classes.values())
+        self._pin_params = pin_cpu_params
+        self._kwargs = {**kwargs, **(sub_optimizer_kwargs or {})}
+        self._seats: list[list[_Seat]] = []
+        self._subs: dict[Place, SlotOptimizer] = {}
+        super().__init__(params, dict(kwargs))
+        device = self._only_accelerator()
+        self._pin = device.type != "cpu" and device.type != "meta"
+        self._transfer = transfer if transfer is not None else transfer_for(device)
+        self._pipeline = HostPipeline(self._transfer, bucket_bytes=bucket_bytes, pin=pin_cpu_grads and self._pin,
+                                      depth=3 if overlap_cpu_optimizer_d2h_h2d else 1)
+        self._seat_groups(self.param_groups)
+        self._arena = HostArena(self._transfer, self._host_bytes(), pin_cpu_params and self._pin)
+        self._subs = {place: self._build(place) for place in self._classes}
+        self._adopt_defaults()
+
+    # -- placement ------------------------------------------------------------------------------
+
+    def _only_accelerator(self) -> torch.device:
+        found = sorted({str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)} - {"cpu", "meta"})
+        if len(found) > 1:
+            raise ValueError(f"parameters lie on several accelerators {found}; build one optimizer per device")
+        return torch.device(found[0] if found else "cpu")
+
+    def _seat_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Plan the places of new groups, together, and give each slot its seat."""
+        params = [p for group in groups for p in group["params"]]
+        hosted = plan_offload([local_tensor(p).numel() if p.requires_grad else 0 for p in params],
+                              self.offload_fraction)
+        running = 0
+        for group in groups:
+            counts: dict[Place, int] = {"device": 0, "host": 0}
+            seats = []
+            for param in group["params"]:
+                place: Place = "host" if running in hosted else "device"
+                half = self._fp32 and param.dtype in (torch.float16, torch.bfloat16)
+                seats.append(_Seat(place, counts[place], resident=place == "device" and not half))
+                counts[place] += 1
+                running += 1
+            self._seats.append(seats)
+
+    def _host_bytes(self) -> int:
+        return sum(aligned_bytes(local_tensor(p).numel(), torch.float32)
+                   for slot, p in iter_slots(self.param_groups) if self._seat(slot).place == "host")
+
+    def _seat(self, slot: Slot) -> _Seat:
+        return self._seats[slot.group][slot.position]
+
+    def place(self, slot: Slot) -> Place:
+        """Where a slot is stepped."""
+        return self._seat(slot).place
+
+    # -- sub-optimizers -------------------------------------------------------------------------
+
+    @property
+    def sub_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The device's optimizer, then the host's, as their classes built them."""
+        return [getattr(sub, "optimizer", sub) for sub in self._subs.values()]
+
+    def sub_optimizer(self, place: Place) -> SlotOptimizer:
+        """The optimizer that steps a place, in slot terms."""
+        return self._subs[place]
+
+    def _sub_group(self, index: int, place: Place) -> dict[str, Any]:
+        group = self.param_groups[index]
+        here = [self._seats[index][i].place == place for i in range(len(group["params"]))]
+        names = group.get("param_names")
+        params = [local_tensor(p) for p, mine in zip(group["params"], here, strict=True) if mine]
+        settings = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
+        sub = {**settings, "params": params}
+        if names:
+            sub["param_names"] = [n for n, mine in zip(names, here, strict=True) if mine]
+        return sub
+
+    def _build(self, place: Place) -> SlotOptimizer:
+        groups = [self._sub_group(index, place) for index in range(len(self.param_groups))]
+        names = [group.pop("param_names", None) for group in groups]
+        sub = as_slot_optimizer(self._classes[place](groups, **self._kwargs))
+        for group, group_names in zip(sub.param_groups, names, strict=True):
+            if group_names is not None:
+                group["param_names"] = group_names
+        return sub
+
+    def _adopt_defaults(self) -> None:
+        """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here."""
+        for sub in self._subs.values():
+            for mine, theirs in zip(self.param_groups, sub.param_groups, strict=True):
+                for key, value in theirs.items():
+                    if key not in _NOT_PUSHED:
+                        mine.setdefault(key, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters are placed on their own, by the same fraction and policy."""
+        super().add_param_group(param_group)
+        if not self._subs:  # torch's constructor is adding the first groups; they are planned together
+            return
+        index = len(self.param_groups) - 1
+        self._seat_groups([self.param_groups[index]])
+        for place, sub in self._subs.items():
+            group = self._sub_group(index, place)
+            names = group.pop("param_names", None)
+            getattr(sub, "optimizer", sub).add_param_group(group)
+            if names is not None:
+                sub.param_groups[index]["param_names"] = names
+        self._adopt_defaults()
+
+    # -- main params ----------------------------------------------------------------------------
+
+    def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
+        """FP32 main param, born where it is stepped: on the host it never exists on the device."""
+        seat = self._seat(slot)
+        seat.resident, seat.main = True, None
+        if seat.place == "device":
+            return super().new_main_param(slot, source)
+        main = self._on_host(source, torch.float32)
+        self.param_groups[slot.group]["params"][slot.position] = main
+        return main
+
+    def _on_host(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        host = self._arena.take(source.shape, dtype)
+        return host.copy_(source)
+
+    def _new_copy(self, seat: _Seat, param: Tensor) -> Tensor:
+        half = param.dtype in (torch.float16, torch.bfloat16)
+        dtype = torch.float32 if self._fp32 and half else param.dtype
+        return self._on_host(param, dtype) if seat.place == "host" else param.to(dtype)
+
+    def _stepped(self, slot: Slot) -> Tensor:
+        """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
+        seat = self._seat(slot)
+        param = self.param_groups[slot.group]["params"][slot.position]
+        local = local_tensor(param)
+        if seat.resident:
+            return local
+        if seat.main is None:
+            seat.main = self._new_copy(seat, local)
+        elif param is not seat.bound:
+            follow(seat.main, local, self.slot_name(slot))
+        seat.bound = param
+        return seat.main
+
+    def _bind(self) -> None:
+        """Hand current tensors and hyperparameters to the sub-optimizers."""
+        for index, group in enumerate(self.param_groups):
+            settings = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
+            for sub in self._subs.values():
+                sub.param_groups[index].update(settings)
+            for position, seat in enumerate(self._seats[index]):
+                seats = self._subs[seat.place].param_groups[index]["params"]
+                stepped = self._stepped(Slot(index, position))
+                if seats[seat.index].data_ptr() != stepped.data_ptr() or seats[seat.index].shape != stepped.shape:
+                    seats[seat.index] = stepped
+
+    def reload_model_params(self) -> None:
+        """Take the parameters' present values into the copies kept here."""
+        for slot, param in iter_slots(self.param_groups):
+            if (main := self._seat(slot).main) is not None:
+                main.copy_(local_tensor(param))
+
+    # -- stepping -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+        """Step from the parameters' own gradients, as any torch optimizer does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = [SlotUpdate(slot, local_tensor(grad)) for slot, param in iter_slots(self.param_groups)
+                   if (grad := current_grad(param)) is not None]
+        clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
+        self.step_slots(updates, grad_norm=global_grad_norm([u.grad for u in updates]) if clips else None)
+        return loss
+
+    @torch.no_grad()
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        self._bind()
+        routed: dict[Place, list[SlotUpdate]] = {"device": [], "host": []}
+        for update in updates:
+            seat = self._seat(update.slot)
+            output = update.output
+            if not seat.resident:
+                output = local_tensor(self.param_groups[update.slot.group]["params"][update.slot.position])
+            routed[seat.place].append(replace(update, slot=Slot(update.slot.group, seat.index), output=output))
+        if routed["device"]:
+            self._subs["device"].step_slots(routed["device"], grad_norm=grad_norm)
+        self._pipeline.run(routed["host"], lambda bucket: self._subs["host"].step_slots(bucket, grad_norm=grad_norm))
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes the last step moved between the places."""
+        return self._pipeline.traffic
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host bytes held for transfers."""
+        return self._pipeline.staging_bytes
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
+        seat = self._seat(slot)
+        sub = self._subs[seat.place]
+        sub.param_groups[slot.group]["params"][seat.index] = self._stepped(slot)
+        return sub, Slot(slot.group, seat.index)
+
+    def _own_master(self, slot: Slot) -> Tensor | None:
+        """The copy, if it says more than the parameter does."""
+        main = self._seat(slot).main
+        param = self.param_groups[slot.group]["params"][slot.position]
+        return main if main is not None and main.dtype != param.dtype else None
+
+    def slot_state(self, slot: Slot) -> dict[str, Any]:
+        sub, theirs = self._in_sub(slot)
+        master = self._own_master(slot)
+        state = sub.slot_state(theirs)
+        return state if master is None else {**state, "master_param": master}
+
+    def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        rest = dict(state)
+        master = rest.pop("master_param", None) if self._own_master(slot) is not None else None
+        return rest, master
+
+    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        sub, theirs = self._in_sub(slot)
+        rest, master = self._split(slot, state)
+        if (own := self._own_master(slot)) is not None and master is None:
+            raise ValueError(f"state of {self.slot_name(slot)}: master_param ({own.dtype}) is missing")
+        sub.check_slot_state(theirs, rest)
+
+    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        sub, theirs = self._in_sub(slot)
+        rest, master = self._split(slot, state)
+        sub.load_slot_state(theirs, rest)
+        if (own := self._own_master(slot)) is not None and master is not None:
+            own.copy_(local_tensor(master))

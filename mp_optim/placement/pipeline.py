@@ -1,0 +1,127 @@
+"""Steps host slots bucket by bucket: gradients come down, the rule runs, parameters go up.
+
+While bucket k is computed, the gradients of bucket k+1 are on their way down and the parameters of
+bucket k-1 on their way up. Gradients and parameters travel in the dtype they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mp_optim.placement.arena import HostArena, aligned_bytes
+from mp_optim.placement.transfer import CopyPair, Transfer
+from mp_optim.slots import SlotUpdate
+
+__all__ = ["HostPipeline", "Traffic"]
+
+Bucket = list[SlotUpdate]
+
+
+@dataclass
+class Traffic:
+    """Bytes of the last step over the bus."""
+
+    down: int = 0
+    up: int = 0
+
+
+class _Stage:
+    """Host memory of one bucket in flight, with the ticket that says when it is free again."""
+
+    def __init__(self, transfer: Transfer, capacity: int, pin: bool) -> None:
+        self._transfer = transfer
+        self.arena = HostArena(transfer, capacity, pin)
+        self._busy: Any = None
+
+    def load(self, bucket: Bucket) -> tuple[Bucket, Any]:
+        """Start the download of a bucket's gradients; returns host-side updates and the ticket."""
+        if self._busy is not None:
+            self._transfer.wait(self._busy)
+            self._busy = None
+        self.arena.reset()
+        staged = [replace(update, grad=self.arena.take(update.grad.shape, update.grad.dtype),
+                          output=None if update.output is None
+                          else self.arena.take(update.output.shape, update.output.dtype))
+                  for update in bucket]
+        pairs = [(mine.grad, theirs.grad) for mine, theirs in zip(staged, bucket, strict=True)]
+        return staged, self._transfer.download(pairs)
+
+    def store(self, staged: Bucket, bucket: Bucket) -> None:
+        """Start the upload of a bucket's parameters."""
+        pairs: list[CopyPair] = [(theirs.output, mine.output) for mine, theirs in zip(staged, bucket, strict=True)
+                                 if mine.output is not None and theirs.output is not None]
+        self._busy = self._transfer.upload(pairs)
+
+
+class HostPipeline:
+    """A ring of stages.
+
+    Args:
+        bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by itself.
+        depth: buckets in flight; 1 means no overlap.
+        pin: page-lock the staging memory.
+    """
+
+    def __init__(self, transfer: Transfer, *, bucket_bytes: int, depth: int, pin: bool) -> None:
+        if bucket_bytes < 1 or depth < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes}, depth={depth}: both must be at least 1")
+        self._transfer = transfer
+        self._bucket_bytes = bucket_bytes
+        self._depth = depth
+        self._pin = pin
+        self._stages: list[_Stage] = []
+        self.traffic = Traffic()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host bytes held for staging; 0 before the first step."""
+        return sum(stage.arena.capacity for stage in self._stages)
+
+    def run(self, updates: Sequence[SlotUpdate], step: Callable[[Bucket], None]) -> None:
+        """Step all ``updates``; on return every upload is ordered before later accelerator work."""
+        buckets = list(_buckets(updates, self._bucket_bytes))
+        self.traffic = Traffic(down=sum(u.grad.nbytes for u in updates),
+                               up=sum(u.output.nbytes for u in updates if u.output is not None))
+        if not buckets:
+            return
+        self._reserve(max(sum(map(_staging_bytes, bucket)) for bucket in buckets), len(buckets))
+        ahead = min(self._depth - 1, 1)
+        loads = [self._stage(index).load(bucket) for index, bucket in enumerate(buckets[: 1 + ahead])]
+        for index, bucket in enumerate(buckets):
+            staged, ticket = loads[index]
+            self._transfer.wait(ticket)
+            step(staged)
+            self._stage(index).store(staged, bucket)
+            if (upcoming := index + 1 + ahead) < len(buckets):
+                loads.append(self._stage(upcoming).load(buckets[upcoming]))
+        self._transfer.join()
+
+    def _stage(self, index: int) -> _Stage:
+        return self._stages[index % len(self._stages)]
+
+    def _reserve(self, capacity: int, buckets: int) -> None:
+        depth = min(self._depth, max(buckets, len(self._stages)))
+        if len(self._stages) < depth or self._stages[0].arena.capacity < capacity:
+            self._transfer.join()
+            self._stages = [_Stage(self._transfer, capacity, self._pin) for _ in range(depth)]
+
+
+def _staging_bytes(update: SlotUpdate) -> int:
+    size = aligned_bytes(update.grad.numel(), update.grad.dtype)
+    return size if update.output is None else size + aligned_bytes(update.output.numel(), update.output.dtype)
+
+
+def _buckets(updates: Sequence[SlotUpdate], bucket_bytes: int) -> Iterator[Bucket]:
+    bucket: Bucket = []
+    filled = 0
+    for update in updates:
+        size = _staging_bytes(update)
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(update)
+        filled += size
+    if bucket:
+        yield bucket

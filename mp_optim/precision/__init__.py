@@ -1,0 +1,18 @@
+"""Which dtype: main params, loss scale, gradient norm, and the verdict on each step."""
+
+from mp_optim.precision.float16 import Float16OptimizerWithFloat16Params
+from mp_optim.precision.fp32 import FP32Optimizer
+from mp_optim.precision.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+from mp_optim.precision.verdict import StepResult, Verdict
+
+__all__ = [
+    "ConstantGradScaler",
+    "DynamicGradScaler",
+    "FP32Optimizer",
+    "Float16OptimizerWithFloat16Params",
+    "MegatronGradScaler",
+    "MegatronOptimizer",
+    "StepResult",
+    "Verdict",
+]

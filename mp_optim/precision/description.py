@@ -1,0 +1,86 @@
+"""What the stack chose and why, as data that prints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import astuple, dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from mp_optim.slots import iter_slots
+from mp_optim.update import choose_backend
+
+if TYPE_CHECKING:
+    from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+
+__all__ = ["Description", "DescriptionRow", "describe"]
+
+
+@dataclass(frozen=True)
+class DescriptionRow:
+    """Slots of one param group that share place and dtype.
+
+    Attributes:
+        group: index of the param group. place: ``device`` or ``host``. model_dtype: of the parameters.
+        slots: how many parameters. params: how many elements on this rank.
+        bytes: main params and optimizer state, not counting the model's own parameters.
+        backend: what steps them. why: how it was chosen.
+    """
+
+    group: int
+    place: str
+    model_dtype: str
+    slots: int
+    params: int
+    bytes: int
+    backend: str
+    why: str
+
+    def shifted(self, groups: int) -> DescriptionRow:
+        """The row with its group index moved behind ``groups`` others."""
+        return replace(self, group=self.group + groups)
+
+
+@dataclass(frozen=True)
+class Description:
+    """All rows; ``str()`` is a plain text table."""
+
+    rows: tuple[DescriptionRow, ...]
+
+    def __add__(self, other: Description) -> Description:
+        return Description(self.rows + other.rows)
+
+    def __str__(self) -> str:
+        table = [[f.name for f in fields(DescriptionRow)], *([str(v) for v in astuple(row)] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+                         for line in table)
+
+
+def describe(optimizer: MegatronOptimizer) -> Description:
+    """Read the rows off an optimizer; allocates its state if it had none."""
+    counts: dict[tuple[int, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    place_of = getattr(optimizer.inner, "place", lambda slot: "device")
+    for slot, param in iter_slots(optimizer.param_groups):
+        backend, why = _stepper(optimizer, place_of(slot), param.device)
+        key = (slot.group, place_of(slot), str(param.dtype).removeprefix("torch."), backend, why)
+        state = optimizer.inner.slot_state(slot) if param.requires_grad else {}
+        main = optimizer.inner.param_groups[slot.group]["params"][slot.position]
+        own = main.nbytes if optimizer.has_separate_main(slot) else 0
+        row = counts[key]
+        row[0] += 1
+        row[1] += main.numel()
+        row[2] += own + sum(value.nbytes for value in state.values())
+    return Description(tuple(DescriptionRow(group, place, dtype, *numbers, backend, why)
+                             for (group, place, dtype, backend, why), numbers in counts.items()))
+
+
+def _stepper(optimizer: MegatronOptimizer, place: str, device: torch.device) -> tuple[str, str]:
+    sub = getattr(optimizer.inner, "sub_optimizer", lambda _: optimizer.inner)(place)
+    foreign = getattr(sub, "optimizer", None)
+    if foreign is not None:
+        return type(foreign).__name__, "given by the caller; gets FP32 gradients"
+    where = torch.device("cpu") if place == "host" else device
+    backend, why = choose_backend(optimizer.config.fused_backend, where)
+    return backend.name, why

@@ -1,0 +1,20 @@
+"""The wrapper for models whose parameters are FP32 already: no main params, no loss scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+from mp_optim.slots import Slot
+
+__all__ = ["FP32Optimizer"]
+
+
+class FP32Optimizer(MegatronOptimizer):
+    """Steps FP32 parameters; measuring, clipping and skipping are as in mixed precision."""
+
+    def check_param(self, slot: Slot, param: Tensor) -> None:
+        if param.dtype != torch.float32:
+            raise TypeError(f"{self.slot_name(slot)} is {param.dtype}: FP32Optimizer takes float32 parameters; set "
+                            "bf16=True or fp16=True in OptimizerConfig for a 16-bit model")

@@ -1,0 +1,113 @@
+"""Loss scales for FP16. The state is a few device scalars; ``update`` never waits for the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ConstantGradScaler", "DynamicGradScaler", "MegatronGradScaler"]
+
+_LARGEST = 2.0**126
+"""The largest power of two whose reciprocal is a normal FP32 number."""
+
+
+class MegatronGradScaler(ABC):
+    """A positive factor on the loss that keeps FP16 gradients in range."""
+
+    def __init__(self, initial_scale: float, device: torch.device | str = "cpu") -> None:
+        if not 0.0 < initial_scale <= _LARGEST:
+            raise ValueError(f"initial_scale={initial_scale!r}: must be positive and at most 2**126")
+        self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
+
+    @property
+    def scale(self) -> Tensor:
+        """FP32, shape (1,): what the loss is multiplied with."""
+        return self._scale
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """FP64, shape (1,): what gradients are multiplied with."""
+        return self._scale.double().reciprocal()
+
+    @abstractmethod
+    def update(self, found_inf: bool | Tensor) -> None:
+        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class ConstantGradScaler(MegatronGradScaler):
+    """The scale stays what it is."""
+
+    def update(self, found_inf: bool | Tensor) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class DynamicGradScaler(MegatronGradScaler):
+    """Shrinks after ``hysteresis`` overflows in a row, grows after ``growth_interval`` clean steps in a row.
+
+    Once the overflows in a row have used up the hysteresis, every further one shrinks the scale until a
+    clean step restores it. The scale never exceeds 2**126 and never falls below ``min_scale``.
+
+    Args:
+        initial_scale, min_scale: start and floor.
+        growth_factor: > 1. backoff_factor: in (0, 1).
+        growth_interval, hysteresis: whole numbers >= 1, in steps.
+        device: where the state lives; the model's device keeps ``update`` free of waits.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+
+    def __init__(self, initial_scale: float, min_scale: float, growth_factor: float, backoff_factor: float,
+                 growth_interval: int, hysteresis: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(initial_scale, device)
+        checks = {
+            "min_scale": (min_scale, 0.0 < min_scale <= initial_scale, "in (0, initial_scale]"),
+            "growth_factor": (growth_factor, growth_factor > 1.0, "greater than 1"),
+            "backoff_factor": (backoff_factor, 0.0 < backoff_factor < 1.0, "between 0 and 1"),
+            "growth_interval": (growth_interval, growth_interval >= 1 and int(growth_interval) == growth_interval,
+                                "a whole number >= 1"),
+            "hysteresis": (hysteresis, hysteresis >= 1 and int(hysteresis) == hysteresis, "a whole number >= 1"),
+        }
+        for name, (value, good, rule) in checks.items():
+            if not good:
+                raise ValueError(f"{name}={value!r}: must be {rule}")
+        self.min_scale = min_scale
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = int(growth_interval)
+        self.hysteresis = int(hysteresis)
+        self._growth_tracker = torch.zeros(1, dtype=torch.int32, device=device)
+        self._hysteresis_tracker = torch.full((1,), self.hysteresis, dtype=torch.int32, device=device)
+
+    def update(self, found_inf: bool | Tensor) -> None:
+        inf = torch.as_tensor(found_inf, device=self._scale.device).bool().reshape(1)
+        left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
+        clean = torch.where(inf, 0, self._growth_tracker + 1)
+        grows = clean >= self.growth_interval
+        factor = torch.where(inf & (left == 0), self.backoff_factor, torch.where(grows, self.growth_factor, 1.0))
+        self._scale.copy_((self._scale.double() * factor).clamp(self.min_scale, _LARGEST))
+        self._hysteresis_tracker.copy_(left)
+        self._growth_tracker.copy_(torch.where(grows, 0, clean))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Clones of the three device scalars: ``scale``, ``growth_tracker``, ``hysteresis_tracker``."""
+        return {"scale": self._scale.clone(), "growth_tracker": self._growth_tracker.clone(),
+                "hysteresis_tracker": self._hysteresis_tracker.clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for key, own in (("scale", self._scale), ("growth_tracker", self._growth_tracker),
+                         ("hysteresis_tracker", self._hysteresis_tracker)):
+            own.copy_(torch.as_tensor(state_dict[key]).reshape(1))

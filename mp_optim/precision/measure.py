@@ -1,0 +1,120 @@
+"""Measure and agree: one read of every gradient, then one reduction of a few scalars.
+
+The result is a sum of squares per norm group, in FP64 and in a fixed order of additions, so it does
+not depend on threads, buckets or where parameters are stepped. An inf or nan anywhere makes its sum
+non-finite; there is no second pass to look for one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+__all__ = ["EXCLUDED", "MAIN", "GradEntry", "Measurement", "NormKey", "agree", "count_zeros", "measure"]
+
+MAIN = "main"
+EXCLUDED = "excluded"
+"""Norm group of gradients that another rank counts: checked for inf and nan, left out of the norm."""
+
+SumOfSquares = Callable[[Sequence[Tensor]], Tensor]
+"""FP64 sum of squares of each tensor of a list on one device, shape (n,)."""
+
+
+@dataclass(frozen=True)
+class NormKey:
+    """Which norm a gradient counts in, and over which process groups its parameter is split."""
+
+    group: str = MAIN
+    shard_groups: tuple[ProcessGroup, ...] = ()
+
+
+@dataclass(frozen=True)
+class GradEntry:
+    """A local gradient of this step."""
+
+    grad: Tensor
+    key: NormKey
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """FP64 scalars per norm group, and the number of zero gradient elements if it was counted."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    zeros: Tensor | None = None
+
+    def __add__(self, other: Measurement) -> Measurement:
+        sums = dict(self.sums)
+        for name, value in other.sums.items():
+            sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
+        zeros = [m.zeros for m in (self, other) if m.zeros is not None]
+        return Measurement(sums, sum(zeros[1:], zeros[0]) if zeros else None)
+
+
+def measure(entries: Sequence[GradEntry], keys: Sequence[NormKey], sum_of_squares: SumOfSquares,
+            device: torch.device) -> dict[NormKey, Tensor]:
+    """Sum of squares for each key, shape () FP64 on ``device``.
+
+    Args:
+        entries: this step's gradients, in slot order.
+        keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
+    """
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        by_device[entry.grad.device].append(index)
+    sums = torch.zeros(len(entries), dtype=torch.float64, device=device)
+    for where, indices in by_device.items():
+        found = sum_of_squares([entries[index].grad for index in indices])
+        if len(by_device) == 1:
+            sums = found.to(device)
+        else:
+            sums[torch.tensor(indices, device=device)] = found.to(device)
+    result = {}
+    for key in keys:
+        mine = [index for index, entry in enumerate(entries) if entry.key == key]
+        picked = sums if len(mine) == len(entries) else sums[torch.tensor(mine, dtype=torch.long, device=device)]
+        result[key] = _pairwise_sum(picked)
+    return result
+
+
+def _pairwise_sum(values: Tensor) -> Tensor:
+    """Adjacent pairs, zero filled, until one is left: the same additions on every device."""
+    while values.numel() > 1:
+        if values.numel() % 2:
+            values = torch.nn.functional.pad(values, (0, 1))
+        values = values[0::2] + values[1::2]
+    return values.sum() if values.numel() == 0 else values.reshape(())
+
+
+def count_zeros(entries: Sequence[GradEntry], keys: Sequence[NormKey], device: torch.device) -> dict[NormKey, Tensor]:
+    """Zero elements of the gradients of each key, shape () FP64 on ``device``."""
+    zeros = {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
+    for entry in entries:
+        if entry.key.group != EXCLUDED:
+            zeros[entry.key] += (entry.grad.numel() - torch.count_nonzero(entry.grad)).to(device)
+    return zeros
+
+
+def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, group: ProcessGroup | None) -> Measurement:
+    """Reduce the scalars over shard groups, then over ``group`` (None: this process alone)."""
+    totals: dict[str, Tensor] = {}
+    zero_total: Tensor | None = None
+    for key, value in local.items():
+        packed = torch.stack([value] if zeros is None else [value, zeros[key]])
+        for shard_group in key.shard_groups:
+            dist.all_reduce(packed, group=shard_group)
+        totals[key.group] = totals[key.group] + packed[0] if key.group in totals else packed[0]
+        if zeros is not None:
+            zero_total = packed[1] if zero_total is None else zero_total + packed[1]
+    if group is not None and totals:
+        packed = torch.stack([*totals.values(), *([] if zero_total is None else [zero_total])])
+        dist.all_reduce(packed, group=group)
+        totals = dict(zip(totals, packed, strict=False))
+        zero_total = None if zero_total is None else packed[-1]
+    return Measurement(totals, zero_total)

@@ -1,0 +1,377 @@
+"""MegatronOptimizer: the outer shell of the stack. Measure, agree, decide, apply.
+
+Its ``param_groups`` are live and hold the model's own parameters, so torch schedulers, DCP, accelerate
+and the HF Trainer find what they expect. The wrapped optimizer's hold main params. The two are
+connected by position only.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.precision.description import Description, describe
+from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.measure import EXCLUDED, MAIN, GradEntry, Measurement, NormKey, agree, count_zeros, measure
+from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_of
+from mp_optim.precision.verdict import Verdict, decide
+from mp_optim.process_groups import ProcessGroups
+from mp_optim.slot_optimizer import Closure, SlotOptimizer
+from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor
+from mp_optim.update import as_slot_optimizer, choose_backend
+
+__all__ = ["MegatronOptimizer"]
+
+
+@dataclass
+class _Binding:
+    """The model tensor last seen at a slot, with the version of its data; what a change is judged by."""
+
+    param: Tensor
+    version: int
+    separate: bool
+    key: NormKey
+
+
+class MegatronOptimizer(SlotOptimizer):
+    """Common part of the precision wrappers.
+
+    Args:
+        optimizer: any torch optimizer over the model's parameters. This package's own step in one pass
+            from the gradients as they are; a foreign one gets FP32 ``.grad``.
+        config: see :class:`mp_optim.OptimizerConfig`.
+        grad_scaler: loss scale, or None for 1.
+        init_state_fn: accepted for drop-in use; state is allocated by :meth:`init_state`.
+        process_groups: whom to agree with on the gradient norm.
+
+    Raises:
+        TypeError, ValueError: a parameter's dtype does not fit, naming it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig,
+                 grad_scaler: MegatronGradScaler | None = None, init_state_fn: Any = None, *,
+                 process_groups: ProcessGroups | None = None) -> None:
+        self.config = config
+        self.optimizer = optimizer
+        self.inner = as_slot_optimizer(optimizer)
+        self.grad_scaler = grad_scaler
+        self.process_groups = process_groups or ProcessGroups()
+        self._bindings: list[list[_Binding]] = []
+        self._verdict = Verdict()
+        self._counts = {"steps": 0, "skipped_steps": 0, "reloaded_params": 0}
+        self._parked: list[tuple[Tensor, torch.device]] = []
+        groups = [{**group, "params": list(group["params"])} for group in self.inner.param_groups]
+        super().__init__([_zip_names(group) for group in groups], dict(optimizer.defaults))
+        for index in range(len(self.param_groups)):
+            self._bind_group(index)
+
+    @abstractmethod
+    def check_param(self, slot: Slot, param: Tensor) -> None:
+        """Raise if a trainable parameter's dtype does not fit this wrapper."""
+
+    # -- slots and main params ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _bind_group(self, index: int) -> None:
+        bindings = []
+        for position, param in enumerate(self.param_groups[index]["params"]):
+            slot = Slot(index, position)
+            local = local_tensor(param)
+            key = self._norm_key(slot, param)
+            separate = False
+            if param.requires_grad:
+                self.check_param(slot, param)
+                main = self.inner.new_main_param(slot, local)
+                separate = main.data_ptr() != local.data_ptr() or main.device != local.device
+                param.main_param = main
+            bindings.append(_Binding(param, local._version, separate, key))
+        self._bindings.append(bindings)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group here and in the wrapped optimizer, with main params where they are needed."""
+        super().add_param_group(param_group)
+        if len(self.param_groups) <= len(self.inner.param_groups):  # torch's constructor is adding the first groups
+            return
+        added = self.param_groups[-1]
+        self.inner.add_param_group(_zip_names({**added, "params": list(added["params"])}))
+        for key, value in self.inner.param_groups[-1].items():
+            added.setdefault(key, value)
+        self._bind_group(len(self.param_groups) - 1)
+
+    def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
+        group = getattr(param, "grad_norm_group", None) or MAIN
+        if getattr(param, "shared", False) or self._is_tensor_parallel_duplicate(slot, param):
+            group = EXCLUDED
+        return NormKey(group, shard_groups_of(self.slot_name(slot), param))
+
+    def _is_tensor_parallel_duplicate(self, slot: Slot, param: Tensor) -> bool:
+        expert = self.param_groups[slot.group].get("is_expert_parallel", False)
+        tp = self.process_groups.expert_tp if expert else self.process_groups.tp
+        return tp is not None and not getattr(param, "tensor_model_parallel", False) and tp.rank() > 0
+
+    def _main(self, slot: Slot) -> Tensor:
+        main: Tensor = self.inner.param_groups[slot.group]["params"][slot.position]
+        return main
+
+    def has_separate_main(self, slot: Slot) -> bool:
+        """Whether a slot is stepped on a tensor other than the model's parameter."""
+        return self._bindings[slot.group][slot.position].separate
+
+    def _sync(self) -> None:
+        """Follow model tensors that were replaced or written from outside since the last step."""
+        for slot, param in iter_slots(self.param_groups):
+            binding = self._bindings[slot.group][slot.position]
+            local = local_tensor(param)
+            if param is binding.param and local._version == binding.version:
+                continue
+            if param.requires_grad:
+                self._rebind(slot, param, local, binding)
+            binding.param, binding.version = param, local._version
+            binding.key = self._norm_key(slot, param)
+
+    def _rebind(self, slot: Slot, param: Tensor, local: Tensor, binding: _Binding) -> None:
+        main = self._main(slot)
+        if not binding.separate:
+            self.inner.param_groups[slot.group]["params"][slot.position] = local
+            param.main_param = local
+            return
+        param.main_param = main
+        if follow(main, local, self.slot_name(slot)):
+            self._counts["reloaded_params"] += 1
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Take the model's present values into the main params, dropping their extra bits.
+
+        Args:
+            state_dict: full-precision values by FQN, used instead of the model's where given.
+        """
+        for slot, param in iter_slots(self.param_groups):
+            binding = self._bindings[slot.group][slot.position]
+            local = local_tensor(param)
+            if binding.separate:
+                source = (state_dict or {}).get(self.slot_name(slot), local)
+                self._main(slot).copy_(local_tensor(source))
+            binding.param, binding.version = param, local._version
+
+    def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
+        """(FQN, FP32 tensor of the parameter's shape; a DTensor if the parameter is one), in slot order."""
+        for slot, param in iter_slots(self.param_groups):
+            separate = self._bindings[slot.group][slot.position].separate
+            yield self.slot_name(slot), as_sharded(self._main(slot), param) if separate else param
+
+    # -- the step -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+        """One step: returns :class:`~mp_optim.precision.verdict.StepResult`, or the closure's loss if one is given.
+
+        A step whose gradients hold an inf or nan, or whose norm exceeds
+        ``config.grad_norm_skip_threshold``, changes nothing but the loss scale.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
+        verdict = decide(self.measure(), inv_scale, self.config)
+        self.apply(verdict)
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(verdict.found_inf)
+        return verdict.result if closure is None else loss
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters lie."""
+        return next((local_tensor(p).device for _, p in iter_slots(self.param_groups)), torch.device("cpu"))
+
+    def _local_grads(self) -> Iterator[tuple[Slot, Tensor]]:
+        for slot, param in iter_slots(self.param_groups):
+            grad = current_grad(param)
+            if grad is None:
+                continue
+            if grad.is_sparse or not grad.is_floating_point():
+                raise TypeError(f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; dense "
+                                "floating-point gradients are supported (build the embedding with sparse=False)")
+            yield slot, local_tensor(grad)
+
+    def measure(self) -> Measurement:
+        """Sums of squares of this step's gradients, agreed with the other ranks."""
+        if self._parked:
+            raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
+        self._sync()
+        keys = list(dict.fromkeys(b.key for group in self._bindings for b in group))
+        entries = [GradEntry(grad, self._bindings[slot.group][slot.position].key)
+                   for slot, grad in self._local_grads()]
+        device = self.device
+        sums = measure(entries, keys, self._sum_of_squares, device)
+        zeros = count_zeros(entries, keys, device) if self.config.log_num_zeros_in_grad else None
+        return agree(sums, zeros, self.process_groups.grad_stats)
+
+    def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        backend, _ = choose_backend(self.config.fused_backend, grads[0].device)
+        return backend.sum_of_squares(grads)
+
+    def apply(self, verdict: Verdict) -> None:
+        """Step the slots that have a gradient, unless the verdict says skip."""
+        self._verdict = verdict
+        self._counts["steps"] += 1
+        if verdict.skip:
+            self._counts["skipped_steps"] += 1
+            return
+        self._push_settings()
+        updates = [self._update(slot, grad, verdict) for slot, grad in self._local_grads()]
+        norm = verdict.norms.get(MAIN)
+        clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
+        self.inner.step_slots(updates, grad_norm=clipped)
+        for update in updates:
+            binding = self._bindings[update.slot.group][update.slot.position]
+            binding.version = local_tensor(binding.param)._version
+
+    def _update(self, slot: Slot, grad: Tensor, verdict: Verdict) -> SlotUpdate:
+        binding = self._bindings[slot.group][slot.position]
+        return SlotUpdate(slot, grad, verdict.multipliers[binding.key.group],
+                          local_tensor(binding.param) if binding.separate else None, binding.key.shard_groups)
+
+    def _push_settings(self) -> None:
+        for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+    # -- loss scale, gradients ------------------------------------------------------------------
+
+    def get_loss_scale(self) -> Tensor:
+        """FP32, shape (1,)."""
+        return torch.ones(1) if self.grad_scaler is None else self.grad_scaler.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale; call ``backward`` on the result."""
+        return loss if self.grad_scaler is None else loss * self.grad_scaler.scale.to(loss.device).reshape(())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``grad`` and ``decoupled_grad``. ``main_grad`` belongs to whoever made it and is left alone."""
+        super().zero_grad(set_to_none=set_to_none)
+        for _, param in iter_slots(self.param_groups):
+            if getattr(param, "decoupled_grad", None) is not None:
+                param.decoupled_grad = None
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def slot_state(self, slot: Slot) -> dict[str, Any]:
+        param = self.param_groups[slot.group]["params"][slot.position]
+        binding = self._bindings[slot.group][slot.position]
+        if not param.requires_grad:
+            return {}
+        state = dict(self.inner.slot_state(slot))
+        if binding.separate and param.dtype != torch.float32:
+            state["master_param"] = self._main(slot)
+        return {key: as_sharded(value, param) for key, value in state.items()}
+
+    def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        rest = as_local_state(state)
+        binding = self._bindings[slot.group][slot.position]
+        owns = binding.separate and binding.param.dtype != torch.float32
+        return rest, rest.pop("master_param", None) if owns else None
+
+    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        mine = self.slot_state(slot)
+        if "master_param" in mine and "master_param" not in state:
+            raise ValueError(f"state of {self.slot_name(slot)}: master_param is missing, so its full-precision value "
+                             "is lost; to start from the model's values, add them to the state dict under that key")
+        rest, master = self._split(slot, state)
+        if master is not None and master.shape != self._main(slot).shape:
+            raise ValueError(f"{self.slot_name(slot)}.master_param: saved shape {tuple(master.shape)}, expected "
+                             f"{tuple(self._main(slot).shape)}")
+        self.inner.check_slot_state(slot, rest)
+
+    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        rest, master = self._split(slot, state)
+        self.inner.load_slot_state(slot, rest)
+        if master is not None:
+            self._main(slot).copy_(master)
+
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        """Torch-shaped, plus ``grad_scaler`` if there is one. ``is_loading`` is accepted and not needed."""
+        state_dict = super().state_dict()
+        if self.grad_scaler is not None:
+            state_dict["grad_scaler"] = self.grad_scaler.state_dict()
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sync()
+        super().load_state_dict(state_dict)
+        if self.grad_scaler is not None and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def _accelerator_tensors(self) -> Iterator[Tensor]:
+        for slot, param in iter_slots(self.param_groups):
+            if not param.requires_grad:
+                continue
+            tensors = list(self.inner.slot_state(slot).values())
+            if self._bindings[slot.group][slot.position].separate:
+                tensors.append(self._main(slot))
+            yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
+
+    @torch.no_grad()
+    def offload_to_cpu(self) -> None:
+        """Move main params and moments off the accelerator; gradients are the caller's to clear."""
+        for tensor in self._accelerator_tensors():
+            self._parked.append((tensor, tensor.device))
+            tensor.data = tensor.data.cpu()
+
+    @torch.no_grad()
+    def restore_from_cpu(self) -> None:
+        """Undo :meth:`offload_to_cpu`; what is stepped on the host stays there."""
+        for tensor, device in self._parked:
+            tensor.data = tensor.data.to(device)
+        self._parked.clear()
+
+    # -- what is going on -----------------------------------------------------------------------
+
+    @property
+    def is_stub_optimizer(self) -> bool:
+        """Whether there is nothing to step on this rank."""
+        return not any(group["params"] for group in self.param_groups)
+
+    @property
+    def chained_optimizers(self) -> list[MegatronOptimizer]:
+        """The parts; an optimizer without parts is its own only part."""
+        return [self]
+
+    def get_parameters(self) -> list[Tensor]:
+        """The model's parameters in slot order."""
+        return [param for _, param in iter_slots(self.param_groups)]
+
+    def describe(self) -> Description:
+        """Per group, place and dtype: count, bytes, backend and why; ``print`` it."""
+        return describe(self)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the last step and the run so far."""
+        traffic = getattr(self.inner, "traffic", None)
+        norms = {f"grad_norm/{name}": norm for name, norm in self._verdict.norms.items() if name != EXCLUDED}
+        return {
+            "grad_norm": float("nan") if self._verdict.grad_norm is None else self._verdict.grad_norm,
+            "loss_scale": float(self.get_loss_scale()),
+            "multiplier": self._verdict.multipliers.get(MAIN, 0.0),
+            "bytes_down": 0 if traffic is None else traffic.down,
+            "bytes_up": 0 if traffic is None else traffic.up,
+            **norms,
+            **self._counts,
+        }
+
+
+def _zip_names(group: dict[str, Any]) -> dict[str, Any]:
+    """A group in the form torch takes names in: (name, param) pairs."""
+    names = group.pop("param_names", None)
+    if names is not None:
+        group["params"] = list(zip(names, group["params"], strict=True))
+    return group
+
+

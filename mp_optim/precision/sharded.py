@@ -1,0 +1,44 @@
+"""DTensor parameters: which groups they are split over, and state shown in their layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from mp_optim.slots import local_tensor
+
+__all__ = ["as_local_state", "as_sharded", "shard_groups_of"]
+
+
+def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
+    """Process groups over which a parameter is split: the mesh dimensions it is ``Shard``-ed on.
+
+    Raises:
+        ValueError: if a placement is ``Partial``: no rank holds a value of such a parameter.
+    """
+    if not isinstance(param, DTensor):
+        return ()
+    groups = []
+    for dim, placement in enumerate(param.placements):
+        if placement.is_partial():
+            raise ValueError(f"{name}: placements {param.placements}: a Partial parameter has no value to step; "
+                             "redistribute it to Shard or Replicate first")
+        if placement.is_shard():
+            groups.append(param.device_mesh.get_group(dim))
+    return tuple(groups)
+
+
+def as_sharded(local: Tensor, param: Tensor) -> Tensor:
+    """State of a DTensor parameter as a DTensor of the same layout; scalars and plain parameters unchanged."""
+    if not isinstance(param, DTensor) or not isinstance(local, Tensor) or local.dim() == 0 and param.dim() > 0:
+        return local
+    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape,
+                              stride=param.stride())
+
+
+def as_local_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`as_sharded` for a slot's whole state; never modifies its argument."""
+    return {key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -1,0 +1,94 @@
+"""Decide: from a few scalars to what happens with this step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+
+__all__ = ["StepResult", "Verdict", "decide"]
+
+
+class StepResult(NamedTuple):
+    """What ``step`` reports; unpacks as Megatron's tuple does.
+
+    Attributes:
+        success: whether parameters were updated.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None after an overflow.
+        num_zeros_in_grad: zero gradient elements if ``log_num_zeros_in_grad``, else None.
+    """
+
+    success: bool
+    grad_norm: float | None
+    num_zeros_in_grad: int | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One step's decision.
+
+    Attributes:
+        multipliers: FP32 value for each norm group: inverse loss scale times clip coefficient.
+        skip: leave everything as it is.
+        found_inf: some gradient is not finite.
+        norms: unscaled norm of each norm group.
+        num_zeros: zero gradient elements, if counted.
+    """
+
+    multipliers: dict[str, float] = field(default_factory=dict)
+    skip: bool = False
+    found_inf: bool = False
+    norms: dict[str, float] = field(default_factory=dict)
+    num_zeros: int | None = None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm, or None if it is not a number."""
+        return None if self.found_inf else self.norms.get(MAIN, 0.0)
+
+    @property
+    def result(self) -> StepResult:
+        """What the caller of ``step`` gets."""
+        return StepResult(not self.skip, self.grad_norm, None if self.found_inf else self.num_zeros)
+
+
+def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> Verdict:
+    """The step's verdict, formed in double; reads the device once.
+
+    Args:
+        measurement: agreed sums of squares of the gradients as they are (still scaled).
+        inv_scale: reciprocal of the scale that was used in backward, shape (1,) FP64, or None for 1.
+        config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
+    """
+    names = list(measurement.sums)
+    scalars = [*measurement.sums.values()]
+    if inv_scale is not None:
+        scalars.append(inv_scale.reshape(()))
+    if measurement.zeros is not None:
+        scalars.append(measurement.zeros)
+    device = scalars[0].device if scalars else torch.device("cpu")
+    values = torch.stack([value.to(device) for value in scalars]).tolist() if scalars else []
+    sums = dict(zip(names, values, strict=False))
+    inverse = values[len(names)] if inv_scale is not None else 1.0
+    num_zeros = int(values[-1]) if measurement.zeros is not None else None
+    if not all(math.isfinite(value) for value in sums.values()):
+        return Verdict(skip=True, found_inf=True)
+    norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
+    multipliers = {name: _fp32(inverse * _clip_coefficient(norm, config.clip_grad)) for name, norm in norms.items()}
+    multipliers[EXCLUDED] = multipliers.get(MAIN, _fp32(inverse))
+    too_large = norms.get(MAIN, 0.0) > config.grad_norm_skip_threshold
+    return Verdict(multipliers, too_large, False, norms, num_zeros)
+
+
+def _clip_coefficient(norm: float, limit: float) -> float:
+    """``limit / (norm + 1e-6)`` where that is below 1, else 1 (Megatron's and torch's definition)."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
+
+
+def _fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))

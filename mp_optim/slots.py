@@ -1,0 +1,151 @@
+"""Slots: a parameter's identity is its place in the param groups, never the tensor that sits there.
+
+Wrappers replace tensors (a mixed-precision wrapper, FSDP2, tensor parallelism); the pair
+``(group, position)`` outlives all of that. Everything in this package that has to be found again
+later is found by slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Slot", "SlotStateView", "SlotUpdate", "current_grad", "follow", "iter_slots", "local_tensor", "slot_name"]
+
+ParamGroups = list[dict[str, Any]]
+
+
+class Slot(NamedTuple):
+    """The identity of a parameter: index of its param group, position inside that group."""
+
+    group: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUpdate:
+    """One slot's share of an optimizer step.
+
+    Attributes:
+        slot: which parameter.
+        grad: local gradient in any floating dtype, on the device where the slot is stepped (or, when
+            handed to a placing optimizer, where the gradient lies).
+        multiplier: what the gradient is multiplied with (inverse loss scale times clip coefficient),
+            already rounded to FP32.
+        output: tensor that receives the updated parameter in its own dtype, or None if the stepped
+            tensor is itself the model's parameter.
+        shard_groups: process groups over which the parameter is split, for rules that need
+            whole-parameter norms. Empty if the local tensor is the whole parameter.
+    """
+
+    slot: Slot
+    grad: Tensor
+    multiplier: float = 1.0
+    output: Tensor | None = None
+    shard_groups: tuple[ProcessGroup, ...] = ()
+
+
+def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
+    """Every slot with the tensor that sits there now, in group order."""
+    for index, group in enumerate(param_groups):
+        for position, param in enumerate(group["params"]):
+            yield Slot(index, position), param
+
+
+def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
+    """The FQN of a slot if its group carries ``param_names``, else ``group<g>.param<i>``."""
+    names: Sequence[str] | None = param_groups[slot.group].get("param_names")
+    return names[slot.position] if names else f"group{slot.group}.param{slot.position}"
+
+
+def current_grad(param: Tensor) -> Tensor | None:
+    """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else ``grad``."""
+    for attribute in ("main_grad", "decoupled_grad", "grad"):
+        grad: Tensor | None = getattr(param, attribute, None)
+        if grad is not None:
+            return grad
+    return None
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor a rank owns: a DTensor's local shard, anything else detached from autograd."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+        # FSDP2 may hand out an AsyncCollectiveTensor; placement and kernels need the plain one.
+        tensor = getattr(tensor, "wait", lambda: tensor)()
+    return tensor.detach()
+
+
+def follow(main: Tensor, local: Tensor, name: str) -> bool:
+    """Make a main param agree with a model tensor that was replaced or written from outside.
+
+    A main param that already rounds to the new values keeps its extra bits; otherwise it takes the
+    new values. Returns whether it took them.
+
+    Raises:
+        ValueError: if the shape changed.
+    """
+    if main.shape != local.shape:
+        raise ValueError(f"{name}: the parameter's local shape changed from {tuple(main.shape)} to "
+                         f"{tuple(local.shape)} after its optimizer state was created; shard the model first, "
+                         "then build the optimizer")
+    if torch.equal(main.to(device=local.device, dtype=local.dtype), local):
+        return False
+    main.copy_(local)
+    return True
+
+
+class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
+    """``optimizer.state`` as torch expects it: current tensors as keys, slots underneath.
+
+    The tensor-to-slot index is a cache that is checked against ``param_groups`` at every lookup, so
+    a replaced tensor is found under its new identity at once and under its old one no more.
+    """
+
+    def __init__(self, param_groups: Callable[[], ParamGroups], read: Callable[[Slot], dict[str, Any]],
+                 write: Callable[[Slot, dict[str, Any]], None]) -> None:
+        self._param_groups = param_groups
+        self._read = read
+        self._write = write
+        self._index: dict[int, Slot] = {}
+
+    def _slot(self, tensor: Tensor) -> Slot:
+        slot = self._index.get(id(tensor))
+        if slot is None or not self._holds(slot, tensor):
+            self._index = {id(p): s for s, p in iter_slots(self._param_groups())}
+            slot = self._index.get(id(tensor))
+        if slot is None:
+            raise KeyError("this tensor is not a parameter of the optimizer (was it replaced?)")
+        return slot
+
+    def _holds(self, slot: Slot, tensor: Tensor) -> bool:
+        groups = self._param_groups()
+        return (slot.group < len(groups) and slot.position < len(groups[slot.group]["params"])
+                and groups[slot.group]["params"][slot.position] is tensor)
+
+    def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
+        return self._read(self._slot(tensor))
+
+    def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
+        self._write(self._slot(tensor), state)
+
+    def __delitem__(self, tensor: Tensor) -> None:
+        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (param for slot, param in iter_slots(self._param_groups()) if self._read(slot))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, tensor: object) -> bool:
+        try:
+            return isinstance(tensor, torch.Tensor) and bool(self._read(self._slot(tensor)))
+        except KeyError:
+            return False

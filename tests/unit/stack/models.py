@@ -1,0 +1,113 @@
+"""Small models, a step helper, and a transfer that punishes every missing wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class TinyMoE(nn.Module):
+    """Embedding, a dense layer, two experts as 3-D weights with a soft router, an FP32 norm scale."""
+
+    def __init__(self, dtype: torch.dtype, experts: bool = True, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter((torch.randn(*shape, generator=generator) * 0.2).to(dtype))
+
+        self.embed = weight(11, 8)
+        self.dense = weight(8, 8)
+        self.bias = weight(8)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.experts = nn.ParameterDict({"up": weight(2, 8, 16), "down": weight(2, 16, 8)}) if experts else None
+        self.router = weight(8, 2) if experts else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed[tokens]
+        hidden = torch.tanh(hidden @ self.dense + self.bias)
+        if self.experts is not None and self.router is not None:
+            gates = (hidden.float() @ self.router.float()).softmax(-1)
+            outputs = [torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e] for e in range(2)]
+            hidden = sum(gates[..., e : e + 1].to(hidden.dtype) * outputs[e] for e in range(2))
+        logits = (hidden @ self.embed.t()).float() * self.scale
+        return nn.functional.cross_entropy(logits[:-1], tokens[1:])
+
+
+def is_expert(param: Tensor, name: str) -> bool:
+    return name.startswith("experts.")
+
+
+def config_for(precision: str, fraction: float = 0.0, **settings: Any) -> OptimizerConfig:
+    flags: dict[str, Any] = {precision: True} if precision != "fp32" else {}
+    if precision == "fp16":
+        flags["initial_loss_scale"] = 2.0**12
+    if fraction > 0:
+        flags |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    return OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, **flags, **settings})
+
+
+def build(precision: str, fraction: float = 0.0, experts: bool = True, seed: int = 0, **settings: Any):
+    model = TinyMoE(DTYPES[precision], experts, seed)
+    optimizer = get_megatron_optimizer(config_for(precision, fraction, **settings), model, expert_predicate=is_expert)
+    return model, optimizer
+
+
+def tokens_of(step: int) -> Tensor:
+    return torch.randint(0, 11, (24,), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> list[float]:
+    losses = []
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss = model(tokens_of(step))
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+class AdversarialTransfer:
+    """Delays every copy until somebody waits for it, and poisons the destination until then."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[bool, Sequence[tuple[Tensor, Tensor]]] | None] = []
+
+    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+
+    def _start(self, is_upload: bool, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
+        for destination, _ in pairs:
+            destination.fill_(float("nan"))
+        self.pending.append((is_upload, pairs))
+        return len(self.pending) - 1
+
+    def download(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
+        return self._start(False, pairs)
+
+    def upload(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
+        return self._start(True, pairs)
+
+    def wait(self, ticket: int) -> None:
+        entry = self.pending[ticket]
+        self.pending[ticket] = None
+        for destination, source in entry[1] if entry else ():
+            destination.copy_(source)
+
+    def join(self) -> None:
+        for ticket, entry in enumerate(self.pending):
+            if entry is not None and entry[0]:
+                self.wait(ticket)

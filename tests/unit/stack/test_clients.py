@@ -1,0 +1,88 @@
+"""Other people's code drives the optimizer: torch schedulers, DCP, accelerate, the HF Trainer."""
+
+import pytest
+import torch
+from models import build, same_bits, tokens_of, train
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_lambda_lr(fraction):
+    model, optimizer = build("bf16", fraction)
+    base = [group["lr"] for group in optimizer.param_groups]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for step in range(3):
+        train(model, optimizer, 1, start=step)
+        scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([lr / 4 for lr in base])
+    inner = [g["lr"] for part in optimizer.chained_optimizers for g in part.inner.param_groups]
+    assert inner == pytest.approx([lr / 3 for lr in base])
+
+
+def test_one_cycle_lr_cycles_betas_too():
+    model, optimizer = build("bf16", 0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10)
+    seen = set()
+    for step in range(5):
+        train(model, optimizer, 1, start=step)
+        scheduler.step()
+        seen.add(optimizer.param_groups[0]["betas"][0])
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_dcp_optimizer_state_dict(fraction, flatten):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optimizer = build("bf16", fraction)
+    untouched = get_optimizer_state_dict(model, optimizer, options=options)
+    assert float(next(iter(optimizer.state.values()))["step"]) == 0 and untouched
+    train(model, optimizer, 3)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    expected = [p.detach().clone() for p in model.parameters()]
+    other_model, other = build("bf16", fraction, seed=4)
+    other_model.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other_model, other, saved, options=options)
+    assert all(same_bits(a, b.detach()) for a, b in zip(expected, other_model.parameters(), strict=True))
+    assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
+
+
+def test_accelerate_prepare():
+    from accelerate import Accelerator
+
+    model, optimizer = build("bf16", 0.5)
+    expected_model, expected = build("bf16", 0.5)
+    accelerator = Accelerator(cpu=True)
+    model, prepared = accelerator.prepare(model, optimizer)
+    losses = []
+    for step in range(3):
+        prepared.zero_grad()
+        loss = model(tokens_of(step))
+        accelerator.backward(loss)
+        prepared.step()
+        losses.append(loss.item())
+    assert losses == train(expected_model, expected, 3)
+
+
+def test_hf_trainer(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+
+    from mp_optim import OptimizerConfig, get_megatron_optimizer
+
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, max_position_embeddings=32)).bfloat16()
+    optimizer = get_megatron_optimizer(OptimizerConfig(
+        lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5), model)
+    row = torch.arange(16) % 8
+    arguments = TrainingArguments(tmp_path, max_steps=12, per_device_train_batch_size=2, use_cpu=True,
+                                  report_to=[], save_steps=6, logging_steps=4, disable_tqdm=True)
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row}] * 24,
+                      optimizers=(optimizer, None))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] and (tmp_path / "checkpoint-6" / "optimizer.pt").is_file()
+    assert optimizer.metrics()["steps"] == 12

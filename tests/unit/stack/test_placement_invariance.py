@@ -1,0 +1,124 @@
+"""Placement never changes the numbers: losses and parameters bit for bit."""
+
+import pytest
+import torch
+from models import AdversarialTransfer, build, same_bits, train
+
+from mp_optim import HybridDeviceOptimizer, checkpoint
+from mp_optim.placement.plan import plan_offload
+
+STEPS = 8
+
+
+def final(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def hybrids(optimizer):
+    return [part.inner for part in optimizer.chained_optimizers if isinstance(part.inner, HybridDeviceOptimizer)]
+
+
+def assert_same(result, expected):
+    assert result[0] == expected[0]
+    for name, value in expected[1].items():
+        assert same_bits(result[1][name], value), name
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_every_fraction_gives_the_same_bits(precision, experts, rule):
+    runs = []
+    for fraction in (0.0, 0.3, 0.5, 1.0):
+        model, optimizer = build(precision, fraction, experts, optimizer=rule)
+        runs.append((train(model, optimizer, STEPS), final(model)))
+    assert runs[0][0][-1] < runs[0][0][0]
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_adversarial_transfers_give_the_same_bits(precision, overlap):
+    model, optimizer = build(precision)
+    expected = train(model, optimizer, STEPS), final(model)
+    model, optimizer = build(precision, 0.7, overlap_cpu_optimizer_d2h_h2d=overlap)
+    assert hybrids(optimizer)
+    for hybrid in hybrids(optimizer):
+        hybrid._transfer = hybrid._pipeline._transfer = AdversarialTransfer()
+        hybrid._pipeline._bucket_bytes = 256
+    assert_same((train(model, optimizer, STEPS), final(model)), expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
+def test_resume_in_another_layout_continues_bit_for_bit(tmp_path, precision, experts):
+    model, optimizer = build(precision, 0.0, experts)
+    train(model, optimizer, 4)
+    checkpoint.save(tmp_path, model, optimizer, extra={"step": 4})
+    expected = train(model, optimizer, 4, start=4), final(model)
+    for fraction in (0.0, 0.3, 1.0):
+        model, optimizer = build(precision, fraction, experts, seed=99)
+        assert checkpoint.load(tmp_path, model, optimizer) == {"step": 4}
+        assert_same((train(model, optimizer, 4, start=4), final(model)), expected)
+
+
+def test_an_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    model, optimizer = build("bf16", 0.5)
+    train(model, optimizer, 2)
+    checkpoint.save(tmp_path, model, optimizer, extra={"step": 2})
+    saved = final(model)
+    train(model, optimizer, 1, start=2)
+    for broken in ("_sync_tree", "_point_to"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"mp_optim.checkpoint.save_load.{broken}", _explode)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoint.save(tmp_path, model, optimizer, extra={"step": 3})
+        other, fresh = build("bf16", 0.5, seed=7)
+        assert checkpoint.load(tmp_path, other, fresh) == {"step": 2}
+        assert all(same_bits(p.detach(), saved[n]) for n, p in other.named_parameters())
+    checkpoint.save(tmp_path, model, optimizer, extra={"step": 4})
+    assert checkpoint.load(tmp_path, *build("bf16", 0.5, seed=7)) == {"step": 4}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def _explode(*_):
+    raise KeyboardInterrupt
+
+
+def test_loading_into_another_model_names_what_differs(tmp_path):
+    checkpoint.save(tmp_path, *build("bf16", experts=False))
+    with pytest.raises(ValueError, match=r"experts\.down"):
+        checkpoint.load(tmp_path, *build("bf16", experts=True))
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        checkpoint.load(tmp_path / "nowhere", *build("bf16"))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.3, 0.5, 0.77, 1.0])
+def test_the_plan_reaches_the_fraction_with_little_excess(fraction):
+    sizes = [50, 1, 0, 7, 300, 7, 20]
+    chosen = plan_offload(sizes, fraction)
+    total = sum(sizes[i] for i in chosen)
+    assert total >= fraction * sum(sizes)
+    assert chosen == plan_offload(sizes, fraction)
+    assert all(total - sizes[i] < fraction * sum(sizes) or sizes[i] < 300 for i in chosen)
+    if fraction == 0.0:
+        assert not chosen
+    if fraction == 1.0:
+        assert total == sum(sizes)
+
+
+def test_only_16_bit_values_travel():
+    model, optimizer = build("bf16", 1.0)
+    train(model, optimizer, 1)
+    trainable = sum(p.nbytes for p in model.parameters())
+    assert optimizer.metrics()["bytes_down"] == trainable
+    assert optimizer.metrics()["bytes_up"] == trainable
+
+
+def test_main_params_are_born_on_the_host_once():
+    _, optimizer = build("bf16", 1.0)
+    for hybrid in hybrids(optimizer):
+        storages = {p.untyped_storage().data_ptr() for g in hybrid.param_groups for p in g["params"]}
+        assert len(storages) == 1
+        assert all(p.dtype == torch.float32 for g in hybrid.param_groups for p in g["params"])

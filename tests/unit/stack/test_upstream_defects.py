@@ -1,0 +1,263 @@
+"""The defects this project was born from, each by name."""
+
+import copy
+import io
+
+import pytest
+import torch
+from models import build, config_for, same_bits, tokens_of, train
+from torch import nn
+
+from mp_optim import (
+    Float16OptimizerWithFloat16Params,
+    FusedAdam,
+    FusedLAMB,
+    HybridDeviceOptimizer,
+)
+
+
+def replace_params(model, optimizer):
+    """Put a new tensor in the place of every parameter, in the model and in the live groups."""
+    for name, param in list(model.named_parameters()):
+        *path, last = name.split(".")
+        owner = model.get_submodule(".".join(path)) if path else model
+        fresh = nn.Parameter(param.detach().clone())
+        if isinstance(owner, nn.ParameterDict):
+            owner[last] = fresh
+        else:
+            setattr(owner, last, fresh)
+        for group in optimizer.param_groups:
+            group["params"] = [fresh if p is param else p for p in group["params"]]
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_megatron_4046_4042_tensors_replaced_twice_with_save_and_load(precision, fraction, experts):
+    expected_model, expected = build(precision, fraction, experts)
+    expected_losses = train(expected_model, expected, 6)
+
+    model, optimizer = build(precision, fraction, experts)
+    losses = train(model, optimizer, 2)
+    replace_params(model, optimizer)
+    losses += train(model, optimizer, 1, start=2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    replace_params(model, optimizer)
+    optimizer.load_state_dict(saved)
+    assert set(optimizer.state) == set(model.parameters())
+    losses += train(model, optimizer, 3, start=3)
+
+    assert losses == expected_losses
+    for (name, p), (_, q) in zip(model.named_parameters(), expected_model.named_parameters(), strict=True):
+        assert same_bits(p.detach(), q.detach()), name
+
+
+def test_megatron_4046_main_params_replaced_below_the_wrapper():
+    """What Megatron's Float16 wrapper does to the optimizer it wraps, done twice."""
+    def run(replaced):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(5, 3)) for _ in range(4)]
+        hybrid = HybridDeviceOptimizer(params, 0.5, lr=1e-2)
+        for step in range(4):
+            if replaced and step in (1, 2):
+                for group in hybrid.param_groups:
+                    group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+            for group in hybrid.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.ones_like(p) * (step + 1)
+            hybrid.step()
+        return [p.detach() for p in hybrid.param_groups[0]["params"]]
+
+    assert all(same_bits(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_a_replacement_with_new_values_is_followed():
+    model, optimizer = build("bf16", 1.0, experts=False)
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        model.dense.fill_(3.0)
+    optimizer.zero_grad()
+    model(tokens_of(1)).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(model.dense.detach(), torch.full_like(model.dense, 3.0))
+    assert dict(optimizer.named_main_params())["dense"].eq(3.0).all()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_colossalai_6401_lamb_with_mixed_placement_trains_like_one_place(fraction):
+    """An overflow-free first step must move params and moments, wherever they are."""
+    torch.manual_seed(1)
+    weights = [torch.randn(7, 5), torch.randn(9), torch.randn(3, 3)]
+
+    def run(build_optimizer):
+        params = [nn.Parameter(w.clone()) for w in weights]
+        optimizer = build_optimizer(params)
+        for step in range(3):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)) * 5
+            optimizer.step()
+        return params, optimizer
+
+    kwargs = {"lr": 1e-2, "weight_decay": 0.01, "max_grad_norm": 1.0}
+    one, reference = run(lambda ps: FusedLAMB(ps, **kwargs))
+    mixed, hybrid = run(lambda ps: HybridDeviceOptimizer(ps, fraction, FusedLAMB, FusedLAMB, **kwargs))
+    for a, b, w in zip(mixed, one, weights, strict=True):
+        assert same_bits(a.detach(), b.detach())
+        assert not torch.equal(a.detach(), w)
+        assert same_bits(hybrid.state[a]["exp_avg"], reference.state[b]["exp_avg"])
+        assert hybrid.state[a]["exp_avg"].abs().max() > 0 and hybrid.state[a]["step"] == 3
+
+
+def test_deepspeed_7905_every_group_keeps_its_hyperparameters():
+    params = [nn.Parameter(torch.ones(4)) for _ in range(7)]
+    groups = [{"params": [p], "lr": 0.1 * (i + 1), "betas": (0.5 + i / 20, 0.9), "eps": 1e-8 * (i + 1),
+               "weight_decay": 0.01 * i, "bias_correction": i % 2 == 0} for i, p in enumerate(params)]
+    hybrid = HybridDeviceOptimizer([dict(g) for g in groups], 0.5, lr=1.0)
+    for p in params:
+        p.grad = torch.full((4,), 0.3)
+    hybrid.step()
+    for p, group in zip(params, groups, strict=True):
+        alone = nn.Parameter(torch.ones(4))
+        alone.grad = torch.full((4,), 0.3)
+        FusedAdam([{**group, "params": [alone]}]).step()
+        assert same_bits(p.detach(), alone.detach())
+
+
+def test_deepspeed_7948_in_place_step_does_not_meet_autograd():
+    """A parameter that is a view of a flat buffer autograd knows about is stepped without complaint."""
+    flat = torch.randn(10, requires_grad=True)
+    param = nn.Parameter(flat.detach()[2:8].view(2, 3))
+    param.grad = torch.ones(2, 3)
+    optimizer = Float16OptimizerWithFloat16Params(HybridDeviceOptimizer([param], 0.0, lr=0.1), config_for("bf16"))
+    before = flat.detach().clone()
+    assert optimizer.step().success
+    assert not torch.equal(flat.detach()[2:8], before[2:8])
+    assert torch.equal(flat.detach()[8:], before[8:])
+
+
+# -- Megatron's HybridDeviceOptimizer, one by one (numbers as in docs/upstream-defects.md) -----------
+
+
+def test_h8_state_dict_is_plain_data():
+    model, optimizer = build("fp16", 0.5)
+    train(model, optimizer, 1)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    fresh_model, fresh = build("fp16", 1.0, seed=5)
+    fresh_model.load_state_dict(model.state_dict())
+    fresh.load_state_dict(loaded)
+    assert train(fresh_model, fresh, 2, start=1) == train(model, optimizer, 2, start=1)
+
+
+def test_h9_saved_before_the_first_step_and_params_without_gradient():
+    model, optimizer = build("bf16", 0.5)
+    other_model, other = build("bf16", 1.0)
+    other.load_state_dict(optimizer.state_dict())
+    assert train(model, optimizer, 2) == train(other_model, other, 2)
+
+
+def test_h10_f6_missing_main_params_are_an_error():
+    model, optimizer = build("bf16", 0.5, experts=False)
+    plain = torch.optim.AdamW(list(model.named_parameters()))
+    model(tokens_of(0)).backward()
+    plain.step()
+    with pytest.raises(ValueError, match="master_param is missing"):
+        optimizer.load_state_dict({**plain.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def test_h11_h17_state_stays_where_it_is_stepped():
+    model, optimizer = build("bf16", 0.5)
+    train(model, optimizer, 1)
+    devices = [v.device for s in optimizer.state_dict()["state"].values() for v in s.values()]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.offload_to_cpu()
+    optimizer.restore_from_cpu()
+    assert devices == [v.device for s in optimizer.state_dict()["state"].values() for v in s.values()]
+    train(model, optimizer, 1)
+
+
+def test_h12_step_counters_continue_after_load():
+    model, optimizer = build("bf16", 0.5)
+    train(model, optimizer, 10)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model, optimizer = build("bf16", 0.3)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 5)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {15.0}
+
+
+def test_h15_closure_runs_once():
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    calls = []
+
+    def closure():
+        calls.append(1)
+        for p in params:
+            p.grad = torch.ones(2)
+        return torch.tensor(7.0)
+
+    assert HybridDeviceOptimizer(params, 0.5, lr=0.1).step(closure) == 7.0 and len(calls) == 1
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_h16_reload_model_params(precision, fraction):
+    model, optimizer = build(precision, fraction, experts=False)
+    with torch.no_grad():
+        model.dense.data.fill_(2.0)
+    optimizer.reload_model_params()
+    model(tokens_of(0)).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-6
+    optimizer.step()
+    assert torch.allclose(model.dense.detach().float(), torch.tensor(2.0), atol=1e-2)
+
+
+def test_h18_is_loading_is_accepted_and_init_state_is_enough():
+    _, optimizer = build("bf16", 1.0, optimizer="sgd")
+    assert optimizer.state_dict(is_loading=True)["state"]
+    optimizer.init_state()
+    assert all("momentum_buffer" in state for state in optimizer.state.values())
+
+
+def test_h26_looking_at_state_never_steps():
+    model, optimizer = build("bf16", 0.5)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.init_state()
+    optimizer.state_dict()
+    assert all(same_bits(a, p.detach()) for a, p in zip(before, model.parameters(), strict=True))
+    assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
+
+
+def test_reordered_groups_load_by_name():
+    def optimizer_over(order):
+        torch.manual_seed(3)
+        params = {"a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(3))}
+        groups = [{"params": [(name, params[name])], "lr": {"a": 0.1, "b": 0.2}[name]} for name in order]
+        return params, Float16OptimizerWithFloat16Params(FusedAdam(groups), config_for("bf16"))
+
+    params, optimizer = optimizer_over("ab")
+    for p in params.values():
+        p.grad = torch.ones(3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    theirs, other = optimizer_over("ba")
+    other.load_state_dict(saved)
+    for name in "ab":
+        assert same_bits(other.state[theirs[name]]["exp_avg"], optimizer.state[params[name]]["exp_avg"])
+    assert [g["lr"] for g in other.param_groups] == [0.2, 0.1]
+
+
+def test_state_of_another_shape_or_wider_dtype_is_refused_by_name():
+    model, optimizer = build("bf16", experts=False)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].double()
+    with pytest.raises(ValueError, match=r"exp_avg.*without loss"):
+        optimizer.load_state_dict(saved)
+    saved["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"exp_avg: saved shape \(3,\)"):
+        optimizer.load_state_dict(saved)

@@ -1,0 +1,112 @@
+"""What a run is made of. The defaults written here are the only ones: YAML files and flags change them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from mp_optim import OptimizerConfig
+
+Family = Literal["llama", "mixtral", "qwen3_moe", "deepseek_v3", "olmoe"]
+
+
+@dataclass
+class ModelConfig:
+    """Sizes of a Hugging Face causal language model. None takes what the family's own config class says."""
+
+    family: Family = "mixtral"
+    vocab_size: int = 256
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    """Width of the dense MLP, and of each expert where the family has no separate field for that."""
+    moe_intermediate_size: int | None = None
+    """Width of each expert (qwen3_moe, deepseek_v3)."""
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    """None: as many as `num_heads`."""
+    head_dim: int | None = None
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    num_shared_experts: int | None = None
+    first_dense_layers: int | None = None
+    """Leading layers without experts (deepseek_v3)."""
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    num_expert_groups: int | None = None
+    """Expert groups of group-limited routing (deepseek_v3)."""
+    top_expert_groups: int | None = None
+    tie_embeddings: bool = False
+
+
+@dataclass
+class DataConfig:
+    """Bytes to learn from. `stdlib` is the text that every CPython carries; `synthetic` is the same on any machine."""
+
+    source: Literal["stdlib", "synthetic"] = "stdlib"
+    seq_length: int = 256
+    max_megabytes: float = 16.0
+    eval_every_nth_file: int = 20
+    """Every nth file is held out for evaluation and never trained on."""
+
+
+@dataclass
+class SchedulerConfig:
+    """The learning rate over steps. Its maximum and minimum are the optimizer's `lr` and `min_lr`."""
+
+    lr_warmup_steps: int = 0
+    lr_decay_steps: int | None = None
+    """None: `run.steps`."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    lr_warmup_init: float = 0.0
+    wsd_decay_steps: int | None = None
+    """None: the last fifth of the steps."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "minus_sqrt"
+
+
+@dataclass
+class RunConfig:
+    """How long to train, on what, and what to write."""
+
+    steps: int = 100
+    max_seconds: float | None = None
+    """Stop after the first step that ends later than this."""
+    global_batch_size: int = 8
+    micro_batch_size: int = 8
+    """Sequences per forward pass; gradients accumulate over global_batch_size / micro_batch_size of them."""
+    seed: int = 1234
+    device: str = "auto"
+    """`auto`: the accelerator if there is one, else the CPU."""
+    eval_interval: int | None = None
+    """Evaluate every so many steps, and always at the end. None: never."""
+    eval_batches: int = 4
+    save_interval: int | None = None
+    """Save a checkpoint every so many steps, and always at the end. None: never."""
+    output_dir: str = "runs/train"
+    resume: Annotated[bool, tyro.conf.arg(aliases=["--resume"])] = False
+    """Continue from the latest checkpoint in `output_dir`, if there is one."""
+
+
+@dataclass
+class TrainConfig:
+    """Train a small language model over bytes with an mp_optim optimizer."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.run.micro_batch_size < 1 or self.run.global_batch_size % self.run.micro_batch_size:
+            raise ValueError(
+                f"run.global_batch_size={self.run.global_batch_size} is not a multiple of "
+                f"run.micro_batch_size={self.run.micro_batch_size}"
+            )
+        if self.run.steps < 1:
+            raise ValueError(f"run.steps={self.run.steps}: at least one step is needed")

@@ -1,0 +1,71 @@
+"""From a YAML file and the command line to a `TrainConfig`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import tyro
+import yaml
+
+from training.config import TrainConfig
+
+T = TypeVar("T")
+
+
+def config_from_mapping(values: Mapping[str, Any], base: T, path: str = "") -> T:
+    """`base` with the (nested) `values` put over it. A key that is no field raises and names the nearest one."""
+    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.init}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
+            raise ValueError(f"unknown key {path + str(key)!r}: the nearest field is {path + near[0]!r}")
+        current = fields[key]
+        if dataclasses.is_dataclass(current):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{path + key!r} needs a mapping of fields, not {value!r}")
+            changes[key] = config_from_mapping(value, current, f"{path}{key}.")
+        else:
+            changes[key] = _like(current, value, path + key)
+    return dataclasses.replace(base, **changes)  # type: ignore[type-var]
+
+
+def _like(current: object, value: Any, name: str) -> Any:
+    """`value` in the type of the default it replaces, where YAML has no way to write that type (1e-3, dtypes)."""
+    if isinstance(current, torch.dtype) and isinstance(value, str):
+        return getattr(torch, value)
+    if isinstance(value, str) and not isinstance(current, str):
+        try:
+            return float(value)  # YAML 1.1 reads `1e-3` as a string
+        except ValueError:
+            if isinstance(current, (bool, int, float)):
+                raise ValueError(f"{name!r} needs a {type(current).__name__}, not {value!r}") from None
+    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
+
+
+def load_yaml(path: str | Path, base: TrainConfig | None = None) -> TrainConfig:
+    """The config a YAML file describes, over `base` (default: the dataclass defaults)."""
+    values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path}: the top level has to be a mapping of sections")
+    return config_from_mapping(values, base if base is not None else TrainConfig())
+
+
+def parse_command_line(arguments: Sequence[str] | None = None) -> TrainConfig:
+    """`--config FILE` gives the defaults; every field is a flag over them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    known, rest = parser.parse_known_args(arguments)
+    default = load_yaml(known.config) if known.config else TrainConfig()
+    description = (
+        f"{TrainConfig.__doc__}\n\n--config FILE reads defaults from a YAML file, e.g. tools/configs/quickstart.yaml."
+    )
+    return tyro.cli(TrainConfig, args=rest, default=default, description=description)

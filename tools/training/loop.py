@@ -1,0 +1,196 @@
+"""The loop: build everything from a `TrainConfig`, step, evaluate, save, resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mp_optim
+from training import checkpoints
+from training.config import TrainConfig
+from training.data import batch, load_corpus
+from training.metrics import Observer, StepRecord, TrainResult
+from training.models import build_model, params_dtype
+
+_EVAL_SEED_OFFSET = 500_000_000
+
+
+class Trainer:
+    """Holds model, optimizer, scheduler and data of one run. `step` is the next step to run, from 0."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.device = _device(config.run.device)
+        torch.manual_seed(config.run.seed)
+        self.model = build_model(
+            config.model,
+            dtype=params_dtype(config.optimizer),
+            device=self.device,
+            seq_length=config.data.seq_length,
+        )
+        overrides = mp_optim.get_standard_config_overrides(config.optimizer)
+        self.optimizer = mp_optim.get_megatron_optimizer(config.optimizer, self.model, config_overrides=overrides)
+        self.scheduler = _scheduler(self.optimizer, config)
+        self.corpus = load_corpus(config.data)
+        self.step = 0
+        self.checkpoint: Path | None = None
+        if config.run.resume:
+            self._resume()
+
+    @property
+    def num_params(self) -> int:
+        """Params of the model, each counted once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def train_step(self) -> StepRecord:
+        """Run step `self.step` and count it, whether or not the optimizer skipped it."""
+        started = time.perf_counter()
+        run = self.config.run
+        inputs, targets = self._batch(self.corpus.train, run.seed, self.step, run.global_batch_size)
+        lr = _reported_lr(self.optimizer)
+        self.optimizer.zero_grad()
+        loss = 0.0
+        micro_batches = run.global_batch_size // run.micro_batch_size
+        for x, y in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+            part = self._loss(x, y) / micro_batches
+            self.optimizer.scale_loss(part).backward()
+            loss += part.item()
+        loss_scale = _as_float(self.optimizer.get_loss_scale())
+        result = self.optimizer.step()
+        success = bool(result.success)
+        if success:
+            self.scheduler.step(increment=1)
+        record = StepRecord(
+            step=self.step,
+            loss=loss,
+            grad_norm=None if result.grad_norm is None else _as_float(result.grad_norm),
+            lr=lr,
+            loss_scale=loss_scale,
+            skipped=not success,
+            tokens_per_s=inputs.numel() / (time.perf_counter() - started),
+        )
+        self.step += 1
+        return record
+
+    def evaluate(self) -> float:
+        """Mean loss in nats per byte over the same held-out batches every time."""
+        run = self.config.run
+        self.model.eval()
+        with torch.no_grad():
+            losses = [
+                self._loss(*self._batch(self.corpus.eval, run.seed + _EVAL_SEED_OFFSET, i, run.micro_batch_size)).item()
+                for i in range(run.eval_batches)
+            ]
+        self.model.train()
+        return sum(losses) / len(losses)
+
+    def save(self) -> Path:
+        """Save a checkpoint of everything that the next step depends on."""
+        self.checkpoint = checkpoints.save(
+            Path(self.config.run.output_dir), self.step, self.model, self.optimizer, self.scheduler
+        )
+        return self.checkpoint
+
+    def _resume(self) -> None:
+        found = checkpoints.latest(Path(self.config.run.output_dir))
+        if found is not None:
+            self.step = checkpoints.load(found, self.model, self.optimizer, self.scheduler)
+            self.checkpoint = found
+
+    def _batch(self, data: Tensor, seed: int, step: int, sequences: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(data, seed=seed, step=step, sequences=sequences, seq_length=self.config.data.seq_length)
+        return x.to(self.device), y.to(self.device)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy in FP32 whatever the model's dtype."""
+        logits = self.model(inputs, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def train(
+    config: TrainConfig, observers: Sequence[Callable[[Trainer], Observer]] = (), trainer: Trainer | None = None
+) -> TrainResult:
+    """Train as `config` says. Displays and writes only what the `observers`, made from the trainer, do."""
+    trainer = trainer if trainer is not None else Trainer(config)
+    run = config.run
+    result = TrainResult(num_params=trainer.num_params)
+    watching = [make(trainer) for make in observers]
+    started = time.perf_counter()
+    training_seconds = 0.0
+    try:
+        while trainer.step < run.steps:
+            begun = time.perf_counter()
+            record = trainer.train_step()
+            training_seconds += time.perf_counter() - begun
+            last = trainer.step == run.steps or _over_time(started, run.max_seconds)
+            if _due(run.eval_interval, trainer.step, last):
+                record = dataclasses.replace(record, eval_loss=trainer.evaluate())
+            result.records.append(record)
+            for observer in watching:
+                observer.on_step(record)
+            if _due(run.save_interval, trainer.step, last):
+                trainer.save()
+            if last:
+                break
+    finally:
+        for observer in watching:
+            observer.close()
+    tokens = len(result.records) * run.global_batch_size * config.data.seq_length
+    result.seconds = time.perf_counter() - started
+    result.tokens_per_s = tokens / training_seconds if training_seconds else 0.0
+    result.description = trainer.optimizer.describe()
+    result.checkpoint = trainer.checkpoint
+    return result
+
+
+def _due(interval: int | None, step: int, last: bool) -> bool:
+    return interval is not None and (last or step % interval == 0)
+
+
+def _over_time(started: float, max_seconds: float | None) -> bool:
+    return max_seconds is not None and time.perf_counter() - started > max_seconds
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found if found is not None else torch.device("cpu")
+
+
+def _as_float(value: Tensor | float) -> float:
+    return float(value.item()) if isinstance(value, Tensor) else float(value)
+
+
+def _reported_lr(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first group that follows the schedule of `config.lr` (decoupled groups have `max_lr`)."""
+    return _as_float(optimizer.param_groups[0]["lr"])
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> mp_optim.OptimizerParamScheduler:
+    """Megatron's scheduler, counting steps (not samples)."""
+    scheduler, weight_decay = config.scheduler, config.optimizer.weight_decay
+    decay_steps = scheduler.lr_decay_steps or config.run.steps
+    wsd_steps = scheduler.wsd_decay_steps or max(1, decay_steps // 5)
+    is_wsd = scheduler.lr_decay_style == "WSD"
+    return mp_optim.OptimizerParamScheduler(
+        optimizer,
+        init_lr=scheduler.lr_warmup_init,
+        max_lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr or 0.0,
+        lr_warmup_steps=scheduler.lr_warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=scheduler.lr_decay_style,
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=wsd_steps if is_wsd else None,
+        lr_wsd_decay_style=scheduler.lr_wsd_decay_style if is_wsd else None,
+    )

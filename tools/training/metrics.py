@@ -1,0 +1,117 @@
+"""What a run yields, and where each step's numbers are written: JSON lines and TensorBoard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step. `loss` is in nats per byte; `eval_loss` is there on the steps that were evaluated."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    loss_scale: float
+    skipped: bool
+    tokens_per_s: float
+    eval_loss: float | None = None
+
+
+@dataclass
+class TrainResult:
+    """The records of the steps this call ran, and what it left behind."""
+
+    records: list[StepRecord] = field(default_factory=list)
+    tokens_per_s: float = 0.0
+    seconds: float = 0.0
+    num_params: int = 0
+    description: Any = None
+    """What `optimizer.describe()` said."""
+    checkpoint: Path | None = None
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        return [record.loss for record in self.records]
+
+    @property
+    def grad_norms(self) -> list[float | None]:
+        return [record.grad_norm for record in self.records]
+
+    @property
+    def skipped(self) -> list[bool]:
+        return [record.skipped for record in self.records]
+
+    @property
+    def loss_scales(self) -> list[float]:
+        return [record.loss_scale for record in self.records]
+
+    @property
+    def eval_loss(self) -> float | None:
+        """The last one measured."""
+        return next((r.eval_loss for r in reversed(self.records) if r.eval_loss is not None), None)
+
+
+class Observer(Protocol):
+    """Told of every step as it ends."""
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a step. On a resumed run, lines of steps that are about to be run again are dropped."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        kept = [record for record in read_records(path) if record.step < first_step]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        for record in kept:
+            self.on_step(record)
+
+    def on_step(self, record: StepRecord) -> None:
+        values = {name: value for name, value in dataclasses.asdict(record).items() if name != "eval_loss" or value}
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars under `train/` and `eval/`."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+
+    def on_step(self, record: StepRecord) -> None:
+        for name, value in dataclasses.asdict(record).items():
+            if value is None or name == "step":
+                continue
+            tag = "eval/loss" if name == "eval_loss" else f"train/{name}"
+            self._writer.add_scalar(tag, float(value), record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_records(path: Path) -> list[StepRecord]:
+    """The records in a JSON-lines file; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(StepRecord(**json.loads(line)))
+        except json.JSONDecodeError:
+            break
+    return records
