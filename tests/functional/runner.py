@@ -127,6 +127,12 @@ def differences(curve: Curve, golden: Curve, precision: str) -> list[str]:
         if not abs(loss - expected) <= LOSS_ATOL[precision]:
             found.append(f"step {step}: loss {loss} instead of {expected}")
     for step, (norm, want) in enumerate(zip(curve.grad_norms, golden.grad_norms, strict=True)):
-        if (norm is None) != (want is None) or (norm is not None and want is not None and not abs(norm - want) <= GRAD_NORM_RTOL[precision] * abs(want)):
+        if not _near(norm, want, GRAD_NORM_RTOL[precision]):
             found.append(f"step {step}: grad norm {norm} instead of {want}")
     return found
+
+
+def _near(value: float | None, expected: float | None, rtol: float) -> bool:
+    if value is None or expected is None:
+        return value is expected
+    return abs(value - expected) <= rtol * abs(expected)

@@ -169,8 +169,9 @@ def _as_float(value: Tensor | float) -> float:
 
 
 def _reported_lr(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the first group that follows the schedule of `config.lr` (decoupled groups have `max_lr`)."""
-    return _as_float(optimizer.param_groups[0]["lr"])
+    """The learning rate of the first group that follows the schedule of `config.lr`; decoupled ones have their own."""
+    groups = optimizer.param_groups
+    return _as_float(next((g for g in groups if g.get("max_lr") is None), groups[0])["lr"])
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> mp_optim.OptimizerParamScheduler:

@@ -1,0 +1,63 @@
+"""Whom to agree with: the few process groups the stack reduces scalars over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ProcessGroups"]
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """Process groups by what they are for; None means this process alone.
+
+    Attributes:
+        grad_stats: ranks that hold different dense parameters of one model copy (tensor x pipeline parallel).
+        expert_grad_stats: the same for expert parameters (expert x tensor x pipeline parallel).
+        tp, expert_tp: tensor-parallel groups, to count duplicated parameters once.
+        dp, expert_dp: ranks that hold copies of dense and of expert parameters.
+    """
+
+    grad_stats: ProcessGroup | None = None
+    expert_grad_stats: ProcessGroup | None = None
+    tp: ProcessGroup | None = None
+    expert_tp: ProcessGroup | None = None
+    dp: ProcessGroup | None = None
+    expert_dp: ProcessGroup | None = None
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessGroups:
+        """From a mesh whose dimensions are named ``dp``, ``tp``, ``pp`` and ``ep`` (any subset).
+
+        Raises:
+            ValueError: the mesh has no names, or an unknown one.
+        """
+        names = mesh.mesh_dim_names
+        known = {"dp", "dp_shard", "dp_replicate", "tp", "pp", "ep"}
+        if not names or set(names) - known:
+            raise ValueError(f"mesh_dim_names={names!r}: name every dimension, out of {sorted(known)}")
+
+        def over(*wanted: str) -> ProcessGroup | None:
+            present = tuple(name for name in names if name in wanted)
+            if not present:
+                return None
+            part = mesh[present]
+            return part.get_group() if len(present) == 1 else part._flatten().get_group()
+
+        return cls(grad_stats=over("tp", "pp"), expert_grad_stats=over("tp", "pp", "ep"), tp=over("tp"),
+                   expert_tp=over("tp"), dp=over("dp", "dp_shard", "dp_replicate"),
+                   expert_dp=over("dp", "dp_shard", "dp_replicate"))
+
+    @classmethod
+    def from_attributes(cls, groups: Any) -> ProcessGroups:
+        """From any object with Megatron's attribute names (``mp``, ``tp``, ``expt_tp``, ``tp_ep_pp``, ...)."""
+
+        def first(*names: str) -> ProcessGroup | None:
+            return next((g for name in names if (g := getattr(groups, name, None)) is not None), None)
+
+        return cls(grad_stats=first("mp"), expert_grad_stats=first("expt_tp_pp", "tp_ep_pp"), tp=first("tp"),
+                   expert_tp=first("expt_tp"), dp=first("dp_cp", "dp"), expert_dp=first("expt_dp"))

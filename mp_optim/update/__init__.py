@@ -1,0 +1,20 @@
+"""Which rule: Adam, LAMB, SGD over slots, and the backends that carry them out."""
+
+from mp_optim.update.adam import FusedAdam
+from mp_optim.update.backends import Backend, choose_backend
+from mp_optim.update.foreign import ForeignOptimizer, as_slot_optimizer
+from mp_optim.update.lamb import FusedLAMB
+from mp_optim.update.rule import RuleOptimizer, global_grad_norm
+from mp_optim.update.sgd import SGD
+
+__all__ = [
+    "SGD",
+    "Backend",
+    "ForeignOptimizer",
+    "FusedAdam",
+    "FusedLAMB",
+    "RuleOptimizer",
+    "as_slot_optimizer",
+    "choose_backend",
+    "global_grad_norm",
+]

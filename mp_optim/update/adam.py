@@ -1,0 +1,39 @@
+"""Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019). Formulas: docs/numerics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mp_optim.slots import SlotUpdate
+from mp_optim.update.backends import Backend
+from mp_optim.update.lists import AdamScalars, TensorLists
+from mp_optim.update.rule import RuleOptimizer, check_adam_settings
+
+__all__ = ["FusedAdam"]
+
+
+class FusedAdam(RuleOptimizer):
+    """Adam over FP32 tensors on any device, in one pass per batch.
+
+    Args:
+        params: FP32 parameters, named parameters or groups.
+        adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
+        backend: see ``OptimizerConfig.fused_backend``.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
+                 adam_w_mode: bool = True, backend: str = "auto") -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                                  "bias_correction": bias_correction, "adam_w_mode": adam_w_mode}, backend)
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_adam_settings(group)
+
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
+              updates: Sequence[SlotUpdate]) -> None:
+        backend.adam(lists, AdamScalars.at(group, step), multiplier)

@@ -1,0 +1,83 @@
+"""Any torch optimizer below our wrappers: it gets FP32 ``.grad`` the long way, and keeps its own state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.slot_optimizer import Closure, SlotOptimizer
+from mp_optim.slots import Slot, SlotUpdate, iter_slots
+
+__all__ = ["ForeignOptimizer", "as_slot_optimizer"]
+
+
+class ForeignOptimizer(SlotOptimizer):
+    """Slots over an optimizer that is keyed by tensors: its state moves along when a tensor is replaced."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._bound: list[list[Tensor]] = []
+        super().__init__([{"params": [torch.zeros(0)]}], dict(optimizer.defaults))
+        self.param_groups = optimizer.param_groups
+        self._bound = [list(group["params"]) for group in self.param_groups]
+
+    def _rebind(self) -> None:
+        while len(self._bound) < len(self.param_groups):
+            self._bound.append(list(self.param_groups[len(self._bound)]["params"]))
+        for slot, param in iter_slots(self.param_groups):
+            before = self._bound[slot.group][slot.position]
+            if before is not param:
+                if before in self.optimizer.state:
+                    self.optimizer.state[param] = self.optimizer.state.pop(before)
+                self._bound[slot.group][slot.position] = param
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the foreign optimizer."""
+        if self._bound:
+            self.optimizer.add_param_group(param_group)
+        else:  # torch's constructor
+            super().add_param_group(param_group)
+
+    def slot_state(self, slot: Slot) -> dict[str, Any]:
+        self._rebind()
+        state = self.optimizer.state.get(self.param_groups[slot.group]["params"][slot.position], {})
+        return {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
+
+    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        if self.slot_state(slot):
+            super().check_slot_state(slot, state)
+
+    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        self._rebind()
+        param = self.param_groups[slot.group]["params"][slot.position]
+        self.optimizer.state[param] = {
+            key: value.clone() if value.dim() == 0 else value.to(param.device, copy=True)
+            for key, value in ((key, torch.as_tensor(value)) for key, value in state.items())}
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+        """The foreign optimizer's own step."""
+        self._rebind()
+        return self.optimizer.step(closure)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        self._rebind()
+        for _, param in iter_slots(self.param_groups):
+            param.grad = None
+        mains = [self.param_groups[update.slot.group]["params"][update.slot.position] for update in updates]
+        for update, main in zip(updates, mains, strict=True):
+            main.grad = update.grad.to(main.dtype, copy=True).mul_(update.multiplier)
+        self.optimizer.step()
+        for update, main in zip(updates, mains, strict=True):
+            main.grad = None
+            if update.output is not None:
+                update.output.copy_(main)
+
+
+def as_slot_optimizer(optimizer: torch.optim.Optimizer) -> SlotOptimizer:
+    """The optimizer itself if it knows slots, else an adapter around it."""
+    return optimizer if isinstance(optimizer, SlotOptimizer) else ForeignOptimizer(optimizer)

@@ -1,0 +1,84 @@
+"""LAMB (You et al. 2020), with apex's settings. Formulas: docs/numerics.md."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.slots import SlotUpdate
+from mp_optim.update.backends import Backend
+from mp_optim.update.lists import LambScalars, TensorLists, fp32
+from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(RuleOptimizer):
+    """LAMB over FP32 tensors, wherever they lie and however they are split.
+
+    The trust ratio is per parameter: nothing crosses devices, and for a sharded parameter one small
+    tensor of sums is reduced. The gradient norm for ``max_grad_norm`` is global: callers of
+    ``step_slots`` pass it in, ``step`` computes it over all devices.
+
+    Args:
+        grad_averaging: weigh the gradient with ``1 - beta1`` in the first moment.
+        max_grad_norm: clip the global gradient norm to this; 0 turns clipping off.
+        use_nvlamb: adapt the learning rate also where ``weight_decay`` is 0.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-6, weight_decay: float = 0.01, *, bias_correction: bool = True,
+                 adam_w_mode: bool = True, grad_averaging: bool = True, max_grad_norm: float = 1.0,
+                 use_nvlamb: bool = False, backend: str = "auto") -> None:
+        super().__init__(params, {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
+            "use_nvlamb": use_nvlamb}, backend)
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_adam_settings(group)
+        check_range(group, "max_grad_norm", group["max_grad_norm"] >= 0.0, ">= 0")
+
+    def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
+        limit = group["max_grad_norm"]
+        if not limit or grad_norm is None or grad_norm <= limit:
+            return multiplier
+        return fp32(multiplier * limit / grad_norm)
+
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
+              updates: Sequence[SlotUpdate]) -> None:
+        scalars = LambScalars.at(group, step)
+        sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates)
+        backend.lamb_apply(lists, scalars, [_ratio(scalars, *row) for row in sums.tolist()])
+
+
+def _ratio(scalars: LambScalars, param_square: float, update_square: float) -> float:
+    """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr."""
+    if not scalars.adapts or param_square == 0.0 or update_square == 0.0:
+        return fp32(scalars.lr)
+    return fp32(scalars.lr * math.sqrt(param_square) / math.sqrt(update_square))
+
+
+def _reduced(sums: Tensor, updates: Sequence[SlotUpdate]) -> Tensor:
+    """Add up the sums of split parameters: one reduction for all that are split alike."""
+    split: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
+    for index, update in enumerate(updates):
+        if update.shard_groups:
+            split[update.shard_groups].append(index)
+    for groups, indices in split.items():
+        where = torch.tensor(indices, device=sums.device)
+        part = sums[where]
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        sums[where] = part
+    return sums

@@ -1,0 +1,106 @@
+"""What a backend is handed: parallel lists of tensors, and scalars rounded once from double."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["AdamScalars", "LambScalars", "SgdScalars", "TensorLists", "fp32"]
+
+
+def fp32(value: float) -> float:
+    """The double that is nearest to ``value`` among FP32 numbers."""
+    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLists:
+    """Parallel lists on one device.
+
+    Attributes:
+        main: FP32, contiguous. grad: any floating dtype, contiguous. state: FP32 moments by name.
+        output: contiguous tensor that receives the updated parameter in its dtype, or None.
+    """
+
+    main: list[Tensor]
+    grad: list[Tensor]
+    state: dict[str, list[Tensor]]
+    output: list[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars:
+    """Scalars of one Adam step; all but the flag are FP32 values formed in double."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    step_size: float
+    inv_sqrt_bias2: float
+    decay: float
+    l2: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
+        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step ``step`` >= 1."""
+        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
+        bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
+        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        return cls(fp32(beta1), fp32(1 - beta1), fp32(beta2), fp32(1 - beta2), fp32(group["eps"]), fp32(lr / bias1),
+                   fp32(1 / math.sqrt(bias2)), fp32(lr * decay) if decoupled else 0.0, 0.0 if decoupled else fp32(decay))
+
+
+@dataclass(frozen=True, slots=True)
+class LambScalars:
+    """Scalars of one LAMB step."""
+
+    beta1: float
+    grad_weight: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    inv_bias1: float
+    inv_sqrt_bias2: float
+    decay: float
+    l2: float
+    lr: float
+    adapts: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> LambScalars:
+        """From a param group, at step ``step`` >= 1."""
+        beta1, beta2 = (float(b) for b in group["betas"])
+        bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
+        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        return cls(fp32(beta1), fp32(1 - beta1) if group["grad_averaging"] else 1.0, fp32(beta2), fp32(1 - beta2),
+                   fp32(group["eps"]), fp32(1 / bias1), fp32(1 / math.sqrt(bias2)), fp32(decay) if decoupled else 0.0,
+                   0.0 if decoupled else fp32(decay), float(group["lr"]), bool(group["use_nvlamb"] or decay != 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class SgdScalars:
+    """Scalars of one SGD step; ``first`` says that the momentum buffer starts with this gradient."""
+
+    lr: float
+    momentum: float
+    one_minus_dampening: float
+    decay: float
+    nesterov: bool
+    first: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
+        """From a param group, at step ``step`` >= 1."""
+        return cls(fp32(float(group["lr"])), fp32(group["momentum"]), fp32(1 - group["dampening"]),
+                   fp32(group["weight_decay"]), group["nesterov"], step == 1)
+
+
+def _bias_corrections(group: Mapping[str, Any], beta1: float, beta2: float, step: int) -> tuple[float, float]:
+    return (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)

@@ -1,0 +1,36 @@
+"""Stochastic gradient descent with momentum, as torch defines it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mp_optim.slots import SlotUpdate
+from mp_optim.update.backends import Backend
+from mp_optim.update.lists import SgdScalars, TensorLists
+from mp_optim.update.rule import RuleOptimizer, check_range
+
+__all__ = ["SGD"]
+
+
+class SGD(RuleOptimizer):
+    """SGD over FP32 tensors. The momentum buffer starts as the first gradient."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
+                 weight_decay: float = 0.0, nesterov: bool = False, *, backend: str = "auto") -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "dampening": dampening,
+                                  "weight_decay": weight_decay, "nesterov": nesterov}, backend)
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_range(group, "lr", float(group["lr"]) >= 0.0, ">= 0")
+        check_range(group, "momentum", 0.0 <= group["momentum"], ">= 0")
+        check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")
+        nesterov_fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
+        check_range(group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0")
+
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
+              updates: Sequence[SlotUpdate]) -> None:
+        backend.sgd(lists, SgdScalars.at(group, step), multiplier)

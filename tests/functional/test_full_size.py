@@ -1,0 +1,84 @@
+"""Param groups and optimizer bytes of published models at full size, on the meta device: no memory, no numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim.param_groups import get_param_groups
+from runner import HERE
+from training.config import TrainConfig
+from training.loading import load_yaml
+from training.models import build_model
+
+FULL_SIZE = HERE / "full_size"
+PUBLISHED_PARAMS = {"mixtral_8x7b": 46.7e9, "qwen3_30b_a3b": 30.5e9, "deepseek_v3": 671e9, "olmoe_1b_7b": 6.9e9}
+# Params in routed experts, from the published sizes: layers * experts * 3 matrices * hidden size * expert width.
+EXPERT_PARAMS = {
+    "mixtral_8x7b": 32 * 8 * 3 * 4096 * 14336,
+    "qwen3_30b_a3b": 48 * 128 * 3 * 2048 * 768,
+    "deepseek_v3": 58 * 256 * 3 * 7168 * 2048,
+    "olmoe_1b_7b": 16 * 64 * 3 * 2048 * 1024,
+}
+BYTES_OF_FP32_STATE = 12  # main param, first and second moment
+
+each_model = pytest.mark.parametrize("name", sorted(PUBLISHED_PARAMS))
+
+
+@functools.cache
+def config_and_model(name: str) -> tuple[TrainConfig, nn.Module]:
+    config = load_yaml(FULL_SIZE / f"{name}.yaml")
+    return config, build_model(config.model, dtype=torch.bfloat16, device="meta", seq_length=config.data.seq_length)
+
+
+@functools.cache
+def groups_of(name: str) -> list[dict[str, Any]]:
+    config, model = config_and_model(name)
+    overrides = mp_optim.get_standard_config_overrides(config.optimizer)
+    return get_param_groups([model], config.optimizer, overrides)
+
+
+def count(name: str, wanted: Callable[[dict[str, Any]], bool] = lambda group: True) -> int:
+    """Elements of the params in the groups that are wanted."""
+    return sum(param.numel() for group in groups_of(name) if wanted(group) for param in group["params"])
+
+
+def test_every_config_has_a_published_size() -> None:
+    assert {path.stem for path in FULL_SIZE.glob("*.yaml")} == set(PUBLISHED_PARAMS)
+
+
+@each_model
+def test_param_count_is_the_published_one(name: str) -> None:
+    assert count(name) == pytest.approx(PUBLISHED_PARAMS[name], rel=0.01)
+
+
+@each_model
+def test_every_param_is_in_exactly_one_group(name: str) -> None:
+    _, model = config_and_model(name)
+    grouped = [id(param) for group in groups_of(name) for param in group["params"]]
+    assert sorted(grouped) == sorted(id(param) for param in model.parameters())
+
+
+@each_model
+def test_expert_groups_hold_the_routed_experts(name: str) -> None:
+    assert count(name, lambda group: group["is_expert_parallel"]) == EXPERT_PARAMS[name]
+
+
+@each_model
+def test_vectors_do_not_decay_and_matrices_do(name: str) -> None:
+    for group in groups_of(name):
+        for param in group["params"]:
+            assert group["wd_mult"] == (0.0 if param.dim() == 1 else 1.0)
+
+
+@each_model
+def test_fp32_state_is_twelve_bytes_a_param(name: str) -> None:
+    config, model = config_and_model(name)
+    rows = mp_optim.get_megatron_optimizer(config.optimizer, model).describe().rows
+    assert sum(row.bytes for row in rows) == BYTES_OF_FP32_STATE * count(name)
