@@ -1,0 +1,202 @@
+"""OptimizerConfig: what to build, in Megatron's names.
+
+A field exists only if setting it changes something; a setting that would be ignored raises.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
+
+OPTIMIZERS = ("adam", "sgd", "lamb")
+BACKENDS = ("auto", "reference", "torch")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Everything :func:`mp_optim.get_megatron_optimizer` needs to know besides the model.
+
+    Raises:
+        TypeError: an unknown field, naming the nearest one.
+        ValueError: a value out of range, contradictory or without effect, naming field and value.
+    """
+
+    optimizer: str = "adam"
+    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd or lamb."""
+    lr: float | None = None
+    """Learning rate; the max_lr of every param group. Required."""
+    min_lr: float | None = None
+    """Floor of the schedule."""
+    decoupled_lr: float | None = None
+    """Learning rate of embedding and output parameters."""
+    decoupled_min_lr: float | None = None
+    """Schedule floor of embedding and output parameters."""
+    weight_decay: float = 0.01
+    """Weight decay; biases and 1-D parameters get none by the standard overrides."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay query and key layernorm weights, although they are 1-D."""
+    fp16: bool = False
+    """Model parameters are float16: FP32 main params and a loss scale."""
+    bf16: bool = False
+    """Model parameters are bfloat16: FP32 main params."""
+    loss_scale: float | None = None
+    """Constant loss scale for fp16; dynamic if not given."""
+    initial_loss_scale: float = 2.0**32
+    """Where the dynamic loss scale starts."""
+    min_loss_scale: float = 1.0
+    """Floor of the dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Clean steps in a row before the loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows in a row before the loss scale halves."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment (adam, lamb)."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment (adam, lamb)."""
+    adam_eps: float = 1e-8
+    """Added to the denominator (adam, lamb)."""
+    decoupled_weight_decay: bool = True
+    """Decay the parameter (AdamW) rather than adding to the gradient."""
+    sgd_momentum: float = 0.9
+    """Momentum of sgd."""
+    lamb_use_nvlamb: bool = False
+    """LAMB adapts the learning rate also where weight decay is 0."""
+    lamb_grad_averaging: bool = True
+    """LAMB weighs the gradient with 1 - beta1 in the first moment."""
+    clip_grad: float = 1.0
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+    grad_norm_skip_threshold: float = math.inf
+    """Skip steps whose gradient norm is larger."""
+    log_num_zeros_in_grad: bool = False
+    """Count zero gradient elements (one more read of every gradient)."""
+    optimizer_cpu_offload: bool = False
+    """Keep and step part of the optimizer on the host."""
+    optimizer_offload_fraction: float = 0.0
+    """Share of parameter elements that are stepped on the host, 0 to 1."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Overlap transfers in both directions with the host's arithmetic."""
+    pin_cpu_grads: bool = True
+    """Page-lock the staging memory for gradients and parameters."""
+    pin_cpu_params: bool = True
+    """Page-lock main params on the host."""
+    fused_backend: str = "auto"
+    """What carries the rule out: auto, reference or torch."""
+
+    def __post_init__(self) -> None:
+        for check in (_check_choices, _check_ranges, _check_precision, _check_offload, _check_inert):
+            check(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> OptimizerConfig:
+        """A config from plain data, such as a YAML mapping."""
+        return cls(**settings)
+
+
+AdamOptimizerConfig = SGDOptimizerConfig = OptimizerConfig
+
+_generated_init = OptimizerConfig.__init__
+
+
+def _init(self: OptimizerConfig, **settings: Any) -> None:
+    known = [field.name for field in fields(OptimizerConfig)]
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"OptimizerConfig has no field {name!r}{_nearest(name, known)}")
+    _generated_init(self, **settings)
+
+
+_init.__wrapped__ = _generated_init  # type: ignore[attr-defined]
+_init.__doc__ = _generated_init.__doc__
+OptimizerConfig.__init__ = _init  # type: ignore[method-assign]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _fail(config: OptimizerConfig, name: str, rule: str) -> None:
+    raise ValueError(f"{name}={getattr(config, name)!r}: {rule}")
+
+
+def _check_choices(config: OptimizerConfig) -> None:
+    for name, choices in (("optimizer", OPTIMIZERS), ("fused_backend", BACKENDS)):
+        value = getattr(config, name)
+        if value not in choices:
+            _fail(config, name, f"must be one of {list(choices)}{_nearest(str(value), list(choices))}")
+
+
+def _check_ranges(config: OptimizerConfig) -> None:
+    for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"):
+        value = getattr(config, name)
+        if value is not None and not 0.0 <= value < math.inf:
+            _fail(config, name, "must be a finite number >= 0")
+    for low, high in (("min_lr", "lr"), ("decoupled_min_lr", "decoupled_lr")):
+        floor, top = getattr(config, low), getattr(config, high)
+        if floor is not None and top is not None and floor > top:
+            _fail(config, low, f"must not exceed {high}={top!r}")
+    for name in ("weight_decay", "adam_eps", "sgd_momentum", "clip_grad"):
+        if not 0.0 <= getattr(config, name) < math.inf:
+            _fail(config, name, "must be a finite number >= 0")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0.0 <= getattr(config, name) < 1.0:
+            _fail(config, name, "must be in [0, 1)")
+    if not config.grad_norm_skip_threshold > 0.0:
+        _fail(config, "grad_norm_skip_threshold", "must be > 0 (inf: never skip)")
+    if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
+        _fail(config, "optimizer_offload_fraction", "must be between 0 and 1")
+
+
+def _check_precision(config: OptimizerConfig) -> None:
+    if config.fp16 and config.bf16:
+        raise ValueError("fp16=True and bf16=True: set the one that matches the model's dtype")
+    for name in ("loss_scale_window", "hysteresis"):
+        value = getattr(config, name)
+        if value < 1 or int(value) != value:
+            _fail(config, name, "must be a whole number of steps >= 1")
+    for name in ("initial_loss_scale", "min_loss_scale", "loss_scale"):
+        value = getattr(config, name)
+        if value is not None and not 0.0 < value <= 2.0**126:
+            _fail(config, name, "must be positive and at most 2**126")
+    if config.min_loss_scale > config.initial_loss_scale:
+        _fail(config, "min_loss_scale", f"must not exceed initial_loss_scale={config.initial_loss_scale!r}")
+
+
+def _check_offload(config: OptimizerConfig) -> None:
+    if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
+        _fail(config, "optimizer_offload_fraction", "optimizer_cpu_offload=True offloads nothing at fraction 0; set "
+              "the fraction (1.0 for everything), or optimizer_cpu_offload=False")
+
+
+_NEEDS = {
+    "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "overlap_cpu_optimizer_d2h_h2d": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "pin_cpu_grads": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "pin_cpu_params": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "loss_scale": ("fp16=True", lambda c: c.fp16),
+    "initial_loss_scale": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
+    "min_loss_scale": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
+    "loss_scale_window": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
+    "hysteresis": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
+    "adam_beta1": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer != "sgd"),
+    "adam_beta2": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer != "sgd"),
+    "adam_eps": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer != "sgd"),
+    "decoupled_weight_decay": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer != "sgd"),
+    "sgd_momentum": ("optimizer='sgd'", lambda c: c.optimizer == "sgd"),
+    "lamb_use_nvlamb": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
+    "lamb_grad_averaging": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
+    "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
+}
+"""Fields that do something only in company: what they need, and whether a config has it."""
+
+
+def _check_inert(config: OptimizerConfig) -> None:
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, (needed, has) in _NEEDS.items():
+        if getattr(config, name) != defaults[name] and not has(config):
+            _fail(config, name, f"has no effect without {needed}; set that, or leave it at {defaults[name]!r}")

@@ -1,0 +1,239 @@
+"""Param groups: which parameters share hyperparameters, decided by declared overrides."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from torch import Tensor, nn
+
+from mp_optim.config import OptimizerConfig
+
+__all__ = [
+    "ParamGroupOverride", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "check_claims",
+    "check_config_overrides_consistency", "get_mup_config_overrides", "get_param_groups",
+    "get_standard_config_overrides", "is_expert_param",
+]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParamPredicate:
+    """A named test of a parameter; two with one name are the same."""
+
+    name: str
+    fn: Callable[[Tensor], bool] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class ParamWithNamePredicate:
+    """A named test of a parameter and its FQN; two with one name are the same."""
+
+    name: str
+    fn: Callable[[Tensor, str], bool] = field(compare=False)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+@dataclass(frozen=True)
+class ParamKey:
+    """Which parameters an override is for: those that any of the conditions matches.
+
+    Attributes:
+        name: shell patterns of FQNs. attr: attributes that must be truthy.
+        predicate, with_name_predicate: tests.
+    """
+
+    name: str | tuple[str, ...] = ()
+    attr: str | tuple[str, ...] = ()
+    predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
+    with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
+
+    def matches(self, param: Tensor, param_name: str) -> bool:
+        """Whether any condition holds."""
+        return (any(fnmatch.fnmatchcase(param_name, pattern) for pattern in _tuple(self.name))
+                or any(bool(getattr(param, attr, False)) for attr in _tuple(self.attr))
+                or any(test.fn(param) for test in _tuple(self.predicate))
+                or any(test.fn(param, param_name) for test in _tuple(self.with_name_predicate)))
+
+
+class ParamGroupOverride(TypedDict, total=False):
+    """Settings of the parameters a :class:`ParamKey` matches; any hyperparameter of the rule may be among them."""
+
+    max_lr: float
+    min_lr: float
+    start_wd: float
+    end_wd: float
+    wd_mult: float
+    lr_mult: float
+    eps: float
+    betas: tuple[float, float]
+    momentum: float
+
+
+Overrides = Mapping[ParamKey, ParamGroupOverride]
+
+
+def _no_weight_decay(param: Tensor, name: str) -> bool:
+    return name.endswith(".bias") or name == "bias" or param.ndim <= 1
+
+
+def _no_weight_decay_but_qk(param: Tensor, name: str) -> bool:
+    qk = any(part in f".{name}" for part in (".q_layernorm.", ".k_layernorm.", ".q_norm.", ".k_norm."))
+    return _no_weight_decay(param, name) and not qk
+
+
+def _embedding_or_output(param: Tensor, name: str) -> bool:
+    parts = name.split(".")
+    named = any(part in ("embed_tokens", "word_embeddings", "lm_head", "output_layer") for part in parts)
+    return bool(getattr(param, "is_embedding_or_output_parameter", named))
+
+
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """No weight decay for biases and 1-D parameters; ``decoupled_lr`` for embedding and output parameters.
+
+    The latter are those with a truthy ``is_embedding_or_output_parameter``, or, where the attribute is
+    absent, with ``embed_tokens``, ``word_embeddings``, ``lm_head`` or ``output_layer`` in their FQN.
+    """
+    test = (ParamWithNamePredicate("no_weight_decay_but_qk", _no_weight_decay_but_qk)
+            if config.apply_wd_to_qk_layernorm else ParamWithNamePredicate("no_weight_decay", _no_weight_decay))
+    overrides: dict[ParamKey, ParamGroupOverride] = {ParamKey(with_name_predicate=test): {"wd_mult": 0.0}}
+    if config.decoupled_lr is not None:
+        decoupled: ParamGroupOverride = {"max_lr": config.decoupled_lr}
+        if config.decoupled_min_lr is not None:
+            decoupled["min_lr"] = config.decoupled_min_lr
+        key = ParamKey(with_name_predicate=ParamWithNamePredicate("embedding_or_output", _embedding_or_output))
+        overrides[key] = decoupled
+    return overrides
+
+
+def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
+                             ) -> dict[ParamKey, ParamGroupOverride]:
+    """Learning rates that transfer across width (Yang et al. 2022, table 8).
+
+    Adam: hidden matrices get ``lr / width`` and ``eps / width``. SGD: vector-like parameters and
+    embeddings get ``lr * width``.
+
+    Args:
+        mup_width_mult: width of this model over the width the rates were tuned at, > 0.
+    """
+    if not mup_width_mult > 0.0:
+        raise ValueError(f"mup_width_mult={mup_width_mult!r}: must be > 0")
+    lr, floor = _required_lr(config), config.min_lr or 0.0
+
+    def hidden(param: Tensor, name: str) -> bool:
+        return param.ndim >= 2 and not _embedding_or_output(param, name)
+
+    if optimizer_type == "sgd":
+        key = ParamKey(with_name_predicate=ParamWithNamePredicate("mup_vector_like", lambda p, n: not hidden(p, n)))
+        return {key: {"max_lr": lr * mup_width_mult, "min_lr": floor * mup_width_mult}}
+    key = ParamKey(with_name_predicate=ParamWithNamePredicate("mup_hidden", hidden))
+    return {key: {"max_lr": lr / mup_width_mult, "min_lr": floor / mup_width_mult,
+                  "eps": config.adam_eps / mup_width_mult}}
+
+
+def check_config_overrides_consistency(config: OptimizerConfig, config_overrides: Overrides | None) -> None:
+    """Raise ValueError if an override sets what only the whole stack can have."""
+    for override in (config_overrides or {}).values():
+        for name in ("optimizer", "optimizer_cpu_offload", "fp16", "bf16"):
+            if name in override and override[name] != getattr(config, name):  # type: ignore[literal-required]
+                raise ValueError(f"override {name}={override[name]!r} differs from "  # type: ignore[literal-required]
+                                 f"the config's {getattr(config, name)!r}; it is one setting for the whole stack")
+
+
+def is_expert_param(param: Tensor, name: str) -> bool:
+    """Megatron's ``allreduce=False``, or Hugging Face's ``.experts.`` (shared experts are dense)."""
+    if not getattr(param, "allreduce", True):
+        return True
+    return ".experts." in f".{name}" and "shared_experts" not in name
+
+
+def _named_params(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    seen: set[int] = set()
+    for index, chunk in enumerate(model_chunks):
+        prefix = f"{index}." if len(model_chunks) > 1 else ""
+        for name, param in chunk.named_parameters():
+            if param.requires_grad and id(param) not in seen:
+                seen.add(id(param))
+                yield prefix + name, param
+
+
+def _required_lr(config: OptimizerConfig) -> float:
+    if config.lr is None:
+        raise ValueError("lr=None: set OptimizerConfig.lr")
+    return config.lr
+
+
+def _combined(param: Tensor, name: str, overrides: Overrides) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, override in overrides.items():
+        if not key.matches(param, name):
+            continue
+        for setting, value in override.items():
+            if result.setdefault(setting, value) != value:
+                raise ValueError(f"{name}: overrides disagree on {setting}: {result[setting]!r} and {value!r}")
+    return result
+
+
+def get_param_groups(model_chunks: Sequence[nn.Module], config: OptimizerConfig,
+                     config_overrides: Overrides | None = None,
+                     expert_predicate: Callable[[Tensor, str], bool] | None = None) -> list[dict[str, Any]]:
+    """One group per combination of overrides and expert or not; dense first, then in order of appearance.
+
+    Frozen parameters are left out; tied ones appear once, under their first name.
+
+    Returns:
+        Groups with ``params``, ``param_names``, ``lr``, ``max_lr``, ``min_lr``, ``weight_decay``,
+        ``wd_mult``, ``lr_mult``, ``is_expert_parallel``, ``is_decoupled_lr`` and what overrides add.
+
+    Raises:
+        ValueError: lr is missing, or two overrides disagree. TypeError: a complex parameter, by name.
+    """
+    lr = _required_lr(config)
+    check_config_overrides_consistency(config, config_overrides)
+    expert = expert_predicate or is_expert_param
+    members: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[tuple[str, Tensor]]] = {}
+    for name, param in _named_params(model_chunks):
+        if param.is_complex() or not param.is_floating_point():
+            raise TypeError(f"{name} is {param.dtype}: only real floating-point parameters can be trained; freeze it")
+        override = _combined(param, name, config_overrides or {})
+        members.setdefault((bool(expert(param, name)), tuple(sorted(override.items()))), []).append((name, param))
+    _warn_unmatched(model_chunks, config_overrides or {})
+    ordered = sorted(members.items(), key=lambda item: item[0][0])
+    return [_group(config, lr, is_expert, dict(override), named) for (is_expert, override), named in ordered]
+
+
+def _group(config: OptimizerConfig, lr: float, is_expert: bool, override: dict[str, Any],
+           named: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    settings = {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": lr, "min_lr": config.min_lr or 0.0, **override}
+    decoupled = config.decoupled_lr is not None and settings["max_lr"] == config.decoupled_lr != lr
+    return {"params": [param for _, param in named], "param_names": [name for name, _ in named],
+            "lr": settings["max_lr"] * settings["lr_mult"], "weight_decay": config.weight_decay * settings["wd_mult"],
+            "is_expert_parallel": is_expert, "is_decoupled_lr": decoupled, **settings}
+
+
+def _warn_unmatched(model_chunks: Sequence[nn.Module], overrides: Overrides) -> None:
+    named = list(_named_params(model_chunks))
+    for key in overrides:
+        if key.name and not any(key.matches(param, name) for name, param in named):
+            _log.warning("override %s matches no trainable parameter", key)
+
+
+def check_claims(model_chunks: Sequence[nn.Module], param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless every trainable parameter is in exactly one group; names the first that is not."""
+    claims: dict[int, int] = {}
+    for group in param_groups:
+        for param in group["params"]:
+            tensor = param[1] if isinstance(param, tuple) else param
+            claims[id(tensor)] = claims.get(id(tensor), 0) + 1
+    for name, param in _named_params(model_chunks):
+        count = claims.get(id(param), 0)
+        if count != 1:
+            raise ValueError(f"{name} is in {count} param groups; put every trainable parameter in exactly one, or "
+                             "freeze it with requires_grad_(False)")
