@@ -21,7 +21,7 @@ from mp_optim.precision import (
     MegatronOptimizer,
 )
 from mp_optim.process_groups import ProcessGroups
-from mp_optim.slots import local_tensor
+from mp_optim.slots import local_tensor, with_names
 from mp_optim.update import SGD, FusedAdam, FusedLAMB
 
 __all__ = ["get_megatron_optimizer"]
@@ -80,9 +80,7 @@ def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradS
 
 def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: MegatronGradScaler | None,
           process_groups: ProcessGroups) -> MegatronOptimizer:
-    named = [{**{key: value for key, value in group.items() if key != "param_names"},
-              "params": list(zip(group["param_names"], group["params"], strict=True))}
-             if "param_names" in group else dict(group) for group in groups] or [{"params": []}]
+    named = [with_names(group) for group in groups] or [{"params": []}]
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
     return wrapper(_inner(config, named), config, scaler, process_groups=process_groups)
 

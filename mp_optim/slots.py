@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Slot", "SlotStateView", "SlotUpdate", "current_grad", "follow", "iter_slots", "local_tensor", "slot_name"]
+__all__ = ["Slot", "SlotStateView", "SlotUpdate", "current_grad", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "with_names"]
 
 ParamGroups = list[dict[str, Any]]
 
@@ -58,9 +58,25 @@ def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
             yield Slot(index, position), param
 
 
+def with_names(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a group in the form torch takes names in: ``params`` as (name, tensor) pairs."""
+    plain = {key: value for key, value in group.items() if key != "param_names"}
+    names = group.get("param_names")
+    plain["params"] = list(group["params"]) if names is None else list(zip(names, group["params"], strict=True))
+    return plain
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors show the same elements in the same way."""
+    return (a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+            and a.device == b.device)
+
+
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
-    """The FQN of a slot if its group carries ``param_names``, else ``group<g>.param<i>``."""
-    names: Sequence[str] | None = param_groups[slot.group].get("param_names")
+    """The FQN of a slot if its group carries ``param_names`` (or ``fqns``: torch forbids
+    the former in a group without parameters, which sub-optimizers may have), else ``group<g>.param<i>``."""
+    group = param_groups[slot.group]
+    names: Sequence[str] | None = group.get("param_names") or group.get("fqns")
     return names[slot.position] if names else f"group{slot.group}.param{slot.position}"
 
 

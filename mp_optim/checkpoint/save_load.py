@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -57,12 +58,32 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
     root.mkdir(parents=True, exist_ok=True)
     number = max([0, *(int(p.name.removeprefix(_PREFIX)) for p in root.glob(f"{_PREFIX}*") if p.is_dir())]) + 1
     target, staging = root / f"{_PREFIX}{number}", root / f".{_PREFIX}{number}.incomplete"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    dcp.save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not torch.distributed.is_initialized())
     common = {"optimizer": _without_state(optimizer.state_dict()), "extra": dict(extra or {}),
               "scheduler": None if scheduler is None else scheduler.state_dict()}
-    torch.save(common, staging / _COMMON)
+    _barrier()  # every rank has read the number
+    if _is_first_rank():
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        torch.save(common, staging / _COMMON)
+    _barrier()
+    dcp.save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not dist.is_initialized())
+    if _is_first_rank():
+        _commit(root, staging, target)
+    _barrier()
+    return target
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _commit(root: Path, staging: Path, target: Path) -> None:
+    """Make a complete version the newest one, then drop the others."""
     _sync_tree(staging)
     staging.rename(target)
     _sync_directory(root)
@@ -70,7 +91,6 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
     for old in (*root.glob(f"{_PREFIX}*"), *root.glob(f".{_PREFIX}*")):
         if old != target:
             shutil.rmtree(old, ignore_errors=True)
-    return target
 
 
 @torch.no_grad()
@@ -88,7 +108,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
     version = _newest(Path(path))
     tensors = _tensors(model, optimizer)
     _check_entries(version, tensors)
-    dcp.load(tensors, checkpoint_id=version, no_dist=not torch.distributed.is_initialized())
+    dcp.load(tensors, checkpoint_id=version, no_dist=not dist.is_initialized())
     common = torch.load(version / _COMMON, weights_only=True)
     if scheduler is not None and common["scheduler"] is None:
         raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")

@@ -18,13 +18,13 @@ from mp_optim.placement.pipeline import HostPipeline, Traffic
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor
+from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor, same_memory
 from mp_optim.update import FusedAdam, as_slot_optimizer, global_grad_norm
 
 __all__ = ["HybridDeviceOptimizer"]
 
 Place = Literal["device", "host"]
-_NOT_PUSHED = ("params", "param_names")
+_NOT_PUSHED = ("params", "param_names", "fqns")
 
 
 @dataclass
@@ -143,21 +143,15 @@ class HybridDeviceOptimizer(SlotOptimizer):
         group = self.param_groups[index]
         here = [self._seats[index][i].place == place for i in range(len(group["params"]))]
         names = group.get("param_names")
-        params = [local_tensor(p) for p, mine in zip(group["params"], here, strict=True) if mine]
-        settings = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
-        sub = {**settings, "params": params}
+        sub = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
+        sub["params"] = [local_tensor(p) for p, mine in zip(group["params"], here, strict=True) if mine]
         if names:
-            sub["param_names"] = [n for n, mine in zip(names, here, strict=True) if mine]
+            sub["fqns"] = [name for name, mine in zip(names, here, strict=True) if mine]
         return sub
 
     def _build(self, place: Place) -> SlotOptimizer:
         groups = [self._sub_group(index, place) for index in range(len(self.param_groups))]
-        names = [group.pop("param_names", None) for group in groups]
-        sub = as_slot_optimizer(self._classes[place](groups, **self._kwargs))
-        for group, group_names in zip(sub.param_groups, names, strict=True):
-            if group_names is not None:
-                group["param_names"] = group_names
-        return sub
+        return as_slot_optimizer(self._classes[place](groups, **self._kwargs))
 
     def _adopt_defaults(self) -> None:
         """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here."""
@@ -175,11 +169,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         index = len(self.param_groups) - 1
         self._seat_groups([self.param_groups[index]])
         for place, sub in self._subs.items():
-            group = self._sub_group(index, place)
-            names = group.pop("param_names", None)
-            getattr(sub, "optimizer", sub).add_param_group(group)
-            if names is not None:
-                sub.param_groups[index]["param_names"] = names
+            sub.add_param_group(self._sub_group(index, place))
         self._adopt_defaults()
 
     # -- main params ----------------------------------------------------------------------------
@@ -226,7 +216,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
             for position, seat in enumerate(self._seats[index]):
                 seats = self._subs[seat.place].param_groups[index]["params"]
                 stepped = self._stepped(Slot(index, position))
-                if seats[seat.index].data_ptr() != stepped.data_ptr() or seats[seat.index].shape != stepped.shape:
+                if not same_memory(seats[seat.index], stepped):
                     seats[seat.index] = stepped
 
     def reload_model_params(self) -> None:

@@ -23,7 +23,7 @@ from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor
+from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor, same_memory, with_names
 from mp_optim.update import as_slot_optimizer, choose_backend
 
 __all__ = ["MegatronOptimizer"]
@@ -66,8 +66,7 @@ class MegatronOptimizer(SlotOptimizer):
         self._verdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0, "reloaded_params": 0}
         self._parked: list[tuple[Tensor, torch.device]] = []
-        groups = [{**group, "params": list(group["params"])} for group in self.inner.param_groups]
-        super().__init__([_zip_names(group) for group in groups], dict(optimizer.defaults))
+        super().__init__([with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults))
         for index in range(len(self.param_groups)):
             self._bind_group(index)
 
@@ -88,7 +87,7 @@ class MegatronOptimizer(SlotOptimizer):
             if param.requires_grad:
                 self.check_param(slot, param)
                 main = self.inner.new_main_param(slot, local)
-                separate = main.data_ptr() != local.data_ptr() or main.device != local.device
+                separate = not same_memory(main, local)
                 param.main_param = main
             bindings.append(_Binding(param, local._version, separate, key))
         self._bindings.append(bindings)
@@ -99,7 +98,7 @@ class MegatronOptimizer(SlotOptimizer):
         if len(self.param_groups) <= len(self.inner.param_groups):  # torch's constructor is adding the first groups
             return
         added = self.param_groups[-1]
-        self.inner.add_param_group(_zip_names({**added, "params": list(added["params"])}))
+        self.inner.add_param_group(with_names(added))
         for key, value in self.inner.param_groups[-1].items():
             added.setdefault(key, value)
         self._bind_group(len(self.param_groups) - 1)
@@ -365,13 +364,3 @@ class MegatronOptimizer(SlotOptimizer):
             **norms,
             **self._counts,
         }
-
-
-def _zip_names(group: dict[str, Any]) -> dict[str, Any]:
-    """A group in the form torch takes names in: (name, param) pairs."""
-    names = group.pop("param_names", None)
-    if names is not None:
-        group["params"] = list(zip(names, group["params"], strict=True))
-    return group
-
-

@@ -3,45 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mp_optim.update.lists import TensorLists
 
-__all__ = ["batches", "piece_elements"]
+__all__ = ["Batch", "batches", "piece_elements", "publish"]
 
 
 def piece_elements(device: torch.device) -> int:
-    """Elements per batch: what stays in a core's cache on a CPU, what fills an accelerator elsewhere."""
+    """Elements per batch, a power of two: what stays in a CPU core's cache, what fills an accelerator."""
     return 1 << 17 if device.type == "cpu" else 1 << 24
 
 
-def batches(lists: TensorLists) -> Iterator[TensorLists]:
-    """Flat views of many small tensors or of pieces of large ones, at most :func:`piece_elements` together."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Flat views, and for each the position of its tensor in the lists they were cut from."""
+
+    owners: list[int]
+    lists: TensorLists
+
+
+def batches(lists: TensorLists) -> Iterator[Batch]:
+    """Flat views of many small tensors or of pieces of large ones, at most :func:`piece_elements` together.
+
+    A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
+    :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors are skipped.
+    """
     limit = piece_elements(lists.main[0].device) if lists.main else 1
-    batch = _empty(lists)
-    filled = 0
+    batch, filled = _empty(lists), 0
     for index, main in enumerate(lists.main):
-        start = 0
-        while start < main.numel():
-            count = min(main.numel() - start, limit - filled)
-            _append(batch, lists, index, start, count)
-            start, filled = start + count, filled + count
-            if filled == limit:
+        for start in range(0, main.numel(), limit):
+            count = min(main.numel() - start, limit)
+            if filled + count > limit:
                 yield batch
                 batch, filled = _empty(lists), 0
+            _append(batch, lists, index, start, count)
+            filled += count
     if filled:
         yield batch
 
 
-def _empty(lists: TensorLists) -> TensorLists:
-    return TensorLists([], [], {key: [] for key in lists.state}, [])
+def publish(lists: TensorLists) -> None:
+    """Copy main to output, rounding to nearest even into the output's dtype."""
+    for output, main in zip(lists.output, lists.main, strict=True):
+        if output is not None:
+            output.copy_(main)
 
 
-def _append(batch: TensorLists, lists: TensorLists, index: int, start: int, count: int) -> None:
+def _empty(lists: TensorLists) -> Batch:
+    return Batch([], TensorLists([], [], {key: [] for key in lists.state}, []))
+
+
+def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int) -> None:
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.view(-1).narrow(0, start, count)
+
     output = lists.output[index]
-    batch.main.append(lists.main[index].view(-1).narrow(0, start, count))
-    batch.grad.append(lists.grad[index].view(-1).narrow(0, start, count))
-    batch.output.append(None if output is None else output.view(-1).narrow(0, start, count))
+    batch.owners.append(index)
+    batch.lists.main.append(cut(lists.main[index]))
+    batch.lists.grad.append(cut(lists.grad[index]))
+    batch.lists.output.append(None if output is None else cut(output))
     for key, tensors in lists.state.items():
-        batch.state[key].append(tensors[index].view(-1).narrow(0, start, count))
+        batch.lists.state[key].append(cut(tensors[index]))

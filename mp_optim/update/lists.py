@@ -54,7 +54,8 @@ class AdamScalars:
         bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
         decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
         return cls(fp32(beta1), fp32(1 - beta1), fp32(beta2), fp32(1 - beta2), fp32(group["eps"]), fp32(lr / bias1),
-                   fp32(1 / math.sqrt(bias2)), fp32(lr * decay) if decoupled else 0.0, 0.0 if decoupled else fp32(decay))
+                   fp32(1 / math.sqrt(bias2)), fp32(lr * decay) if decoupled else 0.0,
+                   0.0 if decoupled else fp32(decay))
 
 
 @dataclass(frozen=True, slots=True)

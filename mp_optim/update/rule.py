@@ -66,7 +66,11 @@ class RuleOptimizer(SlotOptimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self.check_settings(group)
+        try:
+            self.check_settings(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self._states.append([{} for _ in group["params"]])
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
@@ -86,17 +90,18 @@ class RuleOptimizer(SlotOptimizer):
         return state
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        self.check_slot_state(slot, state)
         for key, own in self.slot_state(slot).items():
             own.copy_(torch.as_tensor(state[key]))
 
     # -- stepping -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """Step every parameter that has a gradient; returns the closure's loss if one is given.
 
         Raises:
-            TypeError: a parameter is not FP32, or a gradient is sparse, naming it.
+            TypeError: a parameter is not FP32, or a gradient is sparse or complex, naming it.
         """
         loss = None
         if closure is not None:
@@ -106,7 +111,7 @@ class RuleOptimizer(SlotOptimizer):
         for slot, param in iter_slots(self.param_groups):
             if (grad := current_grad(param)) is None:
                 continue
-            if grad.is_sparse or not grad.is_floating_point():
+            if grad.layout != torch.strided or not grad.is_floating_point():
                 raise TypeError(f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; dense "
                                 "floating-point gradients are supported")
             updates.append(SlotUpdate(slot, local_tensor(grad)))
@@ -127,6 +132,10 @@ class RuleOptimizer(SlotOptimizer):
             self._launch(launch, together)
         for update in updates:
             self._states[update.slot.group][update.slot.position]["step"] += 1
+
+    def backend_for(self, device: torch.device) -> tuple[Backend, str]:
+        """What carries the rule out on a device, and why."""
+        return choose_backend(self._backend, device)
 
     def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
         """The multiplier after the rule's own clipping, if it has one."""
@@ -149,7 +158,7 @@ class RuleOptimizer(SlotOptimizer):
             state={name: [state[name] for state in states] for name in self.moments(group)},
             output=[None if out is None else out if out.is_contiguous() else torch.empty_like(
                 out, memory_format=torch.contiguous_format) for out in outputs])
-        backend, _ = choose_backend(self._backend, launch.device)
+        backend, _ = self.backend_for(launch.device)
         self.apply(backend, lists, group, launch.step, launch.multiplier, updates)
         for main, stepped in zip(mains, lists.main, strict=True):
             if stepped is not main and stepped.data_ptr() != main.data_ptr():
@@ -177,6 +186,7 @@ def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None
 def check_adam_settings(group: dict[str, Any]) -> None:
     """The settings Adam and LAMB share."""
     check_range(group, "lr", float(group["lr"]) >= 0.0, ">= 0")
-    check_range(group, "betas", all(0.0 <= float(beta) < 1.0 for beta in group["betas"]), "two numbers in [0, 1)")
+    check_range(group, "betas", len(group["betas"]) == 2 and all(0.0 <= float(b) < 1.0 for b in group["betas"]),
+                "two numbers in [0, 1)")
     check_range(group, "eps", group["eps"] >= 0.0, ">= 0")
     check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")

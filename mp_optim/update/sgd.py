@@ -26,7 +26,7 @@ class SGD(RuleOptimizer):
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_range(group, "lr", float(group["lr"]) >= 0.0, ">= 0")
-        check_range(group, "momentum", 0.0 <= group["momentum"], ">= 0")
+        check_range(group, "momentum", group["momentum"] >= 0.0, ">= 0")
         check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")
         nesterov_fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         check_range(group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0")

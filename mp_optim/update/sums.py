@@ -8,16 +8,16 @@ zero filled. So a block, or any aligned power-of-two run of blocks, can be summe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "sum_of_squares"]
+from mp_optim.update.batches import piece_elements
+
+__all__ = ["BLOCK", "combine_pieces", "sum_of_squares"]
 
 BLOCK = 1024
-_PIECE = {"cpu": 128 * BLOCK}
-_PIECE_ELSEWHERE = 16384 * BLOCK
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -27,21 +27,47 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         tensors: any floating dtype, any strides, one device. Inf and nan propagate; an empty one gives 0.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
-    piece = _PIECE.get(device.type, _PIECE_ELSEWHERE)
+    piece = piece_elements(device)
     sums = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     small: dict[int, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         if tensor.numel() > piece:
-            sums[index] = _sum_large(tensor.reshape(-1), piece)
+            sums[index] = _sum_large(tensor, piece)
         elif tensor.numel():
             small[_next_power(-(-tensor.numel() // BLOCK))].append(index)
     for blocks, indices in small.items():
         step = max(1, piece // (blocks * BLOCK))
         for start in range(0, len(indices), step):
-            batch = indices[start : start + step]
-            found = _sum_batch([tensors[i] for i in batch], blocks)
-            sums[torch.tensor(batch, device=device)] = found
+            together = indices[start : start + step]
+            sums[torch.tensor(together, device=device)] = _sum_batch([tensors[i] for i in together], blocks)
     return sums
+
+
+def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
+    """Sums of ``count`` tensors from the sums of their aligned pieces, in the order of the module's text.
+
+    Args:
+        owners: for each piece the tensor it was cut from; a tensor's pieces in order. A tensor without
+            pieces gives 0.
+        pieces: FP64, shape (len(owners), k): k sums for each piece, reduced independently.
+
+    Returns:
+        FP64, shape (count, k).
+    """
+    sums = torch.zeros(count, pieces.shape[-1], dtype=torch.float64, device=pieces.device)
+    cut: dict[int, list[int]] = defaultdict(list)
+    for position, owner in enumerate(owners):
+        cut[owner].append(position)
+    whole = {owner: where[0] for owner, where in cut.items() if len(where) == 1}
+    sums[_index(whole.keys(), sums)] = pieces[_index(whole.values(), sums)]
+    for owner, where in cut.items():
+        if len(where) > 1:
+            sums[owner] = _add_pairs(_filled(pieces[_index(where, sums)].T))
+    return sums
+
+
+def _index(values: Iterable[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.long, device=like.device)
 
 
 def _next_power(value: int) -> int:
@@ -51,7 +77,7 @@ def _next_power(value: int) -> int:
 def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
     """Tensors of at most ``blocks`` (a power of two) blocks each."""
     padded = torch.zeros(len(tensors), blocks * BLOCK, dtype=torch.float64, device=tensors[0].device)
-    for row, tensor in zip(padded, tensors, strict=True):
+    for row, tensor in zip(padded.unbind(), tensors, strict=True):
         row[: tensor.numel()].copy_(tensor.reshape(-1))
     return _add_pairs(_add_halves(padded.square_().view(len(tensors), blocks, BLOCK)))
 
@@ -70,8 +96,23 @@ def _add_pairs(sums: Tensor) -> Tensor:
     return sums.squeeze(-1)
 
 
-def _sum_large(flat: Tensor, piece: int) -> Tensor:
-    parts = torch.cat([_sum_batch([part], piece // BLOCK) for part in flat.split(piece)])
-    full = torch.zeros(_next_power(parts.numel()), dtype=torch.float64, device=flat.device)
-    full[: parts.numel()] = parts
-    return _add_pairs(full)
+def _filled(sums: Tensor) -> Tensor:
+    """Zero filled along the last dimension up to a power of two."""
+    return torch.nn.functional.pad(sums, (0, _next_power(sums.shape[-1]) - sums.shape[-1]))
+
+
+def _sum_large(tensor: Tensor, piece: int) -> Tensor:
+    parts = [_sum_batch([_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // BLOCK)
+             for start in range(0, tensor.numel(), piece)]
+    return _add_pairs(_filled(torch.cat(parts)))
+
+
+def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) in row-major order; of a strided tensor no more than two extra rows are copied."""
+    while tensor.shape[0] == 1 and tensor.dim() > 1:
+        tensor = tensor[0]
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    row = tensor[0].numel()
+    first = start // row
+    return tensor[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,8 +65,14 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> TrainConfig:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     known, rest = parser.parse_known_args(arguments)
-    default = load_yaml(known.config) if known.config else TrainConfig()
+    try:
+        default = load_yaml(known.config) if known.config else TrainConfig()
+    except (OSError, ValueError) as error:
+        sys.exit(f"{known.config}: {error}")
     description = (
         f"{TrainConfig.__doc__}\n\n--config FILE reads defaults from a YAML file, e.g. tools/configs/quickstart.yaml."
     )
-    return tyro.cli(TrainConfig, args=rest, default=default, description=description)
+    try:
+        return tyro.cli(TrainConfig, args=rest, default=default, description=description)
+    except ValueError as error:
+        sys.exit(str(error))

@@ -171,7 +171,7 @@ def _as_float(value: Tensor | float) -> float:
 def _reported_lr(optimizer: torch.optim.Optimizer) -> float:
     """The learning rate of the first group that follows the schedule of `config.lr`; decoupled ones have their own."""
     groups = optimizer.param_groups
-    return _as_float(next((g for g in groups if g.get("max_lr") is None), groups[0])["lr"])
+    return _as_float(next((g for g in groups if not g.get("is_decoupled_lr", False)), groups[0])["lr"])
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> mp_optim.OptimizerParamScheduler:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mp_optim.update.batches import batches
+from mp_optim.update.batches import batches, publish
 from mp_optim.update.lists import AdamScalars, LambScalars, SgdScalars, TensorLists
-from mp_optim.update.sums import sum_of_squares
+from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 __all__ = ["ReferenceBackend"]
 
@@ -58,20 +58,13 @@ def _directions(batch: TensorLists, s: LambScalars) -> Lists:
     return list(u)
 
 
-def _publish(batch: TensorLists) -> None:
-    """Round to nearest even into the model's dtype."""
-    for output, main in zip(batch.output, batch.main, strict=True):
-        if output is not None:
-            output.copy_(main)
-
-
 class ReferenceBackend:
     """What every other backend is measured against."""
 
     name = "reference"
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
-        for batch in batches(lists):
+        for batch in (cut.lists for cut in batches(lists)):
             m, v = batch.state["exp_avg"], batch.state["exp_avg_sq"]
             _moments(m, v, _gradients(batch, multiplier, scalars.l2), scalars, scalars.one_minus_beta1)
             updates = torch._foreach_div(m, _denominators(v, scalars))
@@ -79,36 +72,39 @@ class ReferenceBackend:
             if scalars.decay != 0.0:
                 torch._foreach_sub_(batch.main, torch._foreach_mul(batch.main, scalars.decay))
             torch._foreach_sub_(batch.main, updates)
-            _publish(batch)
+            publish(batch)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
-        sums = []
-        for index in range(len(lists.main)):
-            directions = []
-            for batch in batches(_only(lists, index)):
-                m, v = batch.state["exp_avg"], batch.state["exp_avg_sq"]
-                _moments(m, v, _gradients(batch, multiplier, scalars.l2), scalars, scalars.grad_weight)
-                directions += _directions(batch, scalars)
-            u = torch.cat(directions) if directions else lists.main[index].reshape(-1)
-            sums.append(self.sum_of_squares([lists.main[index], u]))
-        return torch.stack(sums)
+        owners: list[int] = []
+        found: list[Tensor] = []
+        for cut in batches(lists):
+            batch = cut.lists
+            m, v = batch.state["exp_avg"], batch.state["exp_avg_sq"]
+            _moments(m, v, _gradients(batch, multiplier, scalars.l2), scalars, scalars.grad_weight)
+            squares = sum_of_squares([*batch.main, *_directions(batch, scalars)])
+            owners += cut.owners
+            found.append(squares.view(2, -1).T)
+        if not found:
+            device = lists.main[0].device if lists.main else torch.device("cpu")
+            return torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
+        return combine_pieces(owners, torch.cat(found), len(lists.main))
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
-        for index, ratio in enumerate(ratios):
-            for batch in batches(_only(lists, index)):
-                u = _directions(batch, scalars)
-                torch._foreach_mul_(u, ratio)
-                torch._foreach_sub_(batch.main, u)
-                _publish(batch)
+        for cut in batches(lists):
+            batch = cut.lists
+            u = _directions(batch, scalars)
+            torch._foreach_mul_(u, [ratios[owner] for owner in cut.owners])
+            torch._foreach_sub_(batch.main, u)
+            publish(batch)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
-        for batch in batches(lists):
+        for batch in (cut.lists for cut in batches(lists)):
             grads = _gradients(batch, multiplier, scalars.decay)
             if "momentum_buffer" in batch.state:
                 grads = self._momentum(batch.state["momentum_buffer"], grads, scalars)
             torch._foreach_mul_(grads, scalars.lr)
             torch._foreach_sub_(batch.main, grads)
-            _publish(batch)
+            publish(batch)
 
     @staticmethod
     def _momentum(buffers: Lists, grads: Lists, s: SgdScalars) -> Lists:
@@ -124,8 +120,3 @@ class ReferenceBackend:
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         return sum_of_squares(tensors)
-
-
-def _only(lists: TensorLists, index: int) -> TensorLists:
-    return TensorLists([lists.main[index]], [lists.grad[index]], {k: [v[index]] for k, v in lists.state.items()},
-                       [lists.output[index]])

@@ -6,6 +6,7 @@ multiply-adds and applies weight decay first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.batches import batches
+from mp_optim.update.batches import batches, publish
 from mp_optim.update.lists import AdamScalars, SgdScalars, TensorLists
 
 __all__ = ["TorchBackend"]
@@ -25,31 +26,29 @@ class TorchBackend(ReferenceBackend):
     name = "torch"
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
+        """Torch's kernels derive the bias corrections from a step count, and ours are in the scalars.
+
+        At step infinity theirs are exactly 1; ours go into lr and eps:
+        ``(lr/bias1) * m / (sqrt(v)*c + eps) = (lr/bias1/c) * m / (sqrt(v) + eps/c)``.
+        """
         kernel: Callable[..., Any] = torch._fused_adamw_ if scalars.l2 == 0.0 else torch._fused_adam_
-        for batch in batches(lists):
-            # The kernels derive bias corrections from a step count; a step at which both are 1 to FP32
-            # precision leaves them to us: the step size and eps below carry the corrections instead.
-            settled = [torch.full((), 2.0**23, device=t.device) for t in batch.main]
-            lr = scalars.step_size / scalars.inv_sqrt_bias2
+        lr = scalars.step_size / scalars.inv_sqrt_bias2
+        weight_decay = scalars.l2 if scalars.l2 != 0.0 else scalars.decay / lr if lr != 0.0 else 0.0
+        for batch in (cut.lists for cut in batches(lists)):
+            settled = torch.full((), math.inf, device=batch.main[0].device)
             kernel(batch.main, _scaled(batch, multiplier), batch.state["exp_avg"], batch.state["exp_avg_sq"], [],
-                   settled, lr=lr, beta1=scalars.beta1, beta2=scalars.beta2,
-                   weight_decay=scalars.l2 or scalars.decay / lr if lr else 0.0,
-                   eps=scalars.eps / scalars.inv_sqrt_bias2, amsgrad=False, maximize=False)
-            self._publish(batch)
+                   [settled] * len(batch.main), lr=lr, beta1=scalars.beta1, beta2=scalars.beta2,
+                   weight_decay=weight_decay, eps=scalars.eps / scalars.inv_sqrt_bias2, amsgrad=False,
+                   maximize=False)
+            publish(batch)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
-        for batch in batches(lists):
+        for batch in (cut.lists for cut in batches(lists)):
             torch._fused_sgd_(batch.main, _scaled(batch, multiplier), batch.state.get("momentum_buffer", []),
                               weight_decay=scalars.decay, momentum=scalars.momentum, lr=scalars.lr,
                               dampening=1.0 - scalars.one_minus_dampening, nesterov=scalars.nesterov,
                               maximize=False, is_first_step=scalars.first)
-            self._publish(batch)
-
-    @staticmethod
-    def _publish(batch: TensorLists) -> None:
-        for output, main in zip(batch.output, batch.main, strict=True):
-            if output is not None:
-                output.copy_(main)
+            publish(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:

@@ -1,5 +1,6 @@
 """Two gloo processes train an FSDP2-sharded model; rank 0 writes what one process is compared with."""
 
+import os
 import sys
 
 import torch
@@ -32,7 +33,10 @@ def main(rule: str, fraction: float, directory: str) -> None:
     params = {name: p.full_tensor() for name, p in model.named_parameters()}
     if dist.get_rank() == 0:
         torch.save({"norms": norms, "losses": losses, "params": params}, f"{directory}/result.pt")
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
 
 
 if __name__ == "__main__":

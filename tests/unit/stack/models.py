@@ -26,7 +26,7 @@ class TinyMoE(nn.Module):
         self.embed = weight(11, 8)
         self.dense = weight(8, 8)
         self.bias = weight(8)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))
         self.experts = nn.ParameterDict({"up": weight(2, 8, 16), "down": weight(2, 16, 8)}) if experts else None
         self.router = weight(8, 2) if experts else None
 
