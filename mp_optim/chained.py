@@ -17,7 +17,7 @@ from torch import Tensor
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description
 from mp_optim.precision.measure import Measurement
-from mp_optim.slots import Slot, SlotUpdate, local_tensor
+from mp_optim.slots import Slot, SlotStateView, SlotUpdate, local_tensor
 
 __all__ = ["ChainedOptimizer"]
 
@@ -46,16 +46,10 @@ class ChainedOptimizer(MegatronOptimizer):
         for part in self._parts:
             part.grad_scaler = self.grad_scaler
         self._verdict = Verdict()
+        self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
         groups = [group for part in self._parts for group in part.param_groups]
         torch.optim.Optimizer.__init__(self, [{"params": [torch.zeros(0)]}], dict(self._parts[0].defaults))
         self.param_groups[:] = groups
-
-    # SlotOptimizer.__init__ would build the view; the chain has no inner optimizer to go through.
-    @functools.cached_property
-    def _state_view(self) -> Any:  # type: ignore[override]
-        from mp_optim.slots import SlotStateView
-
-        return SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:

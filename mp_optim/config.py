@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -173,7 +173,7 @@ def _check_offload(config: OptimizerConfig) -> None:
               "the fraction (1.0 for everything), or optimizer_cpu_offload=False")
 
 
-_NEEDS = {
+_NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "overlap_cpu_optimizer_d2h_h2d": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "pin_cpu_grads": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),

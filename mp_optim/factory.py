@@ -59,8 +59,8 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
     scaler = _grad_scaler(config, _device(chunks))
     expert_groups = ProcessGroups(grad_stats=groups_of.expert_grad_stats, expert_tp=groups_of.expert_tp)
-    parts = [_part(config, part, scaler, where)
-             for part, where in ((dense, groups_of), (experts, expert_groups)) if part or part is dense and not experts]
+    kinds = [(groups, where) for groups, where in ((dense, groups_of), (experts, expert_groups)) if groups]
+    parts = [_part(config, groups, scaler, where) for groups, where in kinds or [(dense, groups_of)]]
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
@@ -88,7 +88,8 @@ def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: Meg
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     rule, settings = _rule(config)
     if not config.optimizer_cpu_offload:
-        return rule(groups, backend=config.fused_backend, **settings)
+        optimizer: torch.optim.Optimizer = rule(groups, backend=config.fused_backend, **settings)
+        return optimizer
     return HybridDeviceOptimizer(
         groups, offload_fraction=config.optimizer_offload_fraction, cpu_optimizer_cls=rule, gpu_optimizer_cls=rule,
         param_update_in_fp32=True, pin_cpu_grads=config.pin_cpu_grads, pin_cpu_params=config.pin_cpu_params,

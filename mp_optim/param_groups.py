@@ -140,11 +140,12 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
 
 def check_config_overrides_consistency(config: OptimizerConfig, config_overrides: Overrides | None) -> None:
     """Raise ValueError if an override sets what only the whole stack can have."""
+    whole = ("optimizer", "optimizer_cpu_offload", "fp16", "bf16")
     for override in (config_overrides or {}).values():
-        for name in ("optimizer", "optimizer_cpu_offload", "fp16", "bf16"):
-            if name in override and override[name] != getattr(config, name):  # type: ignore[literal-required]
-                raise ValueError(f"override {name}={override[name]!r} differs from "  # type: ignore[literal-required]
-                                 f"the config's {getattr(config, name)!r}; it is one setting for the whole stack")
+        for name, value in override.items():
+            if name in whole and value != getattr(config, name):
+                raise ValueError(f"override {name}={value!r} differs from the config's {getattr(config, name)!r}; "
+                                 "it is one setting for the whole stack")
 
 
 def is_expert_param(param: Tensor, name: str) -> bool:

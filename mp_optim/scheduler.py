@@ -23,7 +23,7 @@ def decay_factor(style: str, done: float) -> float:
 def cooldown_factor(style: str, done: float) -> float:
     """The same for the cooldown of WSD; ``exponential`` is 2*0.5**x - 1 (Megatron), ``minus_sqrt`` 1 - sqrt(x)."""
     if style == "exponential":
-        return 2.0 * 0.5**done - 1.0
+        return float(2.0 * 0.5**done - 1.0)
     return 1.0 - math.sqrt(done) if style == "minus_sqrt" else decay_factor(style, done)
 
 
@@ -79,15 +79,16 @@ class OptimizerParamScheduler:
             "lr_warmup_steps": (0 <= self.lr_warmup_steps < self.lr_decay_steps, "in [0, lr_decay_steps)"),
             "end_wd": (0.0 <= self.start_wd <= self.end_wd, ">= start_wd >= 0"),
             "wd_incr_steps": (self.wd_incr_style == "constant" or self.wd_incr_steps > 0, "> 0 for a ramp"),
-            "wsd_decay_steps": (not wsd or self.wsd_decay_steps is not None and
-                                0 < self.wsd_decay_steps <= self.lr_decay_steps, "in (0, lr_decay_steps] for WSD"),
+            "wsd_decay_steps": (not wsd or (self.wsd_decay_steps is not None and
+                                0 < self.wsd_decay_steps <= self.lr_decay_steps), "in (0, lr_decay_steps] for WSD"),
             "lr_wsd_decay_style": (not wsd or self.lr_wsd_decay_style in WSD_STYLES, f"one of {WSD_STYLES} for WSD"),
         }
         for name, (good, rule) in rules.items():
             if not good:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
         if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
-            raise ValueError(f"end_wd={self.end_wd!r}: must equal start_wd={self.start_wd!r} for a constant wd_incr_style")
+            raise ValueError(f"end_wd={self.end_wd!r}: must equal start_wd={self.start_wd!r} for wd_incr_style="
+                             "'constant'")
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """The learning rate of a group at ``num_steps``."""

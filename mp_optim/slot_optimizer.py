@@ -68,8 +68,8 @@ class SlotOptimizer(torch.optim.Optimizer):
 
     # -- torch's contract -----------------------------------------------------------------------
 
-    @property
-    def state(self) -> SlotStateView:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> SlotStateView:
         """Current tensors to their state; a view, complete as soon as anybody looks."""
         return self._state_view
 

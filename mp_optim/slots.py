@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Slot", "SlotStateView", "SlotUpdate", "current_grad", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "with_names"]
+__all__ = [
+    "Slot", "SlotStateView", "SlotUpdate", "current_grad", "follow", "iter_slots", "local_tensor", "same_memory",
+    "slot_name", "with_names",
+]
 
 ParamGroups = list[dict[str, Any]]
 

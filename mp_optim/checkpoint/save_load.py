@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mp_optim.slots import ParamGroups, Slot
 
@@ -66,7 +68,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
         staging.mkdir()
         torch.save(common, staging / _COMMON)
     _barrier()
-    dcp.save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not dist.is_initialized())
+    dcp_save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not dist.is_initialized())
     if _is_first_rank():
         _commit(root, staging, target)
     _barrier()
@@ -108,7 +110,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
     version = _newest(Path(path))
     tensors = _tensors(model, optimizer)
     _check_entries(version, tensors)
-    dcp.load(tensors, checkpoint_id=version, no_dist=not dist.is_initialized())
+    dcp_load(tensors, checkpoint_id=version, no_dist=not dist.is_initialized())
     common = torch.load(version / _COMMON, weights_only=True)
     if scheduler is not None and common["scheduler"] is None:
         raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")
@@ -151,7 +153,7 @@ def _state_by_index(groups: list[dict[str, Any]], tensors: Mapping[str, Tensor])
 
 
 def _check_entries(version: Path, wanted: Mapping[str, Tensor]) -> None:
-    metadata = dcp.FileSystemReader(version).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(version).read_metadata().state_dict_metadata
     missing, unexpected = sorted(wanted.keys() - metadata.keys()), sorted(metadata.keys() - wanted.keys())
     shapes = [f"{name}: saved {tuple(size)}, expected {tuple(value.shape)}" for name, value in wanted.items()
               if name in metadata and (size := getattr(metadata[name], "size", value.shape)) != value.shape]

@@ -228,7 +228,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
     # -- stepping -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """Step from the parameters' own gradients, as any torch optimizer does."""
         loss = None
         if closure is not None:

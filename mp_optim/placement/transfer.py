@@ -59,8 +59,8 @@ class CudaTransfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._down = torch.cuda.Stream(device)
-        self._up = torch.cuda.Stream(device)
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
@@ -71,7 +71,7 @@ class CudaTransfer:
             for pair in pairs:
                 pair[0].copy_(pair[1], non_blocking=True)
                 pair[device_side].record_stream(stream)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return event
 

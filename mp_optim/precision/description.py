@@ -72,8 +72,8 @@ def describe(optimizer: MegatronOptimizer) -> Description:
         row[0] += 1
         row[1] += main.numel()
         row[2] += own + sum(value.nbytes for value in state.values())
-    return Description(tuple(DescriptionRow(group, place, dtype, *numbers, backend, why)
-                             for (group, place, dtype, backend, why), numbers in counts.items()))
+    return Description(tuple(DescriptionRow(group, place, dtype, slots, params, size, backend, why)
+                             for (group, place, dtype, backend, why), (slots, params, size) in counts.items()))
 
 
 def _stepper(optimizer: MegatronOptimizer, place: str, device: torch.device) -> tuple[str, str]:

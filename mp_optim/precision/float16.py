@@ -23,6 +23,6 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
         if param.dtype not in allowed:
             raise TypeError(f"{self.slot_name(slot)} is {param.dtype}: a Float16 optimizer takes float16, bfloat16 "
                             "and float32 parameters; convert the model, or freeze the parameter")
-        if param.dtype == torch.float16 and self.config.bf16 or param.dtype == torch.bfloat16 and self.config.fp16:
+        if (param.dtype == torch.float16 and self.config.bf16) or (param.dtype == torch.bfloat16 and self.config.fp16):
             raise ValueError(f"{self.slot_name(slot)} is {param.dtype} but the config says bf16={self.config.bf16}, "
                              f"fp16={self.config.fp16}; set the flag that matches the model")

@@ -69,7 +69,7 @@ def measure(entries: Sequence[GradEntry], keys: Sequence[NormKey], sum_of_square
     for index, entry in enumerate(entries):
         by_device[entry.grad.device].append(index)
     sums = torch.zeros(len(entries), dtype=torch.float64, device=device)
-    for where, indices in by_device.items():
+    for _where, indices in by_device.items():
         found = sum_of_squares([entries[index].grad for index in indices])
         if len(by_device) == 1:
             sums = found.to(device)

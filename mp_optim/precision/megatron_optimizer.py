@@ -138,9 +138,9 @@ class MegatronOptimizer(SlotOptimizer):
         main = self._main(slot)
         if not binding.separate:
             self.inner.param_groups[slot.group]["params"][slot.position] = local
-            param.main_param = local
+            param.main_param = local  # type: ignore[attr-defined]
             return
-        param.main_param = main
+        param.main_param = main  # type: ignore[attr-defined]
         if follow(main, local, self.slot_name(slot)):
             self._counts["reloaded_params"] += 1
 
@@ -168,7 +168,7 @@ class MegatronOptimizer(SlotOptimizer):
     # -- the step -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """One step: returns :class:`~mp_optim.precision.verdict.StepResult`, or the closure's loss if one is given.
 
         A step whose gradients hold an inf or nan, or whose norm exceeds
@@ -224,11 +224,10 @@ class MegatronOptimizer(SlotOptimizer):
         if verdict.skip:
             self._counts["skipped_steps"] += 1
             return
-        self._push_settings()
         updates = [self._update(slot, grad, verdict) for slot, grad in self._local_grads()]
         norm = verdict.norms.get(MAIN)
         clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
-        self.inner.step_slots(updates, grad_norm=clipped)
+        self.step_slots(updates, grad_norm=clipped)
         for update in updates:
             binding = self._bindings[update.slot.group][update.slot.position]
             binding.version = local_tensor(binding.param)._version
@@ -237,6 +236,11 @@ class MegatronOptimizer(SlotOptimizer):
         binding = self._bindings[slot.group][slot.position]
         return SlotUpdate(slot, grad, verdict.multipliers[binding.key.group],
                           local_tensor(binding.param) if binding.separate else None, binding.key.shard_groups)
+
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
+        self._push_settings()
+        self.inner.step_slots(updates, grad_norm=grad_norm)
 
     def _push_settings(self) -> None:
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -257,7 +261,7 @@ class MegatronOptimizer(SlotOptimizer):
         super().zero_grad(set_to_none=set_to_none)
         for _, param in iter_slots(self.param_groups):
             if getattr(param, "decoupled_grad", None) is not None:
-                param.decoupled_grad = None
+                param.decoupled_grad = None  # type: ignore[attr-defined]
 
     # -- state ----------------------------------------------------------------------------------
 

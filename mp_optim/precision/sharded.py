@@ -33,7 +33,7 @@ def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
 
 def as_sharded(local: Tensor, param: Tensor) -> Tensor:
     """State of a DTensor parameter as a DTensor of the same layout; scalars and plain parameters unchanged."""
-    if not isinstance(param, DTensor) or not isinstance(local, Tensor) or local.dim() == 0 and param.dim() > 0:
+    if not isinstance(param, DTensor) or not isinstance(local, Tensor) or (local.dim() == 0 and param.dim() > 0):
         return local
     return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape,
                               stride=param.stride())

@@ -58,10 +58,10 @@ class ForeignOptimizer(SlotOptimizer):
             for key, value in ((key, torch.as_tensor(value)) for key, value in state.items())}
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """The foreign optimizer's own step."""
         self._rebind()
-        return self.optimizer.step(closure)  # type: ignore[arg-type]
+        return self.optimizer.step(closure)
 
     @torch.no_grad()
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:

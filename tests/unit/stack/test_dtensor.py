@@ -42,7 +42,7 @@ def test_partial_parameters_are_refused(tmp_path):
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         param = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-        with pytest.raises(ValueError, match="w: placements .*redistribute"):
+        with pytest.raises(ValueError, match=r"w: placements .*redistribute"):
             shard_groups_of("w", param)
     finally:
         torch.distributed.destroy_process_group()

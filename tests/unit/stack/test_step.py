@@ -189,7 +189,7 @@ def test_awkward_parameters():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_groups_added_later_are_stepped(fraction):
-    model, optimizer = build("bf16", fraction, experts=False)
+    _model, optimizer = build("bf16", fraction, experts=False)
     late = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     optimizer.add_param_group({"params": [("late", late)], "lr": 0.5, "weight_decay": 0.0})
     late.grad = torch.ones(5, dtype=torch.bfloat16)

@@ -253,7 +253,7 @@ def test_reordered_groups_load_by_name():
 
 
 def test_state_of_another_shape_or_wider_dtype_is_refused_by_name():
-    model, optimizer = build("bf16", experts=False)
+    _model, optimizer = build("bf16", experts=False)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].double()
     with pytest.raises(ValueError, match=r"exp_avg.*without loss"):
