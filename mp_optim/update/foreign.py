@@ -25,14 +25,24 @@ class ForeignOptimizer(SlotOptimizer):
         self._bound = [list(group["params"]) for group in self.param_groups]
 
     def _rebind(self) -> None:
+        """Move the state of replaced tensors. All are taken out first: tensors may have swapped slots."""
         while len(self._bound) < len(self.param_groups):
             self._bound.append(list(self.param_groups[len(self._bound)]["params"]))
+        moved: list[tuple[Tensor, Any]] = []
         for slot, param in iter_slots(self.param_groups):
             before = self._bound[slot.group][slot.position]
             if before is not param:
                 if before in self.optimizer.state:
-                    self.optimizer.state[param] = self.optimizer.state.pop(before)
+                    moved.append((param, self.optimizer.state.pop(before)))
                 self._bound[slot.group][slot.position] = param
+        self.optimizer.state.update(moved)
+
+    def _param(self, slot: Slot) -> Tensor:
+        """The tensor at a slot, with the optimizer's state under it."""
+        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
+        if len(self._bound) <= slot.group or self._bound[slot.group][slot.position] is not param:
+            self._rebind()
+        return param
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the foreign optimizer."""
@@ -42,20 +52,28 @@ class ForeignOptimizer(SlotOptimizer):
             super().add_param_group(param_group)
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
-        self._rebind()
-        state = self.optimizer.state.get(self.param_groups[slot.group]["params"][slot.position], {})
-        return {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
+        """The foreign state's tensors, and its numbers as tensors; empty before the first step."""
+        state = self.optimizer.state.get(self._param(slot), {})
+        return {key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                for key, value in state.items() if isinstance(value, Tensor | int | float)}
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        """As the base class, but state that the foreign optimizer has not allocated yet fits anything."""
         if self.slot_state(slot):
             super().check_slot_state(slot, state)
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        self._rebind()
-        param = self.param_groups[slot.group]["params"][slot.position]
-        self.optimizer.state[param] = {
-            key: value.clone() if value.dim() == 0 else value.to(param.device, copy=True)
-            for key, value in ((key, torch.as_tensor(value)) for key, value in state.items())}
+        self.check_slot_state(slot, state)
+        param, group = self._param(slot), self.param_groups[slot.group]
+        live = self.optimizer.state.get(param, {})
+        step_on_device = group.get("fused") or group.get("capturable")
+        loaded = {}
+        for key, value in state.items():
+            stays = not isinstance(value, Tensor) or (key == "step" and not step_on_device)
+            copy = torch.as_tensor(value).detach().clone() if stays else value.detach().to(param.device, copy=True)
+            number = live.get(key, value)
+            loaded[key] = copy if isinstance(number, Tensor) else type(number)(copy.item())
+        self.optimizer.state[param] = {**live, **loaded}
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -70,7 +88,8 @@ class ForeignOptimizer(SlotOptimizer):
             param.grad = None
         mains = [self.param_groups[update.slot.group]["params"][update.slot.position] for update in updates]
         for update, main in zip(updates, mains, strict=True):
-            main.grad = update.grad.to(main.dtype, copy=True).mul_(update.multiplier)
+            wide = torch.promote_types(main.dtype, torch.float32)
+            main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
         self.optimizer.step()
         for update, main in zip(updates, mains, strict=True):
             main.grad = None

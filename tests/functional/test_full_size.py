@@ -81,4 +81,5 @@ def test_vectors_do_not_decay_and_matrices_do(name: str) -> None:
 def test_fp32_state_is_twelve_bytes_a_param(name: str) -> None:
     config, model = config_and_model(name)
     rows = mp_optim.get_megatron_optimizer(config.optimizer, model).describe().rows
-    assert sum(row.bytes for row in rows) == BYTES_OF_FP32_STATE * count(name)
+    step_counters = 4 * sum(len(group["params"]) for group in groups_of(name))
+    assert sum(row.bytes for row in rows) == BYTES_OF_FP32_STATE * count(name) + step_counters
