@@ -1,0 +1,49 @@
+import dataclasses
+
+import pytest
+
+from mp_optim import OptimizerConfig
+
+
+@pytest.mark.parametrize("settings, names", [
+    ({"fp16": True, "bf16": True}, "fp16=True and bf16=True"),
+    ({"lr": -1.0}, "lr=-1.0"),
+    ({"lr": float("nan")}, "lr=nan"),
+    ({"lr": 1e-3, "min_lr": 1.0}, "min_lr=1.0: must not exceed lr"),
+    ({"adam_beta1": 2}, "adam_beta1=2"),
+    ({"adam_eps": -1}, "adam_eps=-1"),
+    ({"optimizer": "adamm"}, "did you mean 'adam'"),
+    ({"fused_backend": "refrence"}, "did you mean 'reference'"),
+    ({"optimizer_offload_fraction": 3.0}, "optimizer_offload_fraction=3.0: must be between"),
+    ({"optimizer_offload_fraction": 0.5}, "no effect without optimizer_cpu_offload=True"),
+    ({"optimizer_cpu_offload": True}, "offloads nothing"),
+    ({"bf16": True, "loss_scale": 2.0}, "loss_scale=2.0: has no effect without fp16=True"),
+    ({"fp16": True, "loss_scale": 2.0, "hysteresis": 3}, "hysteresis=3: has no effect"),
+    ({"fp16": True, "loss_scale_window": 1.5}, "loss_scale_window=1.5"),
+    ({"fp16": True, "loss_scale_window": -5}, "loss_scale_window=-5"),
+    ({"fp16": True, "hysteresis": 0}, "hysteresis=0"),
+    ({"fp16": True, "initial_loss_scale": 0.5}, "min_loss_scale=1.0: must not exceed"),
+    ({"sgd_momentum": 0.5}, "sgd_momentum=0.5: has no effect without optimizer='sgd'"),
+    ({"lamb_use_nvlamb": True}, "lamb_use_nvlamb=True"),
+    ({"decoupled_min_lr": 1e-4}, "decoupled_min_lr"),
+    ({"clip_grad": -1}, "clip_grad=-1"),
+    ({"grad_norm_skip_threshold": 0}, "grad_norm_skip_threshold=0"),
+])
+def test_a_bad_setting_is_named(settings, names):
+    with pytest.raises(ValueError, match=names.replace("(", r"\(")):
+        OptimizerConfig(**settings)
+
+
+def test_an_unknown_field_names_the_nearest():
+    with pytest.raises(TypeError, match="did you mean 'optimizer'"):
+        OptimizerConfig(optimiser="adam")
+    with pytest.raises(TypeError, match="did you mean 'weight_decay'"):
+        OptimizerConfig.from_dict({"weightdecay": 0.1})
+
+
+def test_defaults_are_megatrons_and_it_is_a_dataclass():
+    config = OptimizerConfig(lr=1e-3, fp16=True)
+    assert (config.initial_loss_scale, config.loss_scale_window, config.hysteresis) == (2.0**32, 1000, 2)
+    assert (config.clip_grad, config.weight_decay, config.adam_beta2, config.adam_eps) == (1.0, 0.01, 0.999, 1e-8)
+    assert dataclasses.replace(config, lr=2e-3).lr == 2e-3
+    assert OptimizerConfig(**dataclasses.asdict(config)) == config
