@@ -1,0 +1,173 @@
+"""Reference against numpy to the bit, against FP64 and torch within what docs/numerics.md states."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy_rules as oracle
+import pytest
+import torch
+from torch import Tensor
+
+from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, RuleOptimizer, choose_backend
+from mp_optim.update import batches as batching
+from mp_optim.update.sums import sum_of_squares
+
+# Sizes around a block and around a batch: empty, 0-d, cut, uncut.
+SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (33, 31), (1024,), (1025,), (130, 1025), (2, 131072)]
+
+
+def tensors(seed: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) * scale for shape in SHAPES]
+
+
+def run(optimizer: RuleOptimizer, steps: int, dtype: torch.dtype = torch.float32, multiplier: float = 0.3) -> None:
+    for step in range(steps):
+        updates = [SlotUpdate(Slot(0, i), g.to(dtype), float(np.float32(multiplier)))
+                   for i, g in enumerate(tensors(100 + step, 0.1))]
+        optimizer.step_slots(updates)
+
+
+def bits(values: Any) -> bytes:
+    array: np.ndarray[Any, Any] = np.ascontiguousarray(values, dtype=np.float32)
+    return array.tobytes()
+
+
+ADAM: list[dict[str, Any]] = [
+    {"weight_decay": 0.1}, {"adam_w_mode": False, "weight_decay": 0.1}, {"bias_correction": False}]
+LAMB: list[dict[str, Any]] = [
+    {}, {"adam_w_mode": False}, {"grad_averaging": False}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True}]
+
+
+@pytest.mark.parametrize(("cls", "extra"), [(FusedAdam, e) for e in ADAM] + [(FusedLAMB, e) for e in LAMB])
+def test_adam_and_lamb_equal_numpy(cls: Any, extra: dict[str, Any]) -> None:
+    mains = tensors(0)
+    optimizer = cls(mains, lr=3e-3, **extra)
+    rule = oracle.adam if cls is FusedAdam else oracle.lamb
+    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32)) for p in mains]
+    run(optimizer, 3, torch.bfloat16)
+    for step in range(3):
+        grads = [g.bfloat16().float().numpy() for g in tensors(100 + step, 0.1)]
+        expected = [rule(e[0], g, e[1], e[2], step + 1, optimizer.param_groups[0], 0.3)
+                    for e, g in zip(expected, grads, strict=True)]
+    for i, (p, m, v) in enumerate(expected):
+        state = optimizer.slot_state(Slot(0, i))
+        assert bits(mains[i]) == bits(p), SHAPES[i]
+        assert bits(state["exp_avg"]) == bits(m)
+        assert bits(state["exp_avg_sq"]) == bits(v)
+        assert state["step"].item() == 3
+
+
+@pytest.mark.parametrize("extra", [{}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True}])
+def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
+    mains = tensors(0)
+    optimizer = SGD(mains, lr=0.1, weight_decay=0.01, **extra)
+    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
+    run(optimizer, 3)
+    for step in range(3):
+        expected = [oracle.sgd(p, g.numpy(), m, step + 1, optimizer.param_groups[0], 0.3)
+                    for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)]
+    assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
+    assert set(optimizer.slot_state(Slot(0, 2))) == ({"step", "momentum_buffer"} if extra else {"step"})
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
+def test_batching_does_not_change_bits(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for piece in (1 << 10, 1 << 13, 1 << 17, 1 << 24):
+        for module in (batching, __import__("mp_optim.update.sums", fromlist=["sums"])):
+            monkeypatch.setattr(module, "piece_elements", lambda device, piece=piece: piece)
+        mains = tensors(0)
+        run(cls(mains, weight_decay=0.1), 2)
+        results.append([bits(main) for main in mains])
+    assert all(result == results[0] for result in results)
+
+
+def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
+    main = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8], [2.0, -1 - 2**-8]])
+    output = torch.empty(2, 2, dtype=torch.bfloat16).t()
+    grad = torch.zeros(4, 2, dtype=torch.bfloat16)[::2]
+    SGD([main]).step_slots([SlotUpdate(Slot(0, 0), grad, 1.0, output)])
+    assert output.tolist() == [[1.0, 1 + 2**-6], [2.0, -1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sum_of_squares_order(dtype: torch.dtype) -> None:
+    values = [t.to(dtype) for t in [*tensors(5), torch.randn(700, 500).t(), torch.randn(1, 300, 2, 900).transpose(1, 3)]]
+    expected = [oracle.naive_sum_of_squares(v.double().numpy()) for v in values]
+    assert sum_of_squares(values).tolist() == expected
+    loose = choose_backend("torch", torch.device("cpu"))[0].sum_of_squares(values).tolist()
+    # torch's CPU norm was measured 3e-14 apart; see docs/numerics.md.
+    assert loose == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_sum_of_squares_propagates(bad: float) -> None:
+    big, small = torch.ones(300_000), torch.ones(3)
+    big[-1] = bad
+    found = sum_of_squares([big, small]).tolist()
+    assert math.isnan(found[0]) if math.isnan(bad) else found[0] == math.inf
+    assert found[1] == 3.0
+
+
+def fp64_adam(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, h: dict[str, Any], lamb: bool) -> None:
+    b1, b2 = h["betas"]
+    m.mul_(b1).add_(g * (1 - b1))
+    v.mul_(b2).add_(g * g * (1 - b2))
+    u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + h["eps"])
+    if lamb:
+        u += h["weight_decay"] * p
+        p -= h["lr"] * p.norm() / u.norm() * u
+    else:
+        p -= h["lr"] * (u + h["weight_decay"] * p)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
+def test_a_hundred_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    main = torch.randn(4096, generator=generator)
+    exact, m, v = main.double(), torch.zeros(4096).double(), torch.zeros(4096).double()
+    optimizer = cls([main], lr=1e-3, weight_decay=0.01, backend=backend)
+    for step in range(1, 101):
+        grad = torch.randn(4096, generator=generator) * 0.1
+        optimizer.step_slots([SlotUpdate(Slot(0, 0), grad)])
+        fp64_adam(exact, m, v, grad.double(), step, optimizer.param_groups[0], cls is FusedLAMB)
+    error = float((main - exact).abs().max()) / 1e-3
+    assert error < FP64_TOLERANCE, error
+
+
+FP64_TOLERANCE = 5e-3
+TORCH_TOLERANCE = 5e-3
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("w_mode", [True, False])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_close_to_torch_fused(backend: str, w_mode: bool, decay: float) -> None:
+    start = tensors(0)
+    theirs = [torch.nn.Parameter(t.clone()) for t in start]
+    cls = torch.optim.AdamW if w_mode else torch.optim.Adam
+    other = cls(theirs, lr=1e-3, weight_decay=decay, fused=True)
+    ours = FusedAdam(start, lr=1e-3, weight_decay=decay, adam_w_mode=w_mode, backend=backend)
+    for step in range(20):
+        grads = tensors(100 + step, 0.1)
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g.clone()
+        other.step()
+        ours.step_slots([SlotUpdate(Slot(0, i), g) for i, g in enumerate(grads)])
+    error = max(float((a - b).abs().max()) / 1e-3 for a, b in zip(start, theirs, strict=True) if a.numel())
+    assert error < TORCH_TOLERANCE, error
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_l2_moments_advance_at_lr_zero(backend: str) -> None:
+    main = torch.ones(5)
+    optimizer = FusedAdam([main], lr=0.0, weight_decay=0.5, adam_w_mode=False, backend=backend)
+    optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.zeros(5))])
+    assert optimizer.slot_state(Slot(0, 0))["exp_avg"].tolist() == pytest.approx([0.05] * 5)
+    assert main.tolist() == [1.0] * 5
