@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
 
 OPTIMIZERS = ("adam", "sgd", "lamb")
 BACKENDS = ("auto", "reference", "torch")
+DTYPE_FIELDS = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @dataclass(kw_only=True)
@@ -44,6 +47,16 @@ class OptimizerConfig:
     """Model parameters are float16: FP32 main params and a loss scale."""
     bf16: bool = False
     """Model parameters are bfloat16: FP32 main params."""
+    params_dtype: torch.dtype | str = torch.float32
+    """Dtype of the model's parameters, a torch dtype or its name. float32 stands for what fp16 and bf16 say."""
+    main_grads_dtype: torch.dtype | str = torch.float32
+    """Gradients are read in the dtype they have and widened to this one in registers: float32."""
+    main_params_dtype: torch.dtype | str = torch.float32
+    """Dtype of the main params: float32."""
+    exp_avg_dtype: torch.dtype | str = torch.float32
+    """Dtype of the first moment: float32."""
+    exp_avg_sq_dtype: torch.dtype | str = torch.float32
+    """Dtype of the second moment: float32."""
     loss_scale: float | None = None
     """Constant loss scale for fp16; dynamic if not given."""
     initial_loss_scale: float = 2.0**32
@@ -86,9 +99,16 @@ class OptimizerConfig:
     """Page-lock main params on the host."""
     fused_backend: str = "auto"
     """What carries the rule out: auto, reference or torch."""
+    timers: Callable[..., Any] | None = None
+    """Megatron's timers: ``timers(name, log_level=1)`` has ``start(barrier=)`` and ``stop()``; called around the
+    measuring (``optimizer-clip-main-grad``) and the stepping (``optimizer-inner-step``)."""
+    barrier_with_L1_time: bool = False
+    """Timers wait for all ranks before they start."""
 
     def __post_init__(self) -> None:
-        for check in (_check_choices, _check_ranges, _check_precision, _check_offload, _check_inert):
+        for name in DTYPE_FIELDS:
+            setattr(self, name, _as_dtype(name, getattr(self, name)))
+        for check in (_check_choices, _check_ranges, _check_precision, _check_inert):
             check(self)
 
     @classmethod
@@ -106,13 +126,51 @@ def _init(self: OptimizerConfig, **settings: Any) -> None:
     known = [field.name for field in fields(OptimizerConfig)]
     for name in settings:
         if name not in known:
-            raise TypeError(f"OptimizerConfig has no field {name!r}{_nearest(name, known)}")
+            reason = _elsewhere(name)
+            raise TypeError(f"OptimizerConfig has no field {name!r}{reason or _nearest(name, known)}")
+    if settings.get("optimizer_cpu_offload") and "optimizer_offload_fraction" not in settings:
+        raise ValueError("optimizer_cpu_offload=True without optimizer_offload_fraction: Megatron's default of 0 would "
+                         "offload nothing; set the fraction (1.0 for everything)")
     _generated_init(self, **settings)
 
 
 _init.__wrapped__ = _generated_init  # type: ignore[attr-defined]
 _init.__doc__ = _generated_init.__doc__
 OptimizerConfig.__init__ = _init  # type: ignore[method-assign]
+
+
+_ELSEWHERE = {
+    "use_distributed_optimizer": "shard the model with FSDP2, whose DTensor parameters are stepped shard by shard",
+    "use_layer_wise_distributed_optimizer": "shard the model with FSDP2",
+    "overlap_param_gather": "there is no distributed optimizer to gather for",
+    "use_precision_aware_optimizer": "main params and moments are float32",
+    "store_param_remainders": "main params are float32",
+    "use_torch_optimizer_for_cpu_offload": "choose fused_backend='torch'",
+    "optimizer_cuda_graph": "step() is not captured",
+    "fp8_recipe": "parameters are bf16, fp16 or fp32",
+    "reuse_grad_buf_for_mxfp8_param_ag": "parameters are bf16, fp16 or fp32",
+    "config_logger_dir": "log dataclasses.asdict(config)",
+    "muon_": "optimizer is adam, sgd or lamb", "adaptive_muon_": "optimizer is adam, sgd or lamb",
+    "lion_": "optimizer is adam, sgd or lamb", "soap_": "optimizer is adam, sgd or lamb",
+}
+"""Megatron's fields (or their beginnings) that this version has no use for, and what there is instead."""
+
+
+def _elsewhere(name: str) -> str:
+    found = next((text for key, text in _ELSEWHERE.items() if name.startswith(key)), "")
+    return f"; Megatron's is not part of this version: {found}" if found else ""
+
+
+def _as_dtype(name: str, value: torch.dtype | str) -> torch.dtype:
+    """A dtype from itself or its name, with or without ``torch.``; ``bf16``, ``fp16`` and ``fp32`` are understood."""
+    if isinstance(value, torch.dtype):
+        return value
+    short = str(value).removeprefix("torch.")
+    found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(short, short), None)
+    if not isinstance(found, torch.dtype):
+        names = ["float32", "bfloat16", "float16"]
+        raise ValueError(f"{name}={value!r}: not a torch dtype or the name of one{_nearest(short, names)}")
+    return found
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -155,6 +213,13 @@ def _check_ranges(config: OptimizerConfig) -> None:
 def _check_precision(config: OptimizerConfig) -> None:
     if config.fp16 and config.bf16:
         raise ValueError("fp16=True and bf16=True: set the one that matches the model's dtype")
+    half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
+    if config.params_dtype not in (half, torch.float32):
+        _fail(config, "params_dtype", f"contradicts fp16={config.fp16!r}, bf16={config.bf16!r}; set the flag that "
+              "matches the model")
+    for name in DTYPE_FIELDS[1:]:
+        if getattr(config, name) != torch.float32:
+            _fail(config, name, "only torch.float32 is available in this version")
     for name in ("loss_scale_window", "hysteresis"):
         value = getattr(config, name)
         if value < 1 or int(value) != value:
@@ -165,12 +230,6 @@ def _check_precision(config: OptimizerConfig) -> None:
             _fail(config, name, "must be positive and at most 2**126")
     if config.min_loss_scale > config.initial_loss_scale:
         _fail(config, "min_loss_scale", f"must not exceed initial_loss_scale={config.initial_loss_scale!r}")
-
-
-def _check_offload(config: OptimizerConfig) -> None:
-    if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
-        _fail(config, "optimizer_offload_fraction", "optimizer_cpu_offload=True offloads nothing at fraction 0; set "
-              "the fraction (1.0 for everything), or optimizer_cpu_offload=False")
 
 
 _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
@@ -191,6 +250,7 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "lamb_use_nvlamb": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "lamb_grad_averaging": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
+    "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
 }
 """Fields that do something only in company: what they need, and whether a config has it."""
 

@@ -59,7 +59,9 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
     scaler = _grad_scaler(config, _device(chunks))
     expert_groups = ProcessGroups(grad_stats=groups_of.expert_grad_stats, expert_tp=groups_of.expert_tp)
-    kinds = [(groups, where) for groups, where in ((dense, groups_of), (experts, expert_groups)) if groups]
+    # A rank without parameters of a kind still takes part in that kind's reductions, with an empty optimizer.
+    kinds = [(groups, where) for groups, where in ((dense, groups_of), (experts, expert_groups))
+             if groups or where.grad_stats is not None]
     parts = [_part(config, groups, scaler, where) for groups, where in kinds or [(dense, groups_of)]]
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,11 +70,20 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
         staging.mkdir()
         torch.save(common, staging / _COMMON)
     _barrier()
-    dcp_save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not dist.is_initialized())
+    with _alone_on_purpose():
+        dcp_save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not dist.is_initialized())
     if _is_first_rank():
         _commit(root, staging, target)
     _barrier()
     return target
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """Torch warns of every save and load without a process group; here that is a way of working."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _is_first_rank() -> bool:
@@ -110,7 +121,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
     version = _newest(Path(path))
     tensors = _tensors(model, optimizer)
     _check_entries(version, tensors)
-    dcp_load(tensors, checkpoint_id=version, no_dist=not dist.is_initialized())
+    with _alone_on_purpose():
+        dcp_load(tensors, checkpoint_id=version, no_dist=not dist.is_initialized())
     common = torch.load(version / _COMMON, weights_only=True)
     if scheduler is not None and common["scheduler"] is None:
         raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")

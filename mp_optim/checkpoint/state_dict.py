@@ -38,12 +38,12 @@ def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
 
 
 def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
-    """Match saved groups to live ones: by FQN if every group on both sides has names, else by position.
+    """Match saved groups to live ones: by FQN if every group with parameters has names on both sides, else by position.
 
     Raises:
         ValueError: naming the parameters that only one side has, or the group whose size differs.
     """
-    if all("param_names" in group for group in (*live, *saved)):
+    if all("param_names" in group for group in (*live, *saved) if group["params"]):
         return _match_by_name(live, saved)
     return _match_by_position(live, saved)
 
@@ -64,7 +64,7 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
 
 def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, int]]:
     for group_index, group in enumerate(saved):
-        for name, index in zip(group["param_names"], group["params"], strict=True):
+        for name, index in zip(group.get("param_names", ()), group["params"], strict=True):
             yield name, index, group_index
 
 
@@ -77,7 +77,7 @@ def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupM
         raise ValueError(f"saved state does not fit this model: missing {missing}, unexpected {unexpected}")
     settings = []
     for index, group in enumerate(live):
-        sources = Counter(found[name][1] for name in group["param_names"])
+        sources = Counter(found[name][1] for name in group.get("param_names", ()))
         if len(sources) > 1:
             raise ValueError(f"param group {index} takes parameters from saved groups {sorted(sources)}: their "
                              "hyperparameters cannot be merged; group the parameters as they were saved")

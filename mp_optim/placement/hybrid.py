@@ -6,12 +6,14 @@ sub-optimizers are handed whatever sits at each slot now.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mp_optim.placement.arena import HostArena, aligned_bytes
 from mp_optim.placement.pipeline import HostPipeline, Traffic
@@ -34,6 +36,7 @@ class _Seat:
     Attributes:
         place: on the device of its parameter, or on the host.
         index: position in the same group of that place's sub-optimizer.
+        share: elements a rank holds of it, rounded up: the same number on every rank.
         main: the copy that is stepped, if it is not the parameter itself.
         resident: the tensor in ``param_groups`` is itself the one to step.
         bound: the tensor seen in ``param_groups`` at the last step.
@@ -41,6 +44,7 @@ class _Seat:
 
     place: Place
     index: int
+    share: int
     resident: bool
     main: Tensor | None = None
     bound: Tensor | None = None
@@ -102,8 +106,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def _seat_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Plan the places of new groups, together, and give each slot its seat."""
-        params = [p for group in groups for p in group["params"]]
-        hosted = plan_offload([local_tensor(p).numel() if p.requires_grad else 0 for p in params],
+        shares = [_share(p) for group in groups for p in group["params"]]
+        trainable = [p.requires_grad for group in groups for p in group["params"]]
+        hosted = plan_offload([size if trains else 0 for size, trains in zip(shares, trainable, strict=True)],
                               self.offload_fraction)
         running = 0
         for group in groups:
@@ -112,7 +117,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
             for param in group["params"]:
                 place: Place = "host" if running in hosted else "device"
                 half = self._fp32 and param.dtype in (torch.float16, torch.bfloat16)
-                seats.append(_Seat(place, counts[place], resident=place == "device" and not half))
+                seats.append(_Seat(place, counts[place], shares[running], resident=place == "device" and not half))
                 counts[place] += 1
                 running += 1
             self._seats.append(seats)
@@ -252,7 +257,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
             routed[seat.place].append(replace(update, slot=Slot(update.slot.group, seat.index), output=output))
         if routed["device"]:
             self._subs["device"].step_slots(routed["device"], grad_norm=grad_norm)
-        self._pipeline.run(routed["host"], lambda bucket: self._subs["host"].step_slots(bucket, grad_norm=grad_norm))
+        shares = [self._seat(update.slot).share for update in updates if self._seat(update.slot).place == "host"]
+        self._pipeline.run(routed["host"], shares,
+                           lambda bucket: self._subs["host"].step_slots(bucket, grad_norm=grad_norm))
 
     @property
     def traffic(self) -> Traffic:
@@ -302,3 +309,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
         sub.load_slot_state(theirs, rest)
         if (own := self._own_master(slot)) is not None and master is not None:
             own.copy_(local_tensor(master))
+
+
+def _share(param: Tensor) -> int:
+    """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks differ in it."""
+    if not isinstance(param, DTensor):
+        return param.numel()
+    ranks = math.prod(param.device_mesh.size(dim) for dim, p in enumerate(param.placements) if p.is_shard())
+    return math.ceil(param.numel() / ranks)

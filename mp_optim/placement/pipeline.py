@@ -79,9 +79,15 @@ class HostPipeline:
         """Host bytes held for staging; 0 before the first step."""
         return sum(stage.arena.capacity for stage in self._stages)
 
-    def run(self, updates: Sequence[SlotUpdate], step: Callable[[Bucket], None]) -> None:
-        """Step all ``updates``; on return every upload is ordered before later accelerator work."""
-        buckets = list(_buckets(updates, self._bucket_bytes))
+    def run(self, updates: Sequence[SlotUpdate], shares: Sequence[int], step: Callable[[Bucket], None]) -> None:
+        """Step all ``updates``; on return every upload is ordered before later accelerator work.
+
+        Args:
+            shares: elements of each update by which buckets are filled. All ranks that reduce together pass
+                the same numbers, so that they cut the same buckets and meet in the same collectives.
+            step: steps one bucket, whose tensors are on the host.
+        """
+        buckets = list(_buckets(updates, shares, self._bucket_bytes))
         self.traffic = Traffic(down=sum(u.grad.nbytes for u in updates),
                                up=sum(u.output.nbytes for u in updates if u.output is not None))
         if not buckets:
@@ -113,11 +119,11 @@ def _staging_bytes(update: SlotUpdate) -> int:
     return size if update.output is None else size + aligned_bytes(update.output.numel(), update.output.dtype)
 
 
-def _buckets(updates: Sequence[SlotUpdate], bucket_bytes: int) -> Iterator[Bucket]:
+def _buckets(updates: Sequence[SlotUpdate], shares: Sequence[int], bucket_bytes: int) -> Iterator[Bucket]:
     bucket: Bucket = []
     filled = 0
-    for update in updates:
-        size = _staging_bytes(update)
+    for update, share in zip(updates, shares, strict=True):
+        size = share * (update.grad.itemsize + (0 if update.output is None else update.output.itemsize))
         if bucket and filled + size > bucket_bytes:
             yield bucket
             bucket, filled = [], 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +44,7 @@ class DescriptionRow:
 
 @dataclass(frozen=True)
 class Description:
-    """All rows; ``str()`` is a plain text table."""
+    """All rows; ``str()`` is a plain text table, and below it why each place is stepped by what it is."""
 
     rows: tuple[DescriptionRow, ...]
 
@@ -52,10 +52,16 @@ class Description:
         return Description(self.rows + other.rows)
 
     def __str__(self) -> str:
-        table = [[f.name for f in fields(DescriptionRow)], *([str(v) for v in astuple(row)] for row in self.rows)]
+        shown = [f.name for f in fields(DescriptionRow) if f.name != "why"]
+        table = [shown, *([_cell(getattr(row, name)) for name in shown] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-                         for line in table)
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
+        return "\n".join([*lines, *reasons])
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def describe(optimizer: MegatronOptimizer) -> Description:

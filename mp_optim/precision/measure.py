@@ -8,7 +8,7 @@ non-finite; there is no second pass to look for one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["EXCLUDED", "MAIN", "GradEntry", "Measurement", "NormKey", "agree", "count_zeros", "measure"]
+__all__ = ["EXCLUDED", "MAIN", "GradEntry", "Measurement", "NormKey", "agree", "count_zeros", "measure",
+           "norm_groups"]
 
 MAIN = "main"
 EXCLUDED = "excluded"
@@ -101,20 +102,42 @@ def count_zeros(entries: Sequence[GradEntry], keys: Sequence[NormKey], device: t
     return zeros
 
 
-def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, group: ProcessGroup | None) -> Measurement:
-    """Reduce the scalars over shard groups, then over ``group`` (None: this process alone)."""
-    totals: dict[str, Tensor] = {}
-    zero_total: Tensor | None = None
+def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, group: ProcessGroup | None,
+          names: Sequence[str]) -> Measurement:
+    """Reduce the scalars over shard groups, then over ``group`` (None: this process alone).
+
+    Args:
+        names: the norm groups of all ranks of ``group``, in one order (see :func:`norm_groups`).
+
+    Raises:
+        ValueError: a gradient counts in a norm group that is not among ``names``.
+    """
+    device = next((value.device for value in local.values()), torch.device("cpu"))
+    totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
+    zero_total = torch.zeros((), dtype=torch.float64, device=device)
     for key, value in local.items():
+        if key.group not in totals:
+            raise ValueError(f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
+                             f"{list(names)}. Set it before the optimizer is built")
         packed = torch.stack([value] if zeros is None else [value, zeros[key]])
         for shard_group in key.shard_groups:
             dist.all_reduce(packed, group=shard_group)
-        totals[key.group] = totals[key.group] + packed[0] if key.group in totals else packed[0]
+        totals[key.group] += packed[0]
         if zeros is not None:
-            zero_total = packed[1] if zero_total is None else zero_total + packed[1]
-    if group is not None and totals:
-        packed = torch.stack([*totals.values(), *([] if zero_total is None else [zero_total])])
+            zero_total += packed[1]
+    if group is not None:
+        packed = torch.stack([*totals.values(), zero_total])
         dist.all_reduce(packed, group=group)
-        totals = dict(zip(totals, packed, strict=False))
-        zero_total = None if zero_total is None else packed[-1]
-    return Measurement(totals, zero_total)
+        totals = dict(zip(names, packed, strict=False))
+        zero_total = packed[-1]
+    return Measurement(totals, None if zeros is None else zero_total)
+
+
+def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
+    """Names of the norm groups that any rank of ``group`` has, in one order on all of them. Collective."""
+    names = {MAIN, EXCLUDED, *(key.group for key in keys)}
+    if group is not None:
+        found: list[set[str]] = [set()] * dist.get_world_size(group)
+        dist.all_gather_object(found, names, group=group)
+        names = set().union(*found)
+    return sorted(names)

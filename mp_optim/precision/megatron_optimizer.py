@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,17 @@ from torch import Tensor
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.measure import EXCLUDED, MAIN, GradEntry, Measurement, NormKey, agree, count_zeros, measure
+from mp_optim.precision.measure import (
+    EXCLUDED,
+    MAIN,
+    GradEntry,
+    Measurement,
+    NormKey,
+    agree,
+    count_zeros,
+    measure,
+    norm_groups,
+)
 from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_of
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
@@ -63,6 +74,7 @@ class MegatronOptimizer(SlotOptimizer):
         self.grad_scaler = grad_scaler
         self.process_groups = process_groups or ProcessGroups()
         self._bindings: list[list[_Binding]] = []
+        self._norm_groups: list[str] | None = None
         self._verdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0, "reloaded_params": 0}
         self._parked: list[tuple[Tensor, torch.device]] = []
@@ -91,6 +103,7 @@ class MegatronOptimizer(SlotOptimizer):
                 param.main_param = main
             bindings.append(_Binding(param, local._version, separate, key))
         self._bindings.append(bindings)
+        self._norm_groups = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group here and in the wrapped optimizer, with main params where they are needed."""
@@ -179,11 +192,25 @@ class MegatronOptimizer(SlotOptimizer):
             with torch.enable_grad():
                 loss = closure()
         inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
-        verdict = decide(self.measure(), inv_scale, self.config)
-        self.apply(verdict)
+        with self._timed("optimizer-clip-main-grad"):
+            verdict = decide(self.measure(), inv_scale, self.config)
+        with self._timed("optimizer-inner-step"):
+            self.apply(verdict)
         if self.grad_scaler is not None:
             self.grad_scaler.update(verdict.found_inf)
         return verdict.result if closure is None else loss
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        if self.config.timers is None:
+            yield
+            return
+        timer = self.config.timers(name, log_level=1)
+        timer.start(barrier=self.config.barrier_with_L1_time)
+        try:
+            yield
+        finally:
+            timer.stop()
 
     @property
     def device(self) -> torch.device:
@@ -211,7 +238,10 @@ class MegatronOptimizer(SlotOptimizer):
         device = self.device
         sums = measure(entries, keys, self._sum_of_squares, device)
         zeros = count_zeros(entries, keys, device) if self.config.log_num_zeros_in_grad else None
-        return agree(sums, zeros, self.process_groups.grad_stats)
+        ranks = self.process_groups.grad_stats
+        if self._norm_groups is None or ranks is None:
+            self._norm_groups = norm_groups(keys, ranks)
+        return agree(sums, zeros, ranks, self._norm_groups)
 
     def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         backend, _ = choose_backend(self.config.fused_backend, grads[0].device)

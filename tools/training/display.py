@@ -33,7 +33,7 @@ class LiveProgress:
         self._task = self._progress.add_task("train", total=steps, completed=first_step, numbers="")
 
     def on_step(self, record: StepRecord) -> None:
-        self._smooth = record.loss if self._smooth is None else 0.95 * self._smooth + 0.05 * record.loss
+        self._smooth = record.loss if self._smooth is None else 0.8 * self._smooth + 0.2 * record.loss
         self._progress.update(self._task, completed=record.step + 1, numbers=_numbers(record, self._smooth))
         due = record.step % self._every == 0 or record.step + 1 == self._steps or record.eval_loss is not None
         if not self._console.is_terminal and due:

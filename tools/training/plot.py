@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from training.metrics import StepRecord
 
 
-def smoothed(values: Sequence[float], weight: float = 0.95) -> list[float]:
+def smoothed(values: Sequence[float], weight: float = 0.85) -> list[float]:
     """Exponential moving average with the start's bias taken out."""
     result, average = [], 0.0
     for i, value in enumerate(values, start=1):

@@ -48,7 +48,7 @@ def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
         ValueError: the name is unknown or not available.
     """
     if name == "auto":
-        return _REFERENCE, "auto takes only backends with reference's bits, so placement never changes the numbers"
+        return _REFERENCE, "auto: the bits are the same in every place"
     if name not in _BACKENDS:
         raise ValueError(f"fused_backend={name!r} is not available; choose from {['auto', *_BACKENDS]}")
     return _BACKENDS[name], f"fused_backend={name!r}"

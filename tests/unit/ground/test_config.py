@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from mp_optim import OptimizerConfig
 
@@ -16,7 +17,11 @@ from mp_optim import OptimizerConfig
     ({"fused_backend": "refrence"}, "did you mean 'reference'"),
     ({"optimizer_offload_fraction": 3.0}, "optimizer_offload_fraction=3.0: must be between"),
     ({"optimizer_offload_fraction": 0.5}, "no effect without optimizer_cpu_offload=True"),
-    ({"optimizer_cpu_offload": True}, "offloads nothing"),
+    ({"optimizer_cpu_offload": True}, "without optimizer_offload_fraction"),
+    ({"params_dtype": "bfloat17"}, "params_dtype='bfloat17': .*did you mean 'bfloat16'"),
+    ({"params_dtype": "bf16"}, "params_dtype=torch.bfloat16: contradicts"),
+    ({"bf16": True, "exp_avg_dtype": torch.float16}, "exp_avg_dtype=torch.float16: only torch.float32"),
+    ({"barrier_with_L1_time": True}, "barrier_with_L1_time=True: has no effect without timers"),
     ({"bf16": True, "loss_scale": 2.0}, "loss_scale=2.0: has no effect without fp16=True"),
     ({"fp16": True, "loss_scale": 2.0, "hysteresis": 3}, "hysteresis=3: has no effect"),
     ({"fp16": True, "loss_scale_window": 1.5}, "loss_scale_window=1.5"),
@@ -39,6 +44,17 @@ def test_an_unknown_field_names_the_nearest():
         OptimizerConfig(optimiser="adam")
     with pytest.raises(TypeError, match="did you mean 'weight_decay'"):
         OptimizerConfig.from_dict({"weightdecay": 0.1})
+    with pytest.raises(TypeError, match=r"use_distributed_optimizer.*FSDP2"):
+        OptimizerConfig(use_distributed_optimizer=True)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", "bf16", torch.bfloat16])
+def test_dtypes_are_torch_dtypes_or_names(name):
+    assert OptimizerConfig(bf16=True, params_dtype=name).params_dtype is torch.bfloat16
+
+
+def test_a_fraction_of_zero_may_be_chosen():
+    assert OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.0).optimizer_cpu_offload
 
 
 def test_defaults_are_megatrons_and_it_is_a_dataclass():

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, RuleOptimizer, choose_backend
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, RuleOptimizer, choose_backend, sums
 from mp_optim.update import batches as batching
 from mp_optim.update.sums import sum_of_squares
 
-# Sizes around a block and around a batch: empty, 0-d, cut, uncut.
-SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (33, 31), (1024,), (1025,), (130, 1025), (2, 131072)]
+# Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred times (twice with
+# decay), and roundings add up like a random walk. Measured: reference 3.2e-4 (LAMB 1.7e-4), torch 8.1e-4.
+FP64_TOLERANCE = {"reference": 1e-3, "torch": 2e-3}
+# At lr = 1e-3 an ulp is ten times as many lr; torch contracts multiply-adds and decays first.
+TORCH_TOLERANCE = 1e-2
+# 0-d, empty, less and more than a block, more than a batch.
+SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (33, 31), (1025,), (3, 45000)]
 
 
 def tensors(seed: int, scale: float = 1.0) -> list[Tensor]:
@@ -40,7 +45,8 @@ def bits(values: Any) -> bytes:
 ADAM: list[dict[str, Any]] = [
     {"weight_decay": 0.1}, {"adam_w_mode": False, "weight_decay": 0.1}, {"bias_correction": False}]
 LAMB: list[dict[str, Any]] = [
-    {}, {"adam_w_mode": False}, {"grad_averaging": False}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True}]
+    {}, {"adam_w_mode": False}, {"grad_averaging": False}, {"weight_decay": 0.0},
+    {"weight_decay": 0.0, "use_nvlamb": True}]
 
 
 @pytest.mark.parametrize(("cls", "extra"), [(FusedAdam, e) for e in ADAM] + [(FusedLAMB, e) for e in LAMB])
@@ -79,7 +85,7 @@ def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
 def test_batching_does_not_change_bits(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for piece in (1 << 10, 1 << 13, 1 << 17, 1 << 24):
-        for module in (batching, __import__("mp_optim.update.sums", fromlist=["sums"])):
+        for module in (batching, sums):
             monkeypatch.setattr(module, "piece_elements", lambda device, piece=piece: piece)
         mains = tensors(0)
         run(cls(mains, weight_decay=0.1), 2)
@@ -97,11 +103,11 @@ def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_sum_of_squares_order(dtype: torch.dtype) -> None:
-    values = [t.to(dtype) for t in [*tensors(5), torch.randn(700, 500).t(), torch.randn(1, 300, 2, 900).transpose(1, 3)]]
+    strided = [torch.randn(700, 500).t(), torch.randn(1, 300, 2, 900).transpose(1, 3)]
+    values = [t.to(dtype) for t in (*tensors(5), *strided)]
     expected = [oracle.naive_sum_of_squares(v.double().numpy()) for v in values]
     assert sum_of_squares(values).tolist() == expected
     loose = choose_backend("torch", torch.device("cpu"))[0].sum_of_squares(values).tolist()
-    # torch's CPU norm was measured 3e-14 apart; see docs/numerics.md.
     assert loose == pytest.approx(expected, rel=1e-12)
 
 
@@ -132,17 +138,13 @@ def test_a_hundred_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(4096, generator=generator)
     exact, m, v = main.double(), torch.zeros(4096).double(), torch.zeros(4096).double()
-    optimizer = cls([main], lr=1e-3, weight_decay=0.01, backend=backend)
+    optimizer = cls([main], lr=1e-2, weight_decay=0.01, backend=backend)
     for step in range(1, 101):
         grad = torch.randn(4096, generator=generator) * 0.1
         optimizer.step_slots([SlotUpdate(Slot(0, 0), grad)])
         fp64_adam(exact, m, v, grad.double(), step, optimizer.param_groups[0], cls is FusedLAMB)
-    error = float((main - exact).abs().max()) / 1e-3
-    assert error < FP64_TOLERANCE, error
-
-
-FP64_TOLERANCE = 5e-3
-TORCH_TOLERANCE = 5e-3
+    error = float((main - exact).abs().max()) / 1e-2
+    assert error < FP64_TOLERANCE[backend]
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -154,14 +156,14 @@ def test_close_to_torch_fused(backend: str, w_mode: bool, decay: float) -> None:
     cls = torch.optim.AdamW if w_mode else torch.optim.Adam
     other = cls(theirs, lr=1e-3, weight_decay=decay, fused=True)
     ours = FusedAdam(start, lr=1e-3, weight_decay=decay, adam_w_mode=w_mode, backend=backend)
-    for step in range(20):
+    for step in range(10):
         grads = tensors(100 + step, 0.1)
         for p, g in zip(theirs, grads, strict=True):
             p.grad = g.clone()
         other.step()
         ours.step_slots([SlotUpdate(Slot(0, i), g) for i, g in enumerate(grads)])
-    error = max(float((a - b).abs().max()) / 1e-3 for a, b in zip(start, theirs, strict=True) if a.numel())
-    assert error < TORCH_TOLERANCE, error
+    error = max(float((a - b.detach()).abs().max()) / 1e-3 for a, b in zip(start, theirs, strict=True) if a.numel())
+    assert error < TORCH_TOLERANCE
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

@@ -1,0 +1,136 @@
+"""State by slot: replaced tensors, round trips, edge shapes, and foreign optimizers below our interface."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.update import SGD, ForeignOptimizer, FusedAdam, FusedLAMB, as_slot_optimizer
+
+A, B = Slot(0, 0), Slot(0, 1)
+
+
+def pair() -> list[Tensor]:
+    return [torch.arange(4.0), torch.ones(2, 3)]
+
+
+def updates(value: float = 1.0, **extra: Any) -> list[SlotUpdate]:
+    return [SlotUpdate(A, torch.full((4,), value), **extra), SlotUpdate(B, torch.full((2, 3), value), **extra)]
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
+def test_state_follows_the_slot_and_refuses_another_shape(cls: Any) -> None:
+    optimizer = cls(pair())
+    optimizer.step_slots(updates())
+    before = optimizer.slot_state(A)["exp_avg"].clone()
+    optimizer.param_groups[0]["params"][0] = torch.zeros(4)
+    assert torch.equal(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"], before)
+    optimizer.param_groups[0]["params"][0] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"group0\.param0.*shape is now \(5,\)"):
+        optimizer.slot_state(A)
+
+
+def test_only_the_given_slots_are_stepped_and_empty_ones_only_count() -> None:
+    mains = [torch.ones(3), torch.ones(3), torch.empty(0), torch.tensor(2.0)]
+    optimizer = FusedLAMB(mains)
+    optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones_like(mains[i])) for i in (0, 2, 3)])
+    assert [optimizer.slot_state(Slot(0, i))["step"].item() for i in range(4)] == [1, 0, 1, 1]
+    assert torch.equal(mains[1], torch.ones(3)) and mains[3].item() < 2.0
+
+
+def test_non_contiguous_main_is_stepped_in_place() -> None:
+    strided, plain = torch.arange(6.0).view(2, 3).t(), torch.arange(6.0).view(2, 3).t().contiguous()
+    for main in (strided, plain):
+        FusedAdam([main], lr=0.1).step_slots([SlotUpdate(Slot(0, 0), torch.arange(6.0).view(3, 2))])
+    assert torch.equal(strided, plain) and not strided.is_contiguous()
+
+
+def test_step_evaluates_the_closure_once_and_skips_missing_gradients() -> None:
+    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    calls: list[bool] = []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        loss = (used * 2).sum()
+        loss.backward()
+        return loss
+
+    assert SGD([used, unused], lr=0.5).step(closure).item() == 4.0
+    assert calls == [True] and used.tolist() == [0.0, 0.0] and unused.tolist() == [1.0, 1.0]
+
+
+def test_sparse_gradients_are_refused_before_anything_moves() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    params[0].grad, params[1].grad = torch.ones(2), torch.ones(2).to_sparse()
+    with pytest.raises(TypeError, match=r"group0\.param1"):
+        SGD(params).step()
+    assert params[0].tolist() == [1.0, 1.0]
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = FusedAdam(pair())
+    with pytest.raises(ValueError, match="eps"):
+        optimizer.add_param_group({"params": [torch.ones(1)], "eps": -1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step_slots(updates())
+
+
+def test_round_trip_by_name_into_another_order() -> None:
+    first, second = pair()
+    saved_from = FusedAdam([{"params": [("a", first)], "lr": 0.1}, {"params": [("b", second)], "lr": 0.2}])
+    saved_from.step_slots([SlotUpdate(Slot(0, 0), torch.ones(4)), SlotUpdate(Slot(1, 0), torch.full((2, 3), 2.0))])
+    saved = copy.deepcopy(saved_from.state_dict())
+    loaded = FusedAdam([{"params": [("b", second.clone())]}, {"params": [("a", first.clone())]}])
+    loaded.load_state_dict(saved)
+    for here, there in ((Slot(0, 0), Slot(1, 0)), (Slot(1, 0), Slot(0, 0))):
+        mine, theirs = loaded.slot_state(here), saved_from.slot_state(there)
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+    assert [group["lr"] for group in loaded.param_groups] == [0.2, 0.1]
+
+
+@pytest.mark.parametrize("state", [{}, {
+    "step": torch.tensor(1.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(4)}])
+def test_state_that_does_not_fit_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"group0\.param0"):
+        FusedAdam(pair()).load_slot_state(A, state)
+
+
+def foreign(params: list[Tensor]) -> ForeignOptimizer:
+    adapted = as_slot_optimizer(torch.optim.AdamW([p.requires_grad_() for p in params], lr=0.1))
+    assert isinstance(adapted, ForeignOptimizer) and as_slot_optimizer(adapted) is adapted
+    return adapted
+
+
+def test_foreign_steps_as_torch_does_and_only_where_told() -> None:
+    ours, theirs = pair(), [torch.nn.Parameter(p) for p in pair()]
+    adapted, plain = foreign(ours), torch.optim.AdamW(theirs, lr=0.1)
+    assert adapted.param_groups is adapted.optimizer.param_groups
+    ours[1].grad = torch.ones(2, 3)
+    output = torch.empty(4, dtype=torch.bfloat16)
+    adapted.step_slots([SlotUpdate(A, torch.full((4,), 4.0, dtype=torch.bfloat16), 0.5, output)])
+    theirs[0].grad = torch.full((4,), 2.0)
+    plain.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    assert torch.equal(output, theirs[0].detach().bfloat16())
+    assert ours[0].grad is None and ours[1].grad is None and adapted.slot_state(B) == {}
+
+
+def test_foreign_state_follows_swapped_tensors_and_round_trips() -> None:
+    params = [torch.ones(3), torch.ones(3)]
+    adapted = foreign(params)
+    adapted.step_slots([SlotUpdate(A, torch.ones(3)), SlotUpdate(B, torch.full((3,), 2.0))])
+    moments = [adapted.slot_state(slot)["exp_avg"].clone() for slot in (A, B)]
+    adapted.param_groups[0]["params"].reverse()
+    assert [adapted.slot_state(slot)["exp_avg"].tolist() for slot in (A, B)] == [m.tolist() for m in moments]
+    fresh = foreign([torch.ones(3), torch.ones(3)])
+    fresh.load_state_dict(copy.deepcopy(adapted.state_dict()))
+    for one in (adapted, fresh):
+        one.param_groups[0]["params"][0] = torch.zeros(3, requires_grad=True)
+        one.step_slots([SlotUpdate(A, torch.ones(3))])
+    assert torch.equal(*(one.param_groups[0]["params"][0] for one in (adapted, fresh)))
+    assert fresh.slot_state(A)["step"].item() == 2 and torch.equal(fresh.slot_state(B)["exp_avg"], moments[1])
