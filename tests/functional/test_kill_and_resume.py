@@ -1,0 +1,89 @@
+"""A training process is killed without warning and started again: it ends where an uninterrupted one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner import CASES, HERE, load_case
+from training import checkpoints
+from training.config import TrainConfig
+from training.loop import Trainer, train
+from training.metrics import read_records
+
+TRAIN = HERE.parents[1] / "tools" / "train.py"
+STEPS = 24
+
+
+def command(case: str, output: Path, *flags: str) -> list[str]:
+    """The trainer on a case, one thread, a checkpoint after every step."""
+    values = (CASES / case / "model_config.yaml").read_text(encoding="utf-8").partition("\ntest:")[0]
+    config = output.with_suffix(".yaml")
+    config.write_text(values, encoding="utf-8")
+    return [sys.executable, str(TRAIN), "--config", str(config), "--run.output-dir", str(output), "--run.steps",
+            str(STEPS), "--run.save-interval", "1", *flags]
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+                            stderr=subprocess.PIPE)
+
+
+def kill_after(steps: int, process: subprocess.Popen[bytes], output: Path) -> None:
+    """SIGKILL as soon as that many steps are on record: inside the next step, or inside a save."""
+    deadline = time.monotonic() + 120
+    while len(read_records(output / "metrics.jsonl")) < steps:
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def config_of(case: str, output: Path) -> TrainConfig:
+    config, _ = load_case(case)
+    run = dataclasses.replace(config.run, steps=STEPS, save_interval=STEPS, output_dir=str(output))
+    return dataclasses.replace(config, run=run)
+
+
+def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the run's last checkpoint."""
+    config = config_of(case, output)
+    trainer = Trainer(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
+    assert trainer.step == STEPS
+    states = trainer.optimizer.state_dict()["state"]
+    found = {f"{index}.{key}": value for index, state in states.items() for key, value in state.items()}
+    return {**found, **{name: param.detach() for name, param in trainer.model.named_parameters()}}
+
+
+@pytest.mark.parametrize("case", ["moe_bf16_offload_03", "dense_fp16", "moe_fp32"])
+def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start(command(case, killed))
+    kill_after(STEPS // 2, process, killed)
+    assert process.returncode == -signal.SIGKILL
+    newest = checkpoints.latest(killed)
+    assert newest is not None and STEPS // 2 - 1 <= int(newest.name.removeprefix("step-")) < STEPS
+    resumed = start(command(case, killed, "--resume"))
+    _, errors = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, errors.decode()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = train(config_of(case, whole)).losses
+    finally:
+        torch.set_num_threads(threads)
+    records = read_records(killed / "metrics.jsonl")
+    assert [record.step for record in records] == list(range(STEPS))
+    assert [record.loss for record in records] == expected
+    ours, theirs = everything(case, killed), everything(case, whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
