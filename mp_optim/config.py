@@ -108,7 +108,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
             setattr(self, name, _as_dtype(name, getattr(self, name)))
-        for check in (_check_choices, _check_ranges, _check_precision, _check_inert):
+        for check in (_check_types, _check_choices, _check_ranges, _check_precision, _check_inert):
             check(self)
 
     @classmethod
@@ -180,6 +180,21 @@ def _nearest(name: str, known: list[str]) -> str:
 
 def _fail(config: OptimizerConfig, name: str, rule: str) -> None:
     raise ValueError(f"{name}={getattr(config, name)!r}: {rule}")
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "str": (str,), "int": (int, float), "float": (int, float),
+    "float | None": (int, float, type(None)),
+}
+"""Annotations whose values are checked, and what they take."""
+
+
+def _check_types(config: OptimizerConfig) -> None:
+    for spec in fields(config):
+        kinds, value = _KINDS.get(str(spec.type)), getattr(config, spec.name)
+        if kinds is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+            continue
+        _fail(config, spec.name, f"must be a {spec.type}, not a {type(value).__name__}")
 
 
 def _check_choices(config: OptimizerConfig) -> None:

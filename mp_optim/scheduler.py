@@ -69,18 +69,18 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def _check(self) -> None:
-        wsd = self.lr_decay_style == "WSD"
+        wsd, end = self.lr_decay_style == "WSD", self.lr_decay_steps
         rules = {
             "lr_decay_style": (self.lr_decay_style in LR_STYLES, f"one of {LR_STYLES}"),
             "wd_incr_style": (self.wd_incr_style in WD_STYLES, f"one of {WD_STYLES}"),
-            "min_lr": (0.0 <= self.min_lr <= self.max_lr, "in [0, max_lr]"),
-            "init_lr": (0.0 <= self.init_lr <= self.max_lr, "in [0, max_lr]"),
+            "min_lr": (0.0 <= self.min_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
+            "init_lr": (0.0 <= self.init_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
             "lr_decay_steps": (self.lr_decay_steps > 0, "> 0"),
-            "lr_warmup_steps": (0 <= self.lr_warmup_steps < self.lr_decay_steps, "in [0, lr_decay_steps)"),
+            "lr_warmup_steps": (0 <= self.lr_warmup_steps < end, f"in [0, lr_decay_steps={end})"),
             "end_wd": (0.0 <= self.start_wd <= self.end_wd, ">= start_wd >= 0"),
             "wd_incr_steps": (self.wd_incr_style == "constant" or self.wd_incr_steps > 0, "> 0 for a ramp"),
-            "wsd_decay_steps": (not wsd or (self.wsd_decay_steps is not None and
-                                0 < self.wsd_decay_steps <= self.lr_decay_steps), "in (0, lr_decay_steps] for WSD"),
+            "wsd_decay_steps": (not wsd or (self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end),
+                                f"in (0, lr_decay_steps={end}] for WSD"),
             "lr_wsd_decay_style": (not wsd or self.lr_wsd_decay_style in WSD_STYLES, f"one of {WSD_STYLES} for WSD"),
         }
         for name, (good, rule) in rules.items():

@@ -6,6 +6,7 @@ python tools/train.py --config tools/configs/quickstart.yaml --optimizer.optimiz
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,10 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
     """Train with everything shown and written to `run.output_dir`."""
     output = Path(config.run.output_dir)
     metrics, figure = output / "metrics.jsonl", output / "loss.png"
-    trainer = Trainer(config)
+    try:
+        trainer = Trainer(config)
+    except (ValueError, TypeError) as error:  # a setting that does not fit the model or another one
+        sys.exit(f"{type(error).__name__}: {error}")
     console.print(
         f"{config.model.family}, {trainer.num_params / 1e6:.2f} M params, on {trainer.device}", highlight=False
     )

@@ -59,7 +59,9 @@ def print_summary(console: Console, result: TrainResult, history: Sequence[StepR
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("model", f"{result.num_params / 1e6:.2f} M params")
-    table.add_row("loss (nats/byte)", f"{_mean(losses[:10]):.3f} -> [bold green]{_mean(losses[-10:]):.3f}[/]")
+    last = losses[-(len(losses) // 20 + 1) :]
+    table.add_row("loss (nats/byte)", f"{_mean(losses[:1]):.3f} -> [bold green]{_mean(last):.3f}[/]"
+                  f"{f' (mean of the last {len(last)} steps)' if len(last) > 1 else ''}")
     if result.eval_loss is not None:
         table.add_row("eval loss", f"{result.eval_loss:.3f}")
     table.add_row("speed", f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import tyro
 import yaml
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from training.config import TrainConfig
 
@@ -40,7 +41,7 @@ def config_from_mapping(values: Mapping[str, Any], base: T, path: str = "") -> T
 def _like(current: object, value: Any, name: str) -> Any:
     """`value` in the type of the default it replaces, where YAML has no way to write that type (1e-3, dtypes)."""
     if isinstance(current, torch.dtype) and isinstance(value, str):
-        return getattr(torch, value)
+        return _dtype(value)
     if isinstance(value, str) and not isinstance(current, str):
         try:
             return float(value)  # YAML 1.1 reads `1e-3` as a string
@@ -73,6 +74,32 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> TrainConfig:
         f"{TrainConfig.__doc__}\n\n--config FILE reads defaults from a YAML file, e.g. tools/configs/quickstart.yaml."
     )
     try:
-        return tyro.cli(TrainConfig, args=rest, default=default, description=description)
+        return tyro.cli(TrainConfig, args=rest, default=default, description=description, registry=_registry())
     except ValueError as error:
         sys.exit(str(error))
+
+
+def _registry() -> ConstructorRegistry:
+    """Dtypes are written by name on the command line."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def dtype_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[torch.dtype] | None:
+        if info.type is not torch.dtype:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="DTYPE",
+            instance_from_str=lambda words: _dtype(words[0]),
+            is_instance=lambda value: isinstance(value, torch.dtype),
+            str_from_instance=lambda dtype: [str(dtype).removeprefix("torch.")],
+        )
+
+    return registry
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is not the name of a torch dtype, such as bfloat16")
+    return found

@@ -125,16 +125,22 @@ def test_deepspeed_7905_every_group_keeps_its_hyperparameters():
         assert same_bits(p.detach(), alone.detach())
 
 
-def test_deepspeed_7948_in_place_step_does_not_meet_autograd():
-    """A parameter that is a view of a flat buffer autograd knows about is stepped without complaint."""
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_deepspeed_7948_in_place_step_does_not_meet_autograd(fraction):
+    """Parameters that are views of one flat buffer: what is stepped is detached, and steps even in grad mode."""
     flat = torch.randn(10, requires_grad=True)
-    param = nn.Parameter(flat.detach()[2:8].view(2, 3))
-    param.grad = torch.ones(2, 3)
-    optimizer = Float16OptimizerWithFloat16Params(HybridDeviceOptimizer([param], 0.0, lr=0.1), config_for("bf16"))
+    params = [nn.Parameter(flat.detach()[2:8].view(2, 3)), nn.Parameter(flat.detach()[8:])]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    inner = HybridDeviceOptimizer(params, fraction, lr=0.1)
+    optimizer = Float16OptimizerWithFloat16Params(inner, config_for("fp32"))
     before = flat.detach().clone()
-    assert optimizer.step().success
-    assert not torch.equal(flat.detach()[2:8], before[2:8])
-    assert torch.equal(flat.detach()[8:], before[8:])
+    with torch.enable_grad():
+        assert optimizer.step().success
+    stepped = [p for sub in inner.sub_optimizers for group in sub.param_groups for p in group["params"]]
+    assert len(stepped) == 2 and not any(p.requires_grad or p.grad_fn for p in stepped)
+    assert not torch.equal(flat.detach()[2:], before[2:]) and torch.equal(flat.detach()[:2], before[:2])
+    (flat * 2).sum().backward()  # autograd still accepts the buffer
 
 
 # -- Megatron's HybridDeviceOptimizer, one by one (numbers as in docs/upstream-defects.md) -----------

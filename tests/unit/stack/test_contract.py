@@ -1,0 +1,191 @@
+"""Torch's optimizer contract, chains, tied parameters, several chunks, timers."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import DTYPES, build, config_for, same_bits, tokens_of, train
+from torch import nn
+
+from mp_optim import ChainedOptimizer, FP32Optimizer, FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim.placement.plan import plan_offload
+
+
+def test_outer_groups_are_live_and_hold_the_models_parameters():
+    model, optimizer = build("bf16", 0.5)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert isinstance(optimizer, torch.optim.Optimizer) and {id(p) for p in held} == {id(p) for p in model.parameters()}
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert all(p.main_param is not p and p.main_param.dtype == torch.float32 for p in held if p.dtype != torch.float32)
+
+
+def test_state_is_a_view_by_current_tensor():
+    model, optimizer = build("bf16", 0.5)
+    assert len(optimizer.state) == len(list(model.parameters())) and model.dense in optimizer.state
+    stranger = torch.zeros(1)
+    assert stranger not in optimizer.state and "dense" not in optimizer.state
+    with pytest.raises(KeyError, match="not a parameter"):
+        optimizer.state[stranger]
+    with pytest.raises(TypeError, match="cannot be deleted"):
+        del optimizer.state[model.dense]
+    optimizer.state = {model.dense: {**optimizer.state[model.dense], "exp_avg": torch.ones(8, 8)}}
+    assert optimizer.state[model.dense]["exp_avg"].eq(1).all()
+
+
+def test_state_dict_hooks_run():
+    _, optimizer = build("bf16")
+    seen = []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append("save"))
+    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: seen.append(state["mark"]))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert seen == ["save", 1, "loaded"]
+
+
+def test_step_hooks_and_zero_grad():
+    model, optimizer = build("bf16")
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train(model, optimizer, 1)
+    model.dense.decoupled_grad = torch.ones(8, 8)
+    optimizer.zero_grad()
+    assert calls == ["before", "after"]
+    assert all(p.grad is None for p in model.parameters()) and model.dense.decoupled_grad is None
+
+
+def test_tied_parameters_are_one_slot():
+    def run(fraction):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)).bfloat16()
+        model[1].weight = model[0].weight
+        optimizer = get_megatron_optimizer(config_for("bf16", fraction), model)
+        assert len(optimizer.get_parameters()) == 1
+        for step in range(4):
+            optimizer.zero_grad()
+            tokens = tokens_of(step)
+            nn.functional.cross_entropy(model(tokens[:-1]).float(), tokens[1:]).backward()
+            assert optimizer.step().success
+        assert next(iter(optimizer.state.values()))["step"] == 4
+        return model[0].weight.detach()
+
+    assert same_bits(run(0.0), run(1.0))
+
+
+def test_model_chunks_are_one_optimizer():
+    chunks = [nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()]
+    optimizer = get_megatron_optimizer(config_for("bf16", 0.5), chunks)
+    assert {name for name, _ in optimizer.named_main_params()} == {
+        "0.weight", "0.bias", "1.weight", "1.bias"}
+    chunks[1](chunks[0](torch.ones(1, 4).bfloat16())).sum().backward()
+    assert optimizer.step().success
+
+
+def test_a_chain_grows_by_kind_and_answers_for_its_parts():
+    model, optimizer = build("bf16", 0.5)
+    dense, experts = optimizer.chained_optimizers
+    late = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [("late", late)], "is_expert_parallel": True})
+    assert len(experts.param_groups) == 2 and optimizer.param_groups[-1]["params"][0] is late
+    late.grad = torch.ones_like(late)
+    train_loss = train(model, optimizer, 2)
+    assert train_loss and optimizer.state[late]["step"] == 0  # zero_grad came first
+    optimizer.reload_model_params()
+    optimizer.offload_to_cpu()
+    optimizer.restore_from_cpu()
+    assert dict(optimizer.named_main_params()).keys() == {n for n, _ in model.named_parameters()} | {"late"}
+    assert optimizer.device == torch.device("cpu") and not optimizer.is_stub_optimizer
+    assert optimizer.init_state() is None and optimizer.has_separate_main(optimizer.slots()[0])
+    with pytest.raises(AttributeError, match="chained_optimizers"):
+        _ = optimizer.optimizer
+    with pytest.raises(NotImplementedError, match="stepped by step"):
+        optimizer.step_slots([])
+    assert ChainedOptimizer([dense]).optimizer is dense.optimizer
+
+
+def test_a_chain_needs_parts_of_one_config():
+    def part(**settings):
+        return FP32Optimizer(FusedAdam([nn.Parameter(torch.ones(1))]), config_for("fp32", **settings))
+
+    with pytest.raises(ValueError, match="empty"):
+        ChainedOptimizer([])
+    with pytest.raises(ValueError, match="configs differ"):
+        ChainedOptimizer([part(), part(clip_grad=0.5)])
+
+
+def test_timers_are_started_and_stopped():
+    events = []
+
+    class Timer:
+        def __init__(self, name):
+            self.name = name
+
+        def start(self, barrier):
+            events.append((self.name, "start", barrier))
+
+        def stop(self):
+            events.append((self.name, "stop"))
+
+    model, optimizer = build("bf16", timers=lambda name, log_level: Timer(name), barrier_with_L1_time=True)
+    train(model, optimizer, 1)
+    assert events == [("optimizer-clip-main-grad", "start", True), ("optimizer-clip-main-grad", "stop"),
+                      ("optimizer-inner-step", "start", True), ("optimizer-inner-step", "stop")]
+
+
+def test_a_changed_shape_is_refused_by_name():
+    model, optimizer = build("bf16", experts=False)
+    train(model, optimizer, 1)
+    smaller = nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16))
+    for group in optimizer.param_groups:
+        group["params"] = [smaller if p is model.dense else p for p in group["params"]]
+    with pytest.raises(ValueError, match=r"dense: the parameter's local shape changed from \(8, 8\) to \(4, 8\)"):
+        optimizer.step()
+
+
+def test_meta_parameters_count_as_their_own_device():
+    params = [nn.Parameter(torch.empty(2, device="meta"))]
+    hybrid = HybridDeviceOptimizer(params, 0.0)
+    assert hybrid.place(hybrid.slots()[0]) == "device"
+    with pytest.raises(ValueError, match=r"offload_fraction=1\.5"):
+        HybridDeviceOptimizer(params, 1.5)
+
+
+def test_without_parameters_there_is_nothing_to_do():
+    optimizer = get_megatron_optimizer(config_for("bf16", 0.5), nn.Identity())
+    assert optimizer.is_stub_optimizer and optimizer.step() == (True, 0.0, None)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.floats(0, 1))
+def test_a_plan_holds_at_least_the_fraction_and_needs_its_last_choice(sizes, fraction):
+    chosen = plan_offload(sizes, fraction)
+    held = sum(sizes[i] for i in chosen)
+    assert held >= fraction * sum(sizes) - 1e-9 * sum(sizes)
+    if chosen:
+        assert held - max(sizes[i] for i in chosen) < fraction * sum(sizes) + 1e-9 * sum(sizes)
+
+
+shapes = st.lists(st.one_of(st.just(()), st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)),
+                  min_size=1, max_size=6)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shapes, st.floats(0, 1), st.sampled_from(sorted(DTYPES)), st.sampled_from(["adam", "lamb", "sgd"]),
+       st.integers(0, 2**16))
+def test_any_shapes_give_the_same_bits_at_any_fraction(shapes, fraction, precision, rule, seed):
+    def run(fraction):
+        generator = torch.Generator().manual_seed(seed)
+        model = nn.ParameterDict({str(i): nn.Parameter(torch.randn(shape, generator=generator).to(DTYPES[precision]))
+                                  for i, shape in enumerate(shapes)})
+        optimizer = get_megatron_optimizer(config_for(precision, fraction, optimizer=rule), model)
+        for _ in range(2):
+            for param in model.values():
+                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) * 100
+            assert optimizer.step().success
+        return [p.detach() for p in model.values()]
+
+    assert all(same_bits(a, b) for a, b in zip(run(0.0), run(fraction), strict=True))
