@@ -24,7 +24,7 @@ from mp_optim.precision import (
 )
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.scheduler import OptimizerParamScheduler
-from mp_optim.update import SGD, FusedAdam, FusedLAMB
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion
 
 __version__ = "0.1.0"
 
@@ -39,6 +39,7 @@ __all__ = [
     "FusedAdam",
     "FusedLAMB",
     "HybridDeviceOptimizer",
+    "Lion",
     "MegatronOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",

@@ -15,8 +15,8 @@ import torch
 
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
 
-OPTIMIZERS = ("adam", "sgd", "lamb")
-BACKENDS = ("auto", "reference", "torch")
+OPTIMIZERS = ("adam", "sgd", "lamb", "lion")
+BACKENDS = ("auto", "native", "reference", "torch")
 DTYPE_FIELDS = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -30,7 +30,7 @@ class OptimizerConfig:
     """
 
     optimizer: str = "adam"
-    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd or lamb."""
+    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd, lamb or lion."""
     lr: float | None = None
     """Learning rate; the max_lr of every param group. Required."""
     min_lr: float | None = None
@@ -77,6 +77,10 @@ class OptimizerConfig:
     """Decay the parameter (AdamW) rather than adding to the gradient."""
     sgd_momentum: float = 0.9
     """Momentum of sgd."""
+    lion_beta1: float = 0.95
+    """Weight of the momentum in the blend whose sign is the step (lion)."""
+    lion_beta2: float = 0.98
+    """Decay of the momentum (lion)."""
     lamb_use_nvlamb: bool = False
     """LAMB adapts the learning rate also where weight decay is 0."""
     lamb_grad_averaging: bool = True
@@ -98,7 +102,11 @@ class OptimizerConfig:
     pin_cpu_params: bool = True
     """Page-lock main params on the host."""
     fused_backend: str = "auto"
-    """What carries the rule out: auto, reference or torch."""
+    """What carries the rule out: auto, native, reference or torch."""
+    host_threads: int | None = None
+    """Threads of the native host kernels, for the whole process; by default ``torch.get_num_threads()``."""
+    host_cores: tuple[int, ...] | None = None
+    """Cores that the native kernels' threads are pinned to, in turn, for the whole process."""
     timers: Callable[..., Any] | None = None
     """Megatron's timers: ``timers(name, log_level=1)`` has ``start(barrier=)`` and ``stop()``; called around the
     measuring (``optimizer-clip-main-grad``) and the stepping (``optimizer-inner-step``)."""
@@ -150,8 +158,8 @@ _ELSEWHERE = {
     "fp8_recipe": "parameters are bf16, fp16 or fp32",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters are bf16, fp16 or fp32",
     "config_logger_dir": "log dataclasses.asdict(config)",
-    "muon_": "optimizer is adam, sgd or lamb", "adaptive_muon_": "optimizer is adam, sgd or lamb",
-    "lion_": "optimizer is adam, sgd or lamb", "soap_": "optimizer is adam, sgd or lamb",
+    "muon_": "optimizer is adam, sgd, lamb or lion", "adaptive_muon_": "optimizer is adam, sgd, lamb or lion",
+    "soap_": "optimizer is adam, sgd, lamb or lion",
 }
 """Megatron's fields (or their beginnings) that this version has no use for, and what there is instead."""
 
@@ -184,7 +192,7 @@ def _fail(config: OptimizerConfig, name: str, rule: str) -> None:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "str": (str,), "int": (int, float), "float": (int, float),
-    "float | None": (int, float, type(None)),
+    "float | None": (int, float, type(None)), "int | None": (int, float, type(None)),
 }
 """Annotations whose values are checked, and what they take."""
 
@@ -216,9 +224,13 @@ def _check_ranges(config: OptimizerConfig) -> None:
     for name in ("weight_decay", "adam_eps", "sgd_momentum", "clip_grad"):
         if not 0.0 <= getattr(config, name) < math.inf:
             _fail(config, name, "must be a finite number >= 0")
-    for name in ("adam_beta1", "adam_beta2"):
+    for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"):
         if not 0.0 <= getattr(config, name) < 1.0:
             _fail(config, name, "must be in [0, 1)")
+    if config.host_threads is not None and (config.host_threads < 1 or int(config.host_threads) != config.host_threads):
+        _fail(config, "host_threads", "must be a whole number >= 1")
+    if config.host_cores is not None and (not config.host_cores or any(core < 0 for core in config.host_cores)):
+        _fail(config, "host_cores", "must name at least one core")
     if not config.grad_norm_skip_threshold > 0.0:
         _fail(config, "grad_norm_skip_threshold", "must be > 0 (inf: never skip)")
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
@@ -257,10 +269,12 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "min_loss_scale": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
     "loss_scale_window": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
     "hysteresis": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
-    "adam_beta1": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer != "sgd"),
-    "adam_beta2": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer != "sgd"),
-    "adam_eps": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer != "sgd"),
-    "decoupled_weight_decay": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer != "sgd"),
+    "adam_beta1": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer in ("adam", "lamb")),
+    "adam_beta2": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer in ("adam", "lamb")),
+    "adam_eps": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer in ("adam", "lamb")),
+    "decoupled_weight_decay": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer in ("adam", "lamb")),
+    "lion_beta1": ("optimizer='lion'", lambda c: c.optimizer == "lion"),
+    "lion_beta2": ("optimizer='lion'", lambda c: c.optimizer == "lion"),
     "sgd_momentum": ("optimizer='sgd'", lambda c: c.optimizer == "sgd"),
     "lamb_use_nvlamb": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "lamb_grad_averaging": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),

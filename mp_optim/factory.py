@@ -22,7 +22,7 @@ from mp_optim.precision import (
 )
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
-from mp_optim.update import SGD, FusedAdam, FusedLAMB
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, set_host_cores, set_host_threads
 
 __all__ = ["get_megatron_optimizer"]
 
@@ -49,6 +49,7 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     Raises:
         ValueError, TypeError: the config or the model does not fit, naming the field or parameter.
     """
+    _set_up_host(config)
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
@@ -64,6 +65,13 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
              if groups or where.grad_stats is not None]
     parts = [_part(config, groups, scaler, where) for groups, where in kinds or [(dense, groups_of)]]
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+
+
+def _set_up_host(config: OptimizerConfig) -> None:
+    if config.host_threads is not None:
+        set_host_threads(config.host_threads)
+    if config.host_cores is not None:
+        set_host_cores(config.host_cores)
 
 
 def _device(chunks: Sequence[nn.Module]) -> torch.device:
@@ -108,4 +116,6 @@ def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:
     if config.optimizer == "lamb":  # clip_grad is the stack's one clip, so LAMB's own is off
         return FusedLAMB, {**common, **adam, "adam_w_mode": config.decoupled_weight_decay, "max_grad_norm": 0.0,
                            "grad_averaging": config.lamb_grad_averaging, "use_nvlamb": config.lamb_use_nvlamb}
+    if config.optimizer == "lion":
+        return Lion, {**common, "betas": (config.lion_beta1, config.lion_beta2)}
     return SGD, {**common, "momentum": config.sgd_momentum}

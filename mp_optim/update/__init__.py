@@ -1,9 +1,11 @@
-"""Which rule: Adam, LAMB, SGD over slots, and the backends that carry them out."""
+"""Which rule: Adam, LAMB, SGD, Lion over slots, and the backends that carry them out."""
 
 from mp_optim.update.adam import FusedAdam
 from mp_optim.update.backends import Backend, choose_backend
+from mp_optim.update.backends.native import set_host_cores, set_host_threads
 from mp_optim.update.foreign import ForeignOptimizer, as_slot_optimizer
 from mp_optim.update.lamb import FusedLAMB
+from mp_optim.update.lion import Lion
 from mp_optim.update.rule import RuleOptimizer, global_grad_norm
 from mp_optim.update.sgd import SGD
 
@@ -13,8 +15,11 @@ __all__ = [
     "ForeignOptimizer",
     "FusedAdam",
     "FusedLAMB",
+    "Lion",
     "RuleOptimizer",
     "as_slot_optimizer",
     "choose_backend",
     "global_grad_norm",
+    "set_host_cores",
+    "set_host_threads",
 ]

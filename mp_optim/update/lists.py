@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AdamScalars", "LambScalars", "SgdScalars", "TensorLists", "fp32"]
+__all__ = ["AdamScalars", "LambScalars", "LionScalars", "SgdScalars", "TensorLists", "fp32"]
 
 
 def fp32(value: float) -> float:
@@ -101,6 +101,25 @@ class SgdScalars:
         """From a param group, at step ``step`` >= 1."""
         return cls(fp32(float(group["lr"])), fp32(group["momentum"]), fp32(1 - group["dampening"]),
                    fp32(group["weight_decay"]), group["nesterov"], step == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LionScalars:
+    """Scalars of one Lion step."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    lr: float
+    decay: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
+        """From a param group; the same at every step."""
+        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
+        return cls(fp32(beta1), fp32(1 - beta1), fp32(beta2), fp32(1 - beta2), fp32(lr),
+                   fp32(lr * float(group["weight_decay"])))
 
 
 def _bias_corrections(group: Mapping[str, Any], beta1: float, beta2: float, step: int) -> tuple[float, float]:

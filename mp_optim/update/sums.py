@@ -1,8 +1,9 @@
 """Sums of squares in FP64 in a fixed order, the same bits on any device and for any thread count.
 
-The order: a tensor's elements, row-major, are cut into blocks of 1024, zero filled. Inside a block the
-squares are added by halving (``x[:512] + x[512:]`` and so on). Block sums are added in adjacent pairs,
-zero filled. So a block, or any aligned power-of-two run of blocks, can be summed by itself.
+The order: a tensor's elements, row-major, are cut into blocks of 1024, zero filled. A block is 8 rows of 128
+squares; rows are added one after another, the 128 sums then by halving (``x[:64] + x[64:]`` and so on). Block
+sums are added in adjacent pairs, zero filled. So a block, or any aligned power-of-two run of blocks, can be
+summed by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mp_optim.update.batches import piece_elements
 __all__ = ["BLOCK", "combine_pieces", "sum_of_squares"]
 
 BLOCK = 1024
+_ROW = 128
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -79,7 +81,17 @@ def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
     padded = torch.zeros(len(tensors), blocks * BLOCK, dtype=torch.float64, device=tensors[0].device)
     for row, tensor in zip(padded.unbind(), tensors, strict=True):
         row[: tensor.numel()].copy_(tensor.reshape(-1))
-    return _add_pairs(_add_halves(padded.square_().view(len(tensors), blocks, BLOCK)))
+    rows = padded.square_().view(len(tensors), blocks, BLOCK // _ROW, _ROW)
+    return _add_pairs(_add_halves(_add_rows(rows)))
+
+
+def _add_rows(squares: Tensor) -> Tensor:
+    """Along the last dimension but one, one after another."""
+    first, *others = squares.unbind(-2)
+    total = first.clone()
+    for row in others:
+        total += row
+    return total
 
 
 def _add_halves(squares: Tensor) -> Tensor:

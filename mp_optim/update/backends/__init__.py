@@ -8,9 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mp_optim.update.backends.native import NativeBackend
+from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.torch_fused import TorchBackend
-from mp_optim.update.lists import AdamScalars, LambScalars, SgdScalars, TensorLists
+from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
 
 __all__ = ["Backend", "choose_backend"]
 
@@ -30,6 +32,8 @@ class Backend(Protocol):
         """Take the step, each tensor with its own ratio (FP32 value)."""
         ...
 
+    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None: ...
+
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None: ...
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -37,18 +41,30 @@ class Backend(Protocol):
         ...
 
 
-_REFERENCE = ReferenceBackend()
-_BACKENDS: dict[str, Backend] = {"reference": _REFERENCE, "torch": TorchBackend()}
+_SAME_BITS = "auto: the bits are the same in every place"
+_BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend(), "torch": TorchBackend()}
+if native_library().handle is not None:
+    _BACKENDS["native"] = NativeBackend(native_library())
 
 
 def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
     """The backend for ``fused_backend=name`` on a device, and why.
 
+    ``auto`` and ``native`` take the native kernels on the host, and elsewhere ``reference``, which has their bits.
+
     Raises:
         ValueError: the name is unknown or not available.
     """
+    on_host = device.type == "cpu"
     if name == "auto":
-        return _REFERENCE, "auto: the bits are the same in every place"
+        if on_host and "native" in _BACKENDS:
+            return _BACKENDS["native"], f"{_SAME_BITS}; {native_library().level}"
+        missing = f"; no native kernels: {native_library().why}" if on_host and "native" not in _BACKENDS else ""
+        return _BACKENDS["reference"], _SAME_BITS + missing
+    if name == "native" and name not in _BACKENDS:
+        raise ValueError(f"fused_backend='native' is not available: {native_library().why}; choose 'auto'")
     if name not in _BACKENDS:
         raise ValueError(f"fused_backend={name!r} is not available; choose from {['auto', *_BACKENDS]}")
+    if name == "native" and not on_host:
+        return _BACKENDS["reference"], "native kernels run on the host; this has the same bits"
     return _BACKENDS[name], f"fused_backend={name!r}"

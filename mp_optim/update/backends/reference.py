@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.batches import batches, publish
-from mp_optim.update.lists import AdamScalars, LambScalars, SgdScalars, TensorLists
+from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 __all__ = ["ReferenceBackend"]
@@ -104,6 +104,20 @@ class ReferenceBackend:
                 grads = self._momentum(batch.state["momentum_buffer"], grads, scalars)
             torch._foreach_mul_(grads, scalars.lr)
             torch._foreach_sub_(batch.main, grads)
+            publish(batch)
+
+    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
+        for batch in (cut.lists for cut in batches(lists)):
+            m, grads = batch.state["exp_avg"], _gradients(batch, multiplier, 0.0)
+            blend = torch._foreach_mul(m, scalars.beta1)
+            torch._foreach_add_(blend, torch._foreach_mul(grads, scalars.one_minus_beta1))
+            steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
+            torch._foreach_mul_(steps, scalars.lr)
+            if scalars.decay != 0.0:
+                torch._foreach_sub_(batch.main, torch._foreach_mul(batch.main, scalars.decay))
+            torch._foreach_sub_(batch.main, steps)
+            torch._foreach_mul_(m, scalars.beta2)
+            torch._foreach_add_(m, torch._foreach_mul(grads, scalars.one_minus_beta2))
             publish(batch)
 
     @staticmethod

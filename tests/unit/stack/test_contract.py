@@ -174,7 +174,7 @@ shapes = st.lists(st.one_of(st.just(()), st.lists(st.integers(0, 40), min_size=1
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shapes, st.floats(0, 1), st.sampled_from(sorted(DTYPES)), st.sampled_from(["adam", "lamb", "sgd"]),
+@given(shapes, st.floats(0, 1), st.sampled_from(sorted(DTYPES)), st.sampled_from(["adam", "lamb", "sgd", "lion"]),
        st.integers(0, 2**16))
 def test_any_shapes_give_the_same_bits_at_any_fraction(shapes, fraction, precision, rule, seed):
     def run(fraction):

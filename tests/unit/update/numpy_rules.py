@@ -13,12 +13,15 @@ F = np.float32
 
 
 def naive_sum_of_squares(values: Array) -> float:
-    """Blocks of 1024 added by halving, then block sums by adjacent pairs."""
+    """Blocks of 8 rows of 128: rows one after another, the 128 sums by halving, then block sums by adjacent pairs."""
     flat = values.reshape(-1).astype(np.float64)
     blocks = max(1, -(-flat.size // 1024))
     x = np.zeros((blocks, 1024))
     x.reshape(-1)[: flat.size] = flat
-    x = x * x
+    x = (x * x).reshape(blocks, 8, 128)
+    for row in range(1, 8):
+        x[:, 0] = x[:, 0] + x[:, row]
+    x = x[:, 0]
     while x.shape[1] > 1:
         half = x.shape[1] // 2
         x = x[:, :half] + x[:, half:]
@@ -71,3 +74,12 @@ def sgd(p: Array, g: Array, m: Array, t: int, h: dict[str, Any], mult: float) ->
         m = g if t == 1 else m * F(h["momentum"]) + g * F(1 - h["dampening"])
         g = g + m * F(h["momentum"]) if h["nesterov"] else m
     return p - g * F(h["lr"]), m
+
+
+def lion(p: Array, g: Array, m: Array, h: dict[str, Any], mult: float) -> tuple[Array, Array]:
+    lr, wd, (b1, b2) = h["lr"], h["weight_decay"], h["betas"]
+    g = g * F(mult)
+    u = np.sign(m * F(b1) + g * F(1 - b1)) * F(lr)
+    if wd:
+        p = p - p * F(lr * wd)
+    return p - u, m * F(b2) + g * F(1 - b2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, RuleOptimizer, choose_backend, sums
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, RuleOptimizer, choose_backend, sums
 from mp_optim.update import batches as batching
 from mp_optim.update.sums import sum_of_squares
 
@@ -79,6 +79,20 @@ def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
                     for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)]
     assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
     assert set(optimizer.slot_state(Slot(0, 2))) == ({"step", "momentum_buffer"} if extra else {"step"})
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lion_equals_numpy(decay: float) -> None:
+    mains = tensors(0)
+    optimizer = Lion(mains, lr=0.01, weight_decay=decay)
+    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
+    run(optimizer, 3)
+    for step in range(3):
+        expected = [oracle.lion(p, g.numpy(), m, optimizer.param_groups[0], 0.3)
+                    for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)]
+    assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
+    assert [bits(optimizer.slot_state(Slot(0, i))["exp_avg"]) for i in range(len(mains))] == [
+        bits(m) for _, m in expected]
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])

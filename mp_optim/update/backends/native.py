@@ -1,0 +1,173 @@
+"""The rules by the compiled kernels of ``update/csrc``: one pass over every tensor of a call, on all host threads.
+
+Bit for bit what ``reference`` computes. Gradients of a dtype the kernels do not read (FP64) go to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.backends import native_library as lib
+from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+
+__all__ = ["NativeBackend", "set_host_cores", "set_host_threads"]
+
+_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_host_threads: int | None = None
+
+
+def set_host_threads(threads: int | None) -> None:
+    """Threads of the kernels in this process; None follows ``torch.get_num_threads()``."""
+    global _host_threads
+    _host_threads = threads
+
+
+def set_host_cores(cores: Sequence[int]) -> None:
+    """Pin the kernels' threads in this process to these cores, in turn; an empty list unpins them.
+
+    Raises:
+        ValueError: there are no native kernels to pin.
+    """
+    library = lib.native_library()
+    if library.handle is None:
+        raise ValueError(f"host_cores={tuple(cores)!r}: there are no native kernels to pin: {library.why}")
+    library.set_cores(cores)
+
+
+def _threads() -> int:
+    return _host_threads or torch.get_num_threads()
+
+
+class _Kind(NamedTuple):
+    """What the tensors of one kernel call share."""
+
+    grad: torch.dtype
+    output: torch.dtype | None
+
+
+class _Table:
+    """The C view of tensor lists; keeps what it points to alive."""
+
+    def __init__(self, numel: Sequence[int], grad: Sequence[Tensor], kind: _Kind,
+                 main: Sequence[Tensor] | None = None, moments: Sequence[Sequence[Tensor]] = (),
+                 output: Sequence[Tensor | None] | None = None) -> None:
+        first, second = [*moments, None, None][:2]
+        tables = {"main": main, "grad": grad, "moment1": first, "moment2": second, "output": output}
+        self._arrays = {"numel": array("q", numel)}
+        self._arrays |= {name: array("Q", map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
+                         for name, tensors in tables.items() if tensors is not None}
+        addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
+        self.tensors = lib.Tensors(count=len(numel), grad_dtype=_DTYPES[kind.grad],
+                                   output_dtype=_DTYPES[kind.output] if kind.output else 0, **addresses)
+
+
+class NativeBackend(ReferenceBackend):
+    """Calls the library; ``reference`` does what it cannot."""
+
+    name = "native"
+
+    def __init__(self, library: lib.NativeLibrary) -> None:
+        self.library = library
+
+    def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
+        values = lib.Adam(multiplier=multiplier, **_fields(scalars))
+        for kind, part in _by_kind(lists):
+            if kind is None:
+                super().adam(part, scalars, multiplier)
+            else:
+                self._call("mp_adam", _table(part, kind, "exp_avg", "exp_avg_sq"), values)
+
+    def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
+        values = lib.Sgd(multiplier=multiplier, **_fields(scalars))
+        for kind, part in _by_kind(lists):
+            if kind is None:
+                super().sgd(part, scalars, multiplier)
+            else:
+                self._call("mp_sgd", _table(part, kind, *part.state), values)
+
+    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
+        values = lib.Lion(multiplier=multiplier, **_fields(scalars))
+        for kind, part in _by_kind(lists):
+            if kind is None:
+                super().lion(part, scalars, multiplier)
+            else:
+                self._call("mp_lion", _table(part, kind, "exp_avg"), values)
+
+    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
+        values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
+        sums = torch.zeros(len(lists.main), 2, dtype=torch.float64)
+        for indices, kind, part in _indexed_by_kind(lists):
+            if kind is None:
+                found = super().lamb_moments(part, scalars, multiplier)
+            else:
+                found = torch.empty(len(indices), 2, dtype=torch.float64)
+                plain = TensorLists(part.main, part.grad, part.state, [None] * len(part.main))
+                table = _table(plain, _Kind(kind.grad, None), "exp_avg", "exp_avg_sq")
+                self._call("mp_lamb_moments", table, values, found.data_ptr())
+            sums[torch.tensor(indices)] = found
+        return sums
+
+    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
+        values = lib.Lamb(multiplier=1.0, **_fields(scalars, "lr", "adapts"))
+        for indices, kind, part in _indexed_by_kind(lists):
+            mine = array("f", [ratios[index] for index in indices])
+            if kind is None:
+                super().lamb_apply(part, scalars, mine)
+            else:
+                table = _table(part, kind, "exp_avg", "exp_avg_sq")
+                self._call("mp_lamb_apply", table, values, mine.buffer_info()[0])
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        sums = torch.empty(len(tensors), dtype=torch.float64)
+        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(tensors):
+            by_dtype[tensor.dtype].append(index)
+        for dtype, indices in by_dtype.items():
+            mine = [tensors[index].contiguous() for index in indices]
+            if dtype not in _DTYPES:
+                found = super().sum_of_squares(mine)
+            else:
+                found = torch.empty(len(mine), dtype=torch.float64)
+                table = _Table([t.numel() for t in mine], mine, _Kind(dtype, None))
+                self._call("mp_measure", table, found.data_ptr(), None)
+            sums[torch.tensor(indices)] = found
+        return sums
+
+    def _call(self, name: str, table: _Table, *arguments: Any) -> None:
+        given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
+        self.library.call(name, ctypes.byref(table.tensors), *given, _threads())
+
+
+def _fields(scalars: Any, *without: str) -> dict[str, Any]:
+    return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
+
+
+def _indexed_by_kind(lists: TensorLists) -> list[tuple[list[int], _Kind | None, TensorLists]]:
+    """Parts of the lists whose tensors share dtypes; None is what the kernels do not read."""
+    kinds: dict[_Kind | None, list[int]] = defaultdict(list)
+    for index, (grad, output) in enumerate(zip(lists.grad, lists.output, strict=True)):
+        readable = grad.dtype in _DTYPES and (output is None or output.dtype in _DTYPES)
+        kinds[_Kind(grad.dtype, None if output is None else output.dtype) if readable else None].append(index)
+    if len(kinds) == 1:
+        return [(indices, kind, lists) for kind, indices in kinds.items()]
+    return [(indices, kind, TensorLists(
+        [lists.main[i] for i in indices], [lists.grad[i] for i in indices],
+        {key: [tensors[i] for i in indices] for key, tensors in lists.state.items()},
+        [lists.output[i] for i in indices])) for kind, indices in kinds.items()]
+
+
+def _by_kind(lists: TensorLists) -> list[tuple[_Kind | None, TensorLists]]:
+    return [(kind, part) for _, kind, part in _indexed_by_kind(lists)]
+
+
+def _table(lists: TensorLists, kind: _Kind, *moments: str) -> _Table:
+    return _Table([main.numel() for main in lists.main], lists.grad, kind, lists.main,
+                  [lists.state[name] for name in moments], lists.output if kind.output else None)

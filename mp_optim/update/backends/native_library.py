@@ -1,0 +1,127 @@
+"""Loads the compiled kernels of ``update/csrc`` and says why not where there are none. Nothing here knows a rule."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ENVIRONMENT", "NativeLibrary", "native_library"]
+
+ENVIRONMENT = "MP_OPTIM_NATIVE"
+"""``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``; else the best one."""
+
+_ABI = 1
+_STATUS = {1: "a null pointer, negative size or unknown dtype reached the kernels", 2: "out of memory",
+           3: "the kernels failed"}
+
+
+class Tensors(ctypes.Structure):
+    """``MpTensors``: tables of pointers."""
+
+    _fields_ = [("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in (
+        "numel", "main", "grad", "moment1", "moment2", "output")),
+        ("grad_dtype", ctypes.c_int32), ("output_dtype", ctypes.c_int32)]
+
+
+def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:
+    """A structure of FP32 fields followed by int32 ones."""
+    fields = [*((name, ctypes.c_float) for name in floats), *((name, ctypes.c_int32) for name in integers)]
+    return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
+
+
+Adam = scalars(["multiplier", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "step_size",
+                "inv_sqrt_bias2", "decay", "l2"])
+Lamb = scalars(["multiplier", "beta1", "grad_weight", "beta2", "one_minus_beta2", "eps", "inv_bias1",
+                "inv_sqrt_bias2", "decay", "l2"])
+Sgd = scalars(["multiplier", "lr", "momentum", "one_minus_dampening", "decay"], ["nesterov", "first"])
+Lion = scalars(["multiplier", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay"])
+
+_T, _P, _I = ctypes.POINTER(Tensors), ctypes.c_void_p, ctypes.c_int32
+_SIGNATURES = {
+    "mp_adam": [_T, ctypes.POINTER(Adam), _I], "mp_sgd": [_T, ctypes.POINTER(Sgd), _I],
+    "mp_lion": [_T, ctypes.POINTER(Lion), _I], "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
+    "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I], "mp_measure": [_T, _P, _P, _I],
+    "mp_set_level": [ctypes.c_char_p], "mp_set_cores": [_P, _I],
+}
+
+
+@dataclass
+class NativeLibrary:
+    """The kernels, or the reason why there are none.
+
+    Attributes:
+        handle: the loaded library, or None.
+        why: where it came from, or what is missing.
+    """
+
+    handle: ctypes.CDLL | None
+    why: str
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function that returns a status.
+
+        Raises:
+            RuntimeError, MemoryError: the status is not success.
+        """
+        status = getattr(self.handle, name)(*arguments)
+        if status:
+            raise (MemoryError if status == 2 else RuntimeError)(f"{name}: {_STATUS.get(status, status)}")
+
+    @property
+    def level(self) -> str:
+        """Name of the instruction-set level in use."""
+        return "" if self.handle is None else self.handle.mp_level().decode()
+
+    @property
+    def levels(self) -> list[str]:
+        """Levels that this CPU has, best first."""
+        return [] if self.handle is None else self.handle.mp_levels().decode().split(",")
+
+    def set_level(self, name: str) -> None:
+        """Use another level from now on. Raises ValueError if this CPU does not have it."""
+        if self.handle is None or self.handle.mp_set_level(name.encode()):
+            raise ValueError(f"{ENVIRONMENT}={name!r}: this machine has {self.levels or 'no native kernels'}")
+
+    def set_cores(self, cores: Sequence[int]) -> None:
+        """Pin the worker threads to these cores; an empty list unpins them."""
+        self.call("mp_set_cores", (ctypes.c_int32 * len(cores))(*cores), len(cores))
+
+
+@cache
+def native_library() -> NativeLibrary:
+    """The library of this installation; loaded once.
+
+    Raises:
+        ValueError: the environment variable names a level that this CPU does not have.
+    """
+    wanted = os.environ.get(ENVIRONMENT, "")
+    if wanted == "off":
+        return NativeLibrary(None, f"{ENVIRONMENT}=off")
+    found = sorted(path for pattern in ("_native*.so", "_native*.pyd", "_native*.dylib")
+                   for path in Path(__file__).parents[1].glob(pattern))
+    if not found:
+        return NativeLibrary(None, "the package was installed without a C++ compiler")
+    library = _load(found[0])
+    if wanted and library.handle is not None:
+        library.set_level(wanted)
+    return library
+
+
+def _load(path: Path) -> NativeLibrary:
+    try:
+        handle = ctypes.CDLL(str(path))
+        abi = handle.mp_abi()
+    except (OSError, AttributeError) as error:
+        return NativeLibrary(None, f"{path.name} cannot be loaded: {error}")
+    if abi != _ABI:
+        return NativeLibrary(None, f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim")
+    for name, arguments in _SIGNATURES.items():
+        getattr(handle, name).argtypes = arguments
+        getattr(handle, name).restype = ctypes.c_int32
+    handle.mp_level.restype = handle.mp_levels.restype = ctypes.c_char_p
+    return NativeLibrary(handle, path.name)

@@ -1,0 +1,251 @@
+// Checks arguments, cuts a call's elements into one contiguous share per thread, and runs the level's kernels.
+#include "api.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "level.h"
+#include "pool.h"
+
+namespace mp {
+
+#if defined(__x86_64__)
+extern const Level kAvx512, kAvx2;
+#endif
+extern const Level kBaseline;
+
+const Level* const kLevels[] = {
+#if defined(__x86_64__)
+    &kAvx512, &kAvx2,
+#endif
+    &kBaseline, nullptr};
+
+namespace {
+
+const Level* best_level() {
+    for (int i = 0; kLevels[i]; ++i)
+        if (kLevels[i]->supported()) return kLevels[i];
+    return &kBaseline;
+}
+
+std::atomic<const Level*> chosen{nullptr};
+
+const Level& level() {
+    const Level* found = chosen.load();
+    if (!found) chosen.store(found = best_level());
+    return *found;
+}
+
+constexpr int64_t kLargeLaunch = 4 << 20;  // elements: well beyond the caches with main params and two moments
+
+int64_t bytes_of(int32_t dtype) { return dtype == MP_F32 ? 4 : dtype == MP_NONE ? 0 : 2; }
+
+bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads) {
+    if (t.count < 0 || threads < 1 || t.grad_dtype < MP_F32 || t.grad_dtype > MP_F16) return false;
+    if (t.output_dtype < MP_NONE || t.output_dtype > MP_F16) return false;
+    if (t.count == 0) return true;
+    if (!t.numel || !t.grad || (needs_main && !t.main) || (needs_first && !t.moment1)) return false;
+    if ((needs_second && !t.moment2) || ((t.output_dtype == MP_NONE) != (t.output == nullptr))) return false;
+    for (int64_t i = 0; i < t.count; ++i) {
+        if (t.numel[i] < 0) return false;
+        if (t.numel[i] == 0) continue;
+        if (!t.grad[i] || (t.main && !t.main[i]) || (t.moment1 && !t.moment1[i])) return false;
+        if ((t.moment2 && !t.moment2[i]) || (t.output && !t.output[i])) return false;
+    }
+    return true;
+}
+
+Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream) {
+    auto offset = [&](float* const* table) { return table ? table[index] + start : nullptr; };
+    return Run{offset(t.main),
+               (const char*)t.grad[index] + start * bytes_of(t.grad_dtype),
+               offset(t.moment1),
+               offset(t.moment2),
+               t.output ? (char*)t.output[index] + start * bytes_of(t.output_dtype) : nullptr,
+               count,
+               t.grad_dtype,
+               t.output_dtype,
+               stream};
+}
+
+// Where the elements of a call are, counted in units: pieces or blocks of a tensor, the last one maybe short.
+class Units {
+public:
+    Units(const MpTensors& t, int64_t unit) : tensors_(t), unit_(unit), first_(t.count + 1, 0) {
+        for (int64_t i = 0; i < t.count; ++i) {
+            first_[i + 1] = first_[i] + (t.numel[i] + unit - 1) / unit;
+            elements_ += t.numel[i];
+        }
+    }
+
+    int64_t total() const { return first_.back(); }
+    int64_t first_of(int64_t tensor) const { return first_[tensor]; }
+    int64_t elements() const { return elements_; }
+
+    // Calls body(tensor, first unit, start, count) for the runs of units [from, to).
+    template <class Body>
+    void for_runs(int64_t from, int64_t to, Body body) const {
+        int64_t i = std::upper_bound(first_.begin(), first_.end(), from) - first_.begin() - 1;
+        for (; from < to; ++i) {
+            int64_t end = std::min(to, first_[i + 1]);
+            if (end == from) continue;
+            int64_t start = (from - first_[i]) * unit_, stop = std::min((end - first_[i]) * unit_, tensors_.numel[i]);
+            body(i, from, start, stop - start);
+            from = end;
+        }
+    }
+
+private:
+    const MpTensors& tensors_;
+    int64_t unit_;
+    std::vector<int64_t> first_;
+    int64_t elements_ = 0;
+};
+
+int parts_for(const Units& units, int32_t threads) {
+    constexpr int64_t kWorthAThread = 1 << 15;
+    return int(std::max<int64_t>(1, std::min({int64_t(threads), units.total(), units.elements() / kWorthAThread})));
+}
+
+template <class Body>
+void split(const Units& units, int32_t threads, Body body) {
+    int parts = parts_for(units, threads);
+    run_parts(parts, [&](int part) {
+        int64_t total = units.total();
+        units.for_runs(total * part / parts, total * (part + 1) / parts, body);
+    });
+}
+
+// Runs kernel(run, tensor) over all elements.
+template <class Kernel>
+void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
+    Units units(t, kBlock);
+    bool stream = units.elements() >= kLargeLaunch;
+    split(units, threads, [&](int64_t i, int64_t, int64_t start, int64_t count) {
+        kernel(run_at(t, i, start, count, stream), i);
+    });
+}
+
+// Adds the sums of a tensor's pieces in adjacent pairs, zero filled.
+double add_pairs(std::vector<double>& values) {
+    while (values.size() > 1) {
+        if (values.size() % 2) values.push_back(0.0);
+        for (size_t i = 0; i < values.size() / 2; ++i) values[i] = values[2 * i] + values[2 * i + 1];
+        values.resize(values.size() / 2);
+    }
+    return values.empty() ? 0.0 : values[0];
+}
+
+// Runs kernel(run, sums of the piece) over pieces, then adds the sums of each tensor's pieces: `width` sums for each.
+template <class Kernel>
+void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads, Kernel kernel) {
+    Units units(t, kPiece);
+    std::vector<double> found(units.total() * width);
+    split(units, threads, [&](int64_t i, int64_t unit, int64_t start, int64_t count) {
+        for (int64_t done = 0; done < count; done += kPiece, ++unit)
+            kernel(run_at(t, i, start + done, std::min(kPiece, count - done), false), unit, &found[unit * width]);
+    });
+    std::vector<double> values;
+    for (int64_t i = 0; i < t.count; ++i)
+        for (int which = 0; which < width; ++which) {
+            values.clear();
+            for (int64_t unit = units.first_of(i); unit < units.first_of(i + 1); ++unit)
+                values.push_back(found[unit * width + which]);
+            sums[i * width + which] = add_pairs(values);
+        }
+}
+
+template <class Body>
+int32_t guarded(Body body) noexcept {
+    try {
+        body();
+        return MP_OK;
+    } catch (const std::bad_alloc&) {
+        return MP_NO_MEMORY;
+    } catch (...) {
+        return MP_FAILED;
+    }
+}
+
+}  // namespace
+}  // namespace mp
+
+using namespace mp;
+
+int32_t mp_adam(const MpTensors* t, const MpAdam* s, int32_t threads) {
+    if (!t || !s || !valid(*t, true, true, true, threads)) return MP_BAD_ARGUMENT;
+    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().adam(run, *s); }); });
+}
+
+int32_t mp_sgd(const MpTensors* t, const MpSgd* s, int32_t threads) {
+    if (!t || !s || !valid(*t, true, false, false, threads)) return MP_BAD_ARGUMENT;
+    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().sgd(run, *s); }); });
+}
+
+int32_t mp_lion(const MpTensors* t, const MpLion* s, int32_t threads) {
+    if (!t || !s || !valid(*t, true, true, false, threads)) return MP_BAD_ARGUMENT;
+    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().lion(run, *s); }); });
+}
+
+int32_t mp_lamb_moments(const MpTensors* t, const MpLamb* s, double* sums, int32_t threads) {
+    if (!t || !s || !sums || !valid(*t, true, true, true, threads)) return MP_BAD_ARGUMENT;
+    return guarded([&] {
+        reduce_pieces(*t, 2, sums, threads, [&](const Run& run, int64_t, double* piece) {
+            level().lamb_moments(run, *s, piece, piece + 1);
+        });
+    });
+}
+
+int32_t mp_lamb_apply(const MpTensors* t, const MpLamb* s, const float* ratios, int32_t threads) {
+    if (!t || !s || !ratios || !valid(*t, true, true, true, threads)) return MP_BAD_ARGUMENT;
+    return guarded([&] {
+        elementwise(*t, threads, [&](const Run& run, int64_t i) { level().lamb_apply(run, *s, ratios[i]); });
+    });
+}
+
+int32_t mp_measure(const MpTensors* t, double* sums, int64_t* zeros, int32_t threads) {
+    if (!t || !sums || !valid(*t, false, false, false, threads)) return MP_BAD_ARGUMENT;
+    return guarded([&] {
+        Units units(*t, kPiece);
+        std::vector<int64_t> counts(zeros ? units.total() : 0);
+        reduce_pieces(*t, 1, sums, threads, [&](const Run& run, int64_t unit, double* piece) {
+            *piece = level().sum_of_squares(run, zeros ? &counts[unit] : nullptr);
+        });
+        for (int64_t i = 0; zeros && i < t->count; ++i) {
+            zeros[i] = 0;
+            for (int64_t unit = units.first_of(i); unit < units.first_of(i + 1); ++unit) zeros[i] += counts[unit];
+        }
+    });
+}
+
+const char* mp_level() { return level().name; }
+
+const char* mp_levels() {
+    static const std::string names = [] {
+        std::string list;
+        for (int i = 0; kLevels[i]; ++i)
+            if (kLevels[i]->supported()) list += (list.empty() ? "" : ",") + std::string(kLevels[i]->name);
+        return list;
+    }();
+    return names.c_str();
+}
+
+int32_t mp_set_level(const char* name) {
+    for (int i = 0; name && kLevels[i]; ++i)
+        if (!std::strcmp(kLevels[i]->name, name) && kLevels[i]->supported()) {
+            chosen.store(kLevels[i]);
+            return MP_OK;
+        }
+    return MP_BAD_ARGUMENT;
+}
+
+int32_t mp_set_cores(const int32_t* cores, int32_t count) {
+    if (count < 0 || (count > 0 && !cores)) return MP_BAD_ARGUMENT;
+    return guarded([&] { set_cores(std::vector<int>(cores, cores + count)); });
+}
+
+int32_t mp_abi() { return 1; }

@@ -1,0 +1,64 @@
+// The C interface: plain structs, plain functions, no exceptions. Python reads it through ctypes (backends/native).
+#pragma once
+
+#include <cstdint>
+
+#if defined(_WIN32)
+#define MP_EXPORT extern "C" __declspec(dllexport)
+#else
+#define MP_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+// Element types of gradients and outputs.
+enum MpDtype : int32_t { MP_NONE = 0, MP_F32 = 1, MP_BF16 = 2, MP_F16 = 3 };
+
+enum MpStatus : int32_t { MP_OK = 0, MP_BAD_ARGUMENT = 1, MP_NO_MEMORY = 2, MP_FAILED = 3 };
+
+// One call's tensors: tables of `count` pointers each, row-major contiguous data. Unused tables are null.
+struct MpTensors {
+    int64_t count;
+    const int64_t* numel;
+    float* const* main;          // FP32 main params
+    void* const* grad;           // grad_dtype
+    float* const* moment1;       // FP32
+    float* const* moment2;       // FP32
+    void* const* output;         // output_dtype, or null for the whole call
+    int32_t grad_dtype;
+    int32_t output_dtype;
+};
+
+// Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.
+struct MpAdam {
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2, decay, l2;
+};
+
+struct MpLamb {
+    float multiplier, beta1, grad_weight, beta2, one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2;
+};
+
+struct MpSgd {
+    float multiplier, lr, momentum, one_minus_dampening, decay;
+    int32_t nesterov, first;
+};
+
+struct MpLion {
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
+};
+
+// All functions return an MpStatus. `threads` >= 1 is an upper bound; results do not depend on it.
+MP_EXPORT int32_t mp_adam(const MpTensors* tensors, const MpAdam* scalars, int32_t threads);
+MP_EXPORT int32_t mp_sgd(const MpTensors* tensors, const MpSgd* scalars, int32_t threads);
+MP_EXPORT int32_t mp_lion(const MpTensors* tensors, const MpLion* scalars, int32_t threads);
+// sums: (count, 2) FP64, of the param before the step and of the direction.
+MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalars, double* sums, int32_t threads);
+MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);
+// sums: (count,) FP64 sums of squares of the gradients; zeros: (count,) numbers of zero elements, or null.
+MP_EXPORT int32_t mp_measure(const MpTensors* tensors, double* sums, int64_t* zeros, int32_t threads);
+
+// "avx512", "avx2", "neon" or "baseline": the level in use. mp_set_level forces one that the CPU has.
+MP_EXPORT const char* mp_level();
+MP_EXPORT const char* mp_levels();  // all that can be chosen here, comma separated, best first
+MP_EXPORT int32_t mp_set_level(const char* name);
+// Pin worker threads (and none of the caller's) to these cores; count 0 unpins.
+MP_EXPORT int32_t mp_set_cores(const int32_t* cores, int32_t count);
+MP_EXPORT int32_t mp_abi();  // changes whenever a struct or a signature does

@@ -1,0 +1,38 @@
+"""Lion (Chen et al. 2023): the sign of an interpolated momentum. Formulas: docs/numerics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mp_optim.slots import SlotUpdate
+from mp_optim.update.backends import Backend
+from mp_optim.update.lists import LionScalars, TensorLists
+from mp_optim.update.rule import RuleOptimizer, check_range
+
+__all__ = ["Lion"]
+
+
+class Lion(RuleOptimizer):
+    """Lion over FP32 tensors, with decoupled weight decay.
+
+    Args:
+        betas: of the interpolation that is signed, and of the momentum.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.95, 0.98),
+                 weight_decay: float = 0.0, *, backend: str = "auto") -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, backend)
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_range(group, "lr", float(group["lr"]) >= 0.0, ">= 0")
+        check_range(group, "betas", len(group["betas"]) == 2 and all(0.0 <= float(b) < 1.0 for b in group["betas"]),
+                    "two numbers in [0, 1)")
+        check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")
+
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
+              updates: Sequence[SlotUpdate]) -> None:
+        backend.lion(lists, LionScalars.at(group, step), multiplier)

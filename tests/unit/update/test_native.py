@@ -1,0 +1,241 @@
+"""The compiled kernels equal ``reference`` bit for bit: sizes, alignments, odd values, dtypes, threads, levels."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mp_optim.update.backends import native as native_module
+from mp_optim.update.backends.native import NativeBackend, set_host_threads
+from mp_optim.update.backends.native_library import NativeLibrary, native_library
+from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+
+LIBRARY = native_library()
+REFERENCE = ReferenceBackend()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, math.inf, -math.inf, math.nan]
+
+pytestmark = [pytest.mark.native,
+              pytest.mark.skipif(LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}")]
+
+
+@pytest.fixture(autouse=True, params=LIBRARY.levels or [""])
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test runs at each level this CPU has."""
+    before = LIBRARY.level
+    LIBRARY.set_level(request.param)
+    yield request.param
+    LIBRARY.set_level(before)
+    set_host_threads(None)
+
+
+def values(generator: torch.Generator, n: int, dtype: torch.dtype, odd: bool, offset: int) -> Tensor:
+    """Random values over many magnitudes, ``offset`` elements into a buffer, with odd ones among them."""
+    exponents = torch.randint(-12, 6, (n,), generator=generator).float()
+    x = torch.randn(n, generator=generator) * torch.pow(10.0, exponents)
+    if odd and n:
+        where = torch.randint(0, n, (min(n, 40),), generator=generator)
+        x[where] = torch.tensor(ODD)[torch.randint(0, len(ODD), (len(where),), generator=generator)]
+    buffer = torch.zeros(n + offset, dtype=dtype)
+    buffer[offset:] = x.to(dtype)
+    return buffer[offset:]
+
+
+def lists_of(seed: int, sizes: list[int], grad: torch.dtype, output: torch.dtype | None, keys: tuple[str, ...],
+             odd: bool) -> TensorLists:
+    generator = torch.Generator().manual_seed(seed)
+
+    def new(n: int, dtype: torch.dtype) -> Tensor:
+        return values(generator, n, dtype, odd, int(torch.randint(0, 9, (), generator=generator)))
+
+    return TensorLists(
+        [new(n, torch.float32) for n in sizes], [new(n, grad) for n in sizes],
+        {key: [new(n, torch.float32).abs_() if key == "exp_avg_sq" else new(n, torch.float32) for n in sizes]
+         for key in keys},
+        [None if output is None else new(n, output) for n in sizes])
+
+
+def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
+    """Equal bits; all NaNs count as equal, as IEEE does not say which one an operation makes."""
+    if a is None or b is None:
+        assert a is b
+        return
+    bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}[a.itemsize]
+    same = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
+    assert bool(same.all()), f"{label}: {a[~same][:4].tolist()} instead of {b[~same][:4].tolist()}"
+
+
+def assert_same_lists(ours: TensorLists, theirs: TensorLists) -> None:
+    for index in range(len(ours.main)):
+        assert_same(ours.main[index], theirs.main[index], f"main[{index}]")
+        assert_same(ours.output[index], theirs.output[index], f"output[{index}]")
+        for key, tensors in ours.state.items():
+            assert_same(tensors[index], theirs.state[key][index], f"{key}[{index}]")
+
+
+def run(backend: ReferenceBackend, rule: str, lists: TensorLists, group: dict[str, Any], step: int,
+        multiplier: float) -> Tensor | None:
+    if rule == "adam":
+        backend.adam(lists, AdamScalars.at(group, step), multiplier)
+    elif rule == "sgd":
+        backend.sgd(lists, SgdScalars.at(group, step), multiplier)
+    elif rule == "lion":
+        backend.lion(lists, LionScalars.at(group, step), multiplier)
+    else:
+        scalars = LambScalars.at(group, step)
+        sums = backend.lamb_moments(lists, scalars, multiplier)
+        backend.lamb_apply(lists, scalars, [0.1 / (1 + index) for index in range(len(lists.main))])
+        return sums
+    return None
+
+
+KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",),
+        "sgd": ("momentum_buffer",), "plain sgd": ()}
+sizes_of_tensors = st.lists(st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 70_000]),
+                                      st.integers(0, 70_000)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+@pytest.mark.parametrize("rule", list(KEYS))
+def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
+    sizes = data.draw(sizes_of_tensors)
+    grad, output = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([None, *DTYPES]))
+    seed, odd = data.draw(st.integers(0, 2**20)), data.draw(st.booleans())
+    group = {"lr": data.draw(st.sampled_from([0.0, 1e-3, 0.3])), "betas": (0.9, 0.999), "eps": 1e-8,
+             "weight_decay": data.draw(st.sampled_from([0.0, 0.1])), "bias_correction": data.draw(st.booleans()),
+             "adam_w_mode": data.draw(st.booleans()), "grad_averaging": data.draw(st.booleans()),
+             "use_nvlamb": False, "momentum": 0.0 if rule == "plain sgd" else 0.9,
+             "dampening": data.draw(st.sampled_from([0.0, 0.5])),
+             "nesterov": rule == "sgd" and data.draw(st.booleans())}
+    multiplier = float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6]))))
+    step = data.draw(st.sampled_from([1, 2, 1000]))
+    set_host_threads(data.draw(st.integers(1, 8)))
+    ours, theirs = (lists_of(seed, sizes, grad, output, KEYS[rule], odd) for _ in range(2))
+    short = rule.split()[-1]
+    found = run(NativeBackend(LIBRARY), short, ours, group, step, multiplier)
+    expected = run(REFERENCE, short, theirs, group, step, multiplier)
+    assert_same_lists(ours, theirs)
+    if found is not None and expected is not None:
+        assert_same(found, expected, "sums")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sizes_of_tensors, st.sampled_from(DTYPES), st.booleans(), st.integers(1, 8), st.integers(0, 2**20))
+def test_sums_of_squares_equal_reference(sizes: list[int], dtype: torch.dtype, odd: bool, threads: int,
+                                         seed: int) -> None:
+    set_host_threads(threads)
+    grads = lists_of(seed, sizes, dtype, None, (), odd).grad
+    assert_same(NativeBackend(LIBRARY).sum_of_squares(grads), REFERENCE.sum_of_squares(grads), "sums")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", [131_072, 131_073, 1_000_003])
+def test_large_tensors_do_not_depend_on_threads(n: int, threads: int) -> None:
+    set_host_threads(threads)
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True,
+             "adam_w_mode": True, "grad_averaging": True, "use_nvlamb": False}
+    for rule in ("adam", "lamb"):
+        ours, theirs = (lists_of(3, [n, 5], torch.bfloat16, torch.bfloat16, KEYS[rule], False) for _ in range(2))
+        sums = [run(b, rule, ls, group, 1, 0.5) for b, ls in ((NativeBackend(LIBRARY), ours), (REFERENCE, theirs))]
+        assert_same_lists(ours, theirs)
+        assert sums[0] is None or torch.equal(sums[0], sums[1])
+    assert torch.equal(NativeBackend(LIBRARY).sum_of_squares(ours.grad), REFERENCE.sum_of_squares(theirs.grad))
+
+
+def test_streamed_outputs_are_the_same() -> None:
+    """A launch of more than four million elements writes its output past the caches."""
+    n = (4 << 20) + 17
+    group = {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+    for dtype in (torch.bfloat16, torch.float16):
+        ours, theirs = (lists_of(5, [n], dtype, dtype, (), True) for _ in range(2))
+        for backend, lists in ((NativeBackend(LIBRARY), ours), (REFERENCE, theirs)):
+            run(backend, "sgd", lists, group, 1, 1.0)
+        assert_same_lists(ours, theirs)
+
+
+def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does() -> None:
+    group = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+    for dtype in (torch.float16, torch.bfloat16):
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        main = torch.zeros(2**16)
+        run(NativeBackend(LIBRARY), "sgd", TensorLists([main], [every], {}, [None]), group, 1, 1.0)
+        assert_same(main, torch.zeros(2**16) - every.float(), "read")
+        exact = every.float()
+        exact = exact[exact.isfinite()]
+        near = torch.cat([torch.nextafter(exact, torch.tensor(s)) for s in (math.inf, -math.inf)] + [
+            (exact[1:] + exact[:-1]) / 2, exact * (1 + 2**-12), exact * (1 + 2**-9)])
+        output = torch.empty(len(near), dtype=dtype)
+        run(NativeBackend(LIBRARY), "sgd", TensorLists([near], [torch.zeros(len(near))], {}, [output]), group, 1, 1.0)
+        assert_same(output, near.to(dtype), "rounded")
+
+
+def test_zeros_are_counted() -> None:
+    for dtype in DTYPES:
+        grad = torch.zeros(70_001, dtype=dtype)
+        grad[::7] = 1.0
+        table = native_module._Table([grad.numel()], [grad], native_module._Kind(dtype, None))
+        sums, zeros = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
+        LIBRARY.call("mp_measure", ctypes.byref(table.tensors), sums.data_ptr(), zeros.data_ptr(), 3)
+        assert zeros.item() == int((grad == 0).sum()) and sums.item() == int((grad != 0).sum())
+
+
+def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True,
+             "adam_w_mode": True}
+    kinds = [(torch.float64, None), (torch.bfloat16, torch.bfloat16), (torch.float32, None),
+             (torch.float16, torch.float32)]
+    parts = [lists_of(i, [900], dtype, output, KEYS["adam"], False) for i, (dtype, output) in enumerate(kinds)]
+
+    def joined(clone: bool) -> TensorLists:
+        def copy(t: Tensor | None) -> Tensor | None:
+            return t if t is None or not clone else t.clone()
+
+        return TensorLists(*([copy(p.__getattribute__(name)[0]) for p in parts] for name in ("main", "grad")),
+                           {key: [copy(p.state[key][0]) for p in parts] for key in KEYS["adam"]},
+                           [copy(p.output[0]) for p in parts])
+
+    theirs, ours = joined(True), joined(False)
+    run(REFERENCE, "adam", theirs, group, 1, 0.5)
+    run(NativeBackend(LIBRARY), "adam", ours, group, 1, 0.5)
+    assert_same_lists(ours, theirs)
+    grads = [*ours.grad, torch.randn(40, 30).t()]
+    assert torch.equal(NativeBackend(LIBRARY).sum_of_squares(grads), REFERENCE.sum_of_squares(grads))
+
+
+def test_calls_from_several_threads_do_not_mix() -> None:
+    grads = [[torch.full((200_000,), float(i))] for i in range(1, 5)]
+    found: dict[int, float] = {}
+
+    def measure(i: int) -> None:
+        for _ in range(20):
+            found[i] = float(NativeBackend(LIBRARY).sum_of_squares(grads[i])[0])
+
+    workers = [threading.Thread(target=measure, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == {i: 200_000.0 * (i + 1) ** 2 for i in range(4)}
+
+
+def test_bad_arguments_are_python_errors() -> None:
+    with pytest.raises(RuntimeError, match="mp_measure: a null pointer"):
+        LIBRARY.call("mp_measure", None, None, None, 1)
+    with pytest.raises(ValueError, match="MP_OPTIM_NATIVE='avx1024': this machine has"):
+        LIBRARY.set_level("avx1024")
+    with pytest.raises(ValueError, match="no native kernels"):
+        NativeLibrary(None, "why").set_level("baseline")
+    LIBRARY.set_cores([0])
+    LIBRARY.set_cores([])
