@@ -7,8 +7,8 @@ later is found by slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "Slot", "SlotStateView", "SlotUpdate", "current_grad", "follow", "iter_slots", "local_tensor", "same_memory",
-    "slot_name", "with_names",
+    "Slot", "SlotStateView", "SlotUpdate", "all_same", "are_plain", "current_grad", "follow", "iter_slots",
+    "local_tensor", "same_memory", "slot_name", "with_names",
 ]
 
 ParamGroups = list[dict[str, Any]]
@@ -31,8 +31,7 @@ class Slot(NamedTuple):
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlotUpdate:
+class SlotUpdate(NamedTuple):
     """One slot's share of an optimizer step.
 
     Attributes:
@@ -83,13 +82,30 @@ def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
     return names[slot.position] if names else f"group{slot.group}.param{slot.position}"
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def current_grad(param: Tensor) -> Tensor | None:
     """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else ``grad``."""
+    if type(param) in _PLAIN:  # the common case, without two failing attribute lookups
+        own = param.__dict__
+        if "main_grad" not in own and "decoupled_grad" not in own:
+            return param.grad
     for attribute in ("main_grad", "decoupled_grad", "grad"):
         grad: Tensor | None = getattr(param, attribute, None)
         if grad is not None:
             return grad
     return None
+
+
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether no tensor is a DTensor or another subclass whose memory is somewhere else."""
+    return set(map(type, tensors)) <= set(_PLAIN)
+
+
+def all_same(a: Sequence[object], b: Sequence[object]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -201,10 +201,10 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def _stepped(self, slot: Slot) -> Tensor:
         """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
         seat = self._seat(slot)
-        param = self.param_groups[slot.group]["params"][slot.position]
-        local = local_tensor(param)
+        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
         if seat.resident:
-            return local
+            return param if type(param) is Tensor and not param.requires_grad else local_tensor(param)
+        local = local_tensor(param)
         if seat.main is None:
             seat.main = self._new_copy(seat, local)
         elif param is not seat.bound:
@@ -221,7 +221,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
             for position, seat in enumerate(self._seats[index]):
                 seats = self._subs[seat.place].param_groups[index]["params"]
                 stepped = self._stepped(Slot(index, position))
-                if not same_memory(seats[seat.index], stepped):
+                if seats[seat.index] is not stepped and not same_memory(seats[seat.index], stepped):
                     seats[seat.index] = stepped
 
     def reload_model_params(self) -> None:
@@ -254,7 +254,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
             output = update.output
             if not seat.resident:
                 output = local_tensor(self.param_groups[update.slot.group]["params"][update.slot.position])
-            routed[seat.place].append(replace(update, slot=Slot(update.slot.group, seat.index), output=output))
+            routed[seat.place].append(update._replace(slot=Slot(update.slot.group, seat.index), output=output))
         if routed["device"]:
             self._subs["device"].step_slots(routed["device"], grad_norm=grad_norm)
         shares = [self._seat(update.slot).share for update in updates if self._seat(update.slot).place == "host"]

@@ -7,7 +7,7 @@ bucket k-1 on their way up. Gradients and parameters travel in the dtype they ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mp_optim.placement.arena import HostArena, aligned_bytes
@@ -41,9 +41,9 @@ class _Stage:
             self._transfer.wait(self._busy)
             self._busy = None
         self.arena.reset()
-        staged = [replace(update, grad=self.arena.take(update.grad.shape, update.grad.dtype),
-                          output=None if update.output is None
-                          else self.arena.take(update.output.shape, update.output.dtype))
+        staged = [update._replace(grad=self.arena.take(update.grad.shape, update.grad.dtype),
+                                  output=None if update.output is None
+                                  else self.arena.take(update.output.shape, update.output.dtype))
                   for update in bucket]
         pairs = [(mine.grad, theirs.grad) for mine, theirs in zip(staged, bucket, strict=True)]
         return staged, self._transfer.download(pairs)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["EXCLUDED", "MAIN", "GradEntry", "Measurement", "NormKey", "agree", "count_zeros", "measure",
+__all__ = ["EXCLUDED", "MAIN", "Measurement", "NormKey", "agree", "count_zeros", "measure",
            "norm_groups"]
 
 MAIN = "main"
@@ -36,14 +36,6 @@ class NormKey:
 
 
 @dataclass(frozen=True)
-class GradEntry:
-    """A local gradient of this step."""
-
-    grad: Tensor
-    key: NormKey
-
-
-@dataclass(frozen=True)
 class Measurement:
     """FP64 scalars per norm group, and the number of zero gradient elements if it was counted."""
 
@@ -58,30 +50,30 @@ class Measurement:
         return Measurement(sums, sum(zeros[1:], zeros[0]) if zeros else None)
 
 
-def measure(entries: Sequence[GradEntry], keys: Sequence[NormKey], sum_of_squares: SumOfSquares,
-            device: torch.device) -> dict[NormKey, Tensor]:
+def measure(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey],
+            sum_of_squares: SumOfSquares, device: torch.device) -> dict[NormKey, Tensor]:
     """Sum of squares for each key, shape () FP64 on ``device``.
 
     Args:
-        entries: this step's gradients, in slot order.
-        keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
+        grads, keys: this step's local gradients in slot order, and which norm each counts in.
+        all_keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
     """
     by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for index, entry in enumerate(entries):
-        by_device[entry.grad.device].append(index)
-    sums = torch.zeros(len(entries), dtype=torch.float64, device=device)
-    for _where, indices in by_device.items():
-        found = sum_of_squares([entries[index].grad for index in indices])
+    for index, grad in enumerate(grads):
+        by_device[grad.device].append(index)
+    sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
+    for indices in by_device.values():
         if len(by_device) == 1:
-            sums = found.to(device)
+            sums = sum_of_squares(grads).to(device)
         else:
-            sums[torch.tensor(indices, device=device)] = found.to(device)
-    result = {}
-    for key in keys:
-        mine = [index for index, entry in enumerate(entries) if entry.key == key]
-        picked = sums if len(mine) == len(entries) else sums[torch.tensor(mine, dtype=torch.long, device=device)]
-        result[key] = _pairwise_sum(picked)
-    return result
+            sums[torch.tensor(indices, device=device)] = sum_of_squares([grads[i] for i in indices]).to(device)
+    if len(all_keys) == 1:
+        return {all_keys[0]: _pairwise_sum(sums)}
+    mine: dict[NormKey, list[int]] = {key: [] for key in all_keys}
+    for index, key in enumerate(keys):
+        mine[key].append(index)
+    return {key: _pairwise_sum(sums[torch.tensor(found, dtype=torch.long, device=device)])
+            for key, found in mine.items()}
 
 
 def _pairwise_sum(values: Tensor) -> Tensor:
@@ -93,12 +85,13 @@ def _pairwise_sum(values: Tensor) -> Tensor:
     return values.sum() if values.numel() == 0 else values.reshape(())
 
 
-def count_zeros(entries: Sequence[GradEntry], keys: Sequence[NormKey], device: torch.device) -> dict[NormKey, Tensor]:
+def count_zeros(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey],
+                device: torch.device) -> dict[NormKey, Tensor]:
     """Zero elements of the gradients of each key, shape () FP64 on ``device``."""
-    zeros = {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
-    for entry in entries:
-        if entry.key.group != EXCLUDED:
-            zeros[entry.key] += (entry.grad.numel() - torch.count_nonzero(entry.grad)).to(device)
+    zeros = {key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys}
+    for grad, key in zip(grads, keys, strict=True):
+        if key.group != EXCLUDED:
+            zeros[key] += (grad.numel() - torch.count_nonzero(grad)).to(device)
     return zeros
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.description import Description, describe
@@ -22,7 +23,6 @@ from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.measure import (
     EXCLUDED,
     MAIN,
-    GradEntry,
     Measurement,
     NormKey,
     agree,
@@ -34,20 +34,50 @@ from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor, same_memory, with_names
+from mp_optim.slots import (
+    Slot,
+    SlotUpdate,
+    all_same,
+    are_plain,
+    current_grad,
+    follow,
+    iter_slots,
+    local_tensor,
+    same_memory,
+    with_names,
+)
 from mp_optim.update import as_slot_optimizer, choose_backend
 
 __all__ = ["MegatronOptimizer"]
 
 
 @dataclass
-class _Binding:
-    """The model tensor last seen at a slot, with the version of its data; what a change is judged by."""
+class _Columns:
+    """What was last seen at every slot, in slot order, as parallel lists: one pass over each is cheap.
 
-    param: Tensor
-    version: int
-    separate: bool
-    key: NormKey
+    Attributes:
+        slots: which slot.
+        params: the model tensor there.
+        versions: how often its data was written; what an outside change is judged by.
+        separate: whether it is stepped on another tensor, its main param.
+        keys: which norm its gradient counts in.
+        first: index of each group's first slot.
+    """
+
+    slots: list[Slot] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    separate: list[bool] = field(default_factory=list)
+    keys: list[NormKey] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+
+    def index(self, slot: Slot) -> int:
+        """Where a slot is in the lists."""
+        return self.first[slot.group] + slot.position
+
+
+def _versions(params: Sequence[Tensor]) -> list[int]:
+    return [p._version if type(p) in (Tensor, Parameter) else local_tensor(p)._version for p in params]
 
 
 class MegatronOptimizer(SlotOptimizer):
@@ -73,7 +103,8 @@ class MegatronOptimizer(SlotOptimizer):
         self.inner = as_slot_optimizer(optimizer)
         self.grad_scaler = grad_scaler
         self.process_groups = process_groups or ProcessGroups()
-        self._bindings: list[list[_Binding]] = []
+        self._seen = _Columns()
+        self._grads: tuple[list[int], list[Tensor]] | None = None
         self._norm_groups: list[str] | None = None
         self._verdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0, "reloaded_params": 0}
@@ -90,19 +121,22 @@ class MegatronOptimizer(SlotOptimizer):
 
     @torch.no_grad()
     def _bind_group(self, index: int) -> None:
-        bindings = []
+        seen = self._seen
+        seen.first.append(len(seen.slots))
         for position, param in enumerate(self.param_groups[index]["params"]):
             slot = Slot(index, position)
             local = local_tensor(param)
-            key = self._norm_key(slot, param)
             separate = False
             if param.requires_grad:
                 self.check_param(slot, param)
                 main = self.inner.new_main_param(slot, local)
                 separate = not same_memory(main, local)
                 param.main_param = main
-            bindings.append(_Binding(param, local._version, separate, key))
-        self._bindings.append(bindings)
+            seen.slots.append(slot)
+            seen.params.append(param)
+            seen.versions.append(local._version)
+            seen.separate.append(separate)
+            seen.keys.append(self._norm_key(slot, param))
         self._norm_groups = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -133,23 +167,27 @@ class MegatronOptimizer(SlotOptimizer):
 
     def has_separate_main(self, slot: Slot) -> bool:
         """Whether a slot is stepped on a tensor other than the model's parameter."""
-        return self._bindings[slot.group][slot.position].separate
+        return self._seen.separate[self._seen.index(slot)]
 
     def _sync(self) -> None:
         """Follow model tensors that were replaced or written from outside since the last step."""
-        for slot, param in iter_slots(self.param_groups):
-            binding = self._bindings[slot.group][slot.position]
-            local = local_tensor(param)
-            if param is binding.param and local._version == binding.version:
+        seen = self._seen
+        params = [param for group in self.param_groups for param in group["params"]]
+        versions = _versions(params)
+        if versions == seen.versions and all_same(params, seen.params):
+            return
+        for index, (param, version) in enumerate(zip(params, versions, strict=True)):
+            if param is seen.params[index] and version == seen.versions[index]:
                 continue
+            slot = seen.slots[index]
             if param.requires_grad:
-                self._rebind(slot, param, local, binding)
-            binding.param, binding.version = param, local._version
-            binding.key = self._norm_key(slot, param)
+                self._rebind(slot, param, local_tensor(param), seen.separate[index])
+            seen.params[index], seen.keys[index] = param, self._norm_key(slot, param)
+        seen.versions = _versions(params)
 
-    def _rebind(self, slot: Slot, param: Tensor, local: Tensor, binding: _Binding) -> None:
+    def _rebind(self, slot: Slot, param: Tensor, local: Tensor, separate: bool) -> None:
         main = self._main(slot)
-        if not binding.separate:
+        if not separate:
             self.inner.param_groups[slot.group]["params"][slot.position] = local
             param.main_param = local  # type: ignore[attr-defined]
             return
@@ -164,19 +202,19 @@ class MegatronOptimizer(SlotOptimizer):
         Args:
             state_dict: full-precision values by FQN, used instead of the model's where given.
         """
-        for slot, param in iter_slots(self.param_groups):
-            binding = self._bindings[slot.group][slot.position]
+        seen = self._seen
+        for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
             local = local_tensor(param)
-            if binding.separate:
+            if seen.separate[index]:
                 source = (state_dict or {}).get(self.slot_name(slot), local)
                 self._main(slot).copy_(local_tensor(source))
-            binding.param, binding.version = param, local._version
+            seen.params[index], seen.versions[index] = param, local._version
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
         """(FQN, FP32 tensor of the parameter's shape; a DTensor if the parameter is one), in slot order."""
         for slot, param in iter_slots(self.param_groups):
-            separate = self._bindings[slot.group][slot.position].separate
-            yield self.slot_name(slot), as_sharded(self._main(slot), param) if separate else param
+            yield self.slot_name(slot), (
+                as_sharded(self._main(slot), param) if self.has_separate_main(slot) else param)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -217,30 +255,34 @@ class MegatronOptimizer(SlotOptimizer):
         """Where the model's parameters lie."""
         return next((local_tensor(p).device for _, p in iter_slots(self.param_groups)), torch.device("cpu"))
 
-    def _local_grads(self) -> Iterator[tuple[Slot, Tensor]]:
-        for slot, param in iter_slots(self.param_groups):
-            grad = current_grad(param)
-            if grad is None:
-                continue
-            if grad.is_sparse or not grad.is_floating_point():
-                raise TypeError(f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; dense "
-                                "floating-point gradients are supported (build the embedding with sparse=False)")
-            yield slot, local_tensor(grad)
+    def _collect_grads(self) -> tuple[list[int], list[Tensor]]:
+        """Slots that have a gradient now, as indices, and their local gradients."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        found = [current_grad(param) for param in params]
+        indices = [index for index, grad in enumerate(found) if grad is not None]
+        grads = [grad for grad in found if grad is not None]
+        if any(grad.layout != torch.strided or not grad.is_floating_point() for grad in grads):
+            index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
+                               if g.layout != torch.strided or not g.is_floating_point())
+            raise TypeError(f"{self.slot_name(self._seen.slots[index])}: gradient is {grad.dtype}, layout "
+                            f"{grad.layout}; dense floating-point gradients are supported (build the embedding with "
+                            "sparse=False)")
+        return indices, grads if are_plain(grads) else [local_tensor(grad) for grad in grads]
 
     def measure(self) -> Measurement:
         """Sums of squares of this step's gradients, agreed with the other ranks."""
         if self._parked:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self._sync()
-        keys = list(dict.fromkeys(b.key for group in self._bindings for b in group))
-        entries = [GradEntry(grad, self._bindings[slot.group][slot.position].key)
-                   for slot, grad in self._local_grads()]
+        all_keys = list(dict.fromkeys(self._seen.keys))
+        indices, grads = self._grads = self._collect_grads()
+        keys = [self._seen.keys[index] for index in indices]
         device = self.device
-        sums = measure(entries, keys, self._sum_of_squares, device)
-        zeros = count_zeros(entries, keys, device) if self.config.log_num_zeros_in_grad else None
+        sums = measure(grads, keys, all_keys, self._sum_of_squares, device)
+        zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None
         ranks = self.process_groups.grad_stats
         if self._norm_groups is None or ranks is None:
-            self._norm_groups = norm_groups(keys, ranks)
+            self._norm_groups = norm_groups(all_keys, ranks)
         return agree(sums, zeros, ranks, self._norm_groups)
 
     def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
@@ -251,21 +293,24 @@ class MegatronOptimizer(SlotOptimizer):
         """Step the slots that have a gradient, unless the verdict says skip."""
         self._verdict = verdict
         self._counts["steps"] += 1
+        indices, grads = self._grads or self._collect_grads()
+        self._grads = None
         if verdict.skip:
             self._counts["skipped_steps"] += 1
             return
-        updates = [self._update(slot, grad, verdict) for slot, grad in self._local_grads()]
         norm = verdict.norms.get(MAIN)
         clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
-        self.step_slots(updates, grad_norm=clipped)
-        for update in updates:
-            binding = self._bindings[update.slot.group][update.slot.position]
-            binding.version = local_tensor(binding.param)._version
+        self.step_slots(self._updates(indices, grads, verdict), grad_norm=clipped)
+        self._seen.versions = _versions(self._seen.params)
 
-    def _update(self, slot: Slot, grad: Tensor, verdict: Verdict) -> SlotUpdate:
-        binding = self._bindings[slot.group][slot.position]
-        return SlotUpdate(slot, grad, verdict.multipliers[binding.key.group],
-                          local_tensor(binding.param) if binding.separate else None, binding.key.shard_groups)
+    def _updates(self, indices: list[int], grads: list[Tensor], verdict: Verdict) -> list[SlotUpdate]:
+        seen = self._seen
+        params = [seen.params[index] for index in indices]
+        writable = params if are_plain(params) else [local_tensor(param) for param in params]
+        keys = [seen.keys[index] for index in indices]
+        outputs = [param if seen.separate[index] else None for index, param in zip(indices, writable, strict=True)]
+        return list(map(SlotUpdate, (seen.slots[index] for index in indices), grads,
+                        (verdict.multipliers[key.group] for key in keys), outputs, (key.shard_groups for key in keys)))
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
@@ -297,18 +342,17 @@ class MegatronOptimizer(SlotOptimizer):
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         param = self.param_groups[slot.group]["params"][slot.position]
-        binding = self._bindings[slot.group][slot.position]
         if not param.requires_grad:
             return {}
         state = dict(self.inner.slot_state(slot))
-        if binding.separate and param.dtype != torch.float32:
+        if self.has_separate_main(slot) and param.dtype != torch.float32:
             state["master_param"] = self._main(slot)
         return {key: as_sharded(value, param) for key, value in state.items()}
 
     def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         rest = as_local_state(state)
-        binding = self._bindings[slot.group][slot.position]
-        owns = binding.separate and binding.param.dtype != torch.float32
+        param = self.param_groups[slot.group]["params"][slot.position]
+        owns = self.has_separate_main(slot) and param.dtype != torch.float32
         return rest, rest.pop("master_param", None) if owns else None
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
@@ -347,7 +391,7 @@ class MegatronOptimizer(SlotOptimizer):
             if not param.requires_grad:
                 continue
             tensors = list(self.inner.slot_state(slot).values())
-            if self._bindings[slot.group][slot.position].separate:
+            if self.has_separate_main(slot):
                 tensors.append(self._main(slot))
             yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, current_grad, iter_slots, local_tensor
+from mp_optim.slots import Slot, SlotUpdate, all_same, are_plain, current_grad, iter_slots, local_tensor
 from mp_optim.update.backends import Backend, choose_backend
 from mp_optim.update.lists import TensorLists
 
@@ -20,12 +20,33 @@ __all__ = ["RuleOptimizer", "check_adam_settings", "check_range", "global_grad_n
 
 
 class _Launch(NamedTuple):
-    """Updates with equal keys go into one backend call."""
+    """Updates of one group with equal keys go into one backend call."""
 
-    group: int
     device: torch.device
-    step: int
+    step: float
     multiplier: float
+
+
+class _GroupState:
+    """State of one param group.
+
+    Attributes:
+        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step`` is a view of it.
+        slots: state tensors of each slot; empty until somebody looks.
+        mains: the tensor each slot's state was last found to fit.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.steps = torch.zeros(count, dtype=torch.float32)
+        self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        self.mains: list[Tensor | None] = [None] * count
+
+    def count(self, positions: Sequence[int]) -> None:
+        """Add a step to the given slots."""
+        if len(positions) == len(self.slots):
+            self.steps += 1
+        else:
+            self.steps[torch.tensor(positions)] += 1
 
 
 class RuleOptimizer(SlotOptimizer):
@@ -38,7 +59,7 @@ class RuleOptimizer(SlotOptimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto") -> None:
         choose_backend(backend, torch.device("cpu"))
         self._backend = backend
-        self._states: list[list[dict[str, Tensor]]] = []
+        self._groups: list[_GroupState] = []
         super().__init__(params, defaults)
 
     # -- what a rule provides -------------------------------------------------------------------
@@ -71,14 +92,15 @@ class RuleOptimizer(SlotOptimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._states.append([{} for _ in group["params"]])
+        self._groups.append(_GroupState(len(group["params"])))
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
-        state = self._states[slot.group][slot.position]
-        group = self.param_groups[slot.group]
-        main = local_tensor(group["params"][slot.position])
+        own, group = self._groups[slot.group], self.param_groups[slot.group]
+        state = own.slots[slot.position]
+        tensor = group["params"][slot.position]
+        main = local_tensor(tensor)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = own.steps[slot.position]
         for name in self.moments(group):
             if name not in state:
                 state[name] = torch.zeros(main.shape, dtype=torch.float32, device=main.device)
@@ -87,6 +109,7 @@ class RuleOptimizer(SlotOptimizer):
                                  f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
             elif state[name].device != main.device:
                 state[name] = state[name].to(main.device)
+        own.mains[slot.position] = tensor
         return state
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
@@ -121,17 +144,32 @@ class RuleOptimizer(SlotOptimizer):
 
     @torch.no_grad()
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        launches: dict[_Launch, list[SlotUpdate]] = defaultdict(list)
+        by_group: dict[int, list[SlotUpdate]] = defaultdict(list)
         for update in updates:
-            main = self._main(update.slot)
-            step = int(self.slot_state(update.slot)["step"]) + 1
-            group = self.param_groups[update.slot.group]
-            multiplier = self.effective_multiplier(group, update.multiplier, grad_norm)
-            launches[_Launch(update.slot.group, main.device, step, multiplier)].append(update)
-        for launch, together in launches.items():
-            self._launch(launch, together)
-        for update in updates:
-            self._states[update.slot.group][update.slot.position]["step"] += 1
+            by_group[update.slot.group].append(update)
+        for index, members in by_group.items():
+            self._step_group(index, members, grad_norm)
+
+    def _step_group(self, index: int, updates: list[SlotUpdate], grad_norm: float | None) -> None:
+        group, own = self.param_groups[index], self._groups[index]
+        positions = [update.slot.position for update in updates]
+        mains = self._mains(index, positions)
+        steps = own.steps.tolist()
+        multipliers = {value: self.effective_multiplier(group, value, grad_norm)
+                       for value in {update.multiplier for update in updates}}
+        keys = list(zip((main.device for main in mains), (steps[position] for position in positions),
+                        (multipliers[update.multiplier] for update in updates), strict=True))
+        launches: dict[tuple[torch.device, float, float], list[int]] = {key: [] for key in dict.fromkeys(keys)}
+        if len(launches) == 1:
+            launches[keys[0]] = list(range(len(keys)))
+        else:
+            for at, key in enumerate(keys):
+                launches[key].append(at)
+        for launch, members in ((_Launch(*key), members) for key, members in launches.items()):
+            whole = len(members) == len(updates)
+            self._launch(index, launch, updates if whole else [updates[at] for at in members],
+                         mains if whole else [mains[at] for at in members])
+        own.count(positions)
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
         """What carries the rule out on a device, and why."""
@@ -141,31 +179,54 @@ class RuleOptimizer(SlotOptimizer):
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
-    def _main(self, slot: Slot) -> Tensor:
-        main = local_tensor(self.param_groups[slot.group]["params"][slot.position])
-        if main.dtype != torch.float32:
-            raise TypeError(f"{self.slot_name(slot)} is {main.dtype}: {type(self).__name__} steps float32; wrap it in "
-                            "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
-        return main
+    def _mains(self, index: int, positions: Sequence[int]) -> list[Tensor]:
+        """The plain FP32 tensors at some positions of a group, with state that fits them."""
+        params, own = self.param_groups[index]["params"], self._groups[index]
+        tensors = [params[position] for position in positions]
+        if not all_same(tensors, [own.mains[position] for position in positions]):
+            for position in positions:
+                self.slot_state(Slot(index, position))
+        mains = tensors if are_plain(tensors) else [local_tensor(tensor) for tensor in tensors]
+        if {main.dtype for main in mains} - {torch.float32}:
+            position, main = next((p, m) for p, m in zip(positions, mains, strict=True) if m.dtype != torch.float32)
+            raise TypeError(f"{self.slot_name(Slot(index, position))} is {main.dtype}: {type(self).__name__} steps "
+                            "float32; wrap it in Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
+        return mains
 
-    def _launch(self, launch: _Launch, updates: list[SlotUpdate]) -> None:
-        mains = [self._main(update.slot) for update in updates]
-        group = self.param_groups[launch.group]
-        states = [self._states[update.slot.group][update.slot.position] for update in updates]
+    def _launch(self, index: int, launch: _Launch, updates: list[SlotUpdate], mains: list[Tensor]) -> None:
+        group, states = self.param_groups[index], self._groups[index].slots
+        slots = [states[update.slot.position] for update in updates]
         outputs = [update.output for update in updates]
         lists = TensorLists(
-            main=[main.contiguous() for main in mains], grad=[update.grad.contiguous() for update in updates],
-            state={name: [state[name] for state in states] for name in self.moments(group)},
-            output=[None if out is None else out if out.is_contiguous() else torch.empty_like(
-                out, memory_format=torch.contiguous_format) for out in outputs])
+            main=_contiguous(mains), grad=_contiguous([update.grad for update in updates]),
+            state={name: [state[name] for state in slots] for name in self.moments(group)},
+            output=_contiguous_outputs(outputs))
         backend, _ = self.backend_for(launch.device)
-        self.apply(backend, lists, group, launch.step, launch.multiplier, updates)
-        for main, stepped in zip(mains, lists.main, strict=True):
-            if stepped is not main and stepped.data_ptr() != main.data_ptr():
-                main.copy_(stepped)
-        for out, written in zip(outputs, lists.output, strict=True):
-            if out is not None and written is not None and written is not out:
-                out.copy_(written)
+        self.apply(backend, lists, group, int(launch.step) + 1, launch.multiplier, updates)
+        for mine, stepped in ((mains, lists.main), (outputs, lists.output)):
+            if mine is not stepped:
+                _copy_back(mine, stepped)
+
+
+def _contiguous(tensors: list[Tensor]) -> list[Tensor]:
+    """The list itself if every tensor in it is contiguous, else one that is."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return tensors
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def _contiguous_outputs(outputs: list[Tensor | None]) -> list[Tensor | None]:
+    """The list itself if every tensor in it is contiguous, else one with memory of its own for those that are not."""
+    if all(output is None or output.is_contiguous() for output in outputs):
+        return outputs
+    return [output if output is None or output.is_contiguous()
+            else torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+
+
+def _copy_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
+    for tensor, copy in zip(tensors, written, strict=True):
+        if tensor is not None and copy is not None and tensor is not copy:
+            tensor.copy_(copy)
 
 
 def global_grad_norm(grads: Sequence[Tensor]) -> float:

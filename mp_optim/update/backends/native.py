@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.reference import ReferenceBackend
@@ -84,6 +85,7 @@ class NativeBackend(ReferenceBackend):
                 super().adam(part, scalars, multiplier)
             else:
                 self._call("mp_adam", _table(part, kind, "exp_avg", "exp_avg_sq"), values)
+                self._mark_written(part)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
         values = lib.Sgd(multiplier=multiplier, **_fields(scalars))
@@ -92,6 +94,7 @@ class NativeBackend(ReferenceBackend):
                 super().sgd(part, scalars, multiplier)
             else:
                 self._call("mp_sgd", _table(part, kind, *part.state), values)
+                self._mark_written(part)
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
         values = lib.Lion(multiplier=multiplier, **_fields(scalars))
@@ -100,6 +103,7 @@ class NativeBackend(ReferenceBackend):
                 super().lion(part, scalars, multiplier)
             else:
                 self._call("mp_lion", _table(part, kind, "exp_avg"), values)
+                self._mark_written(part)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
@@ -124,6 +128,7 @@ class NativeBackend(ReferenceBackend):
             else:
                 table = _table(part, kind, "exp_avg", "exp_avg_sq")
                 self._call("mp_lamb_apply", table, values, mine.buffer_info()[0])
+                self._mark_written(part)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         sums = torch.empty(len(tensors), dtype=torch.float64)
@@ -140,6 +145,11 @@ class NativeBackend(ReferenceBackend):
                 self._call("mp_measure", table, found.data_ptr(), None)
             sums[torch.tensor(indices)] = found
         return sums
+
+    @staticmethod
+    def _mark_written(lists: TensorLists) -> None:
+        """Tell autograd, which cannot see the kernels write."""
+        increment_version([*lists.main, *(output for output in lists.output if output is not None)])
 
     def _call(self, name: str, table: _Table, *arguments: Any) -> None:
         given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]

@@ -15,7 +15,7 @@ __all__ = ["ENVIRONMENT", "NativeLibrary", "native_library"]
 ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``; else the best one."""
 
-_ABI = 1
+_ABI = 2
 _STATUS = {1: "a null pointer, negative size or unknown dtype reached the kernels", 2: "out of memory",
            3: "the kernels failed"}
 
@@ -123,5 +123,20 @@ def _load(path: Path) -> NativeLibrary:
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
+    handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = [ctypes.c_void_p], None
+    handle.mp_set_parallel(_gomp_parallel())
     handle.mp_level.restype = handle.mp_levels.restype = ctypes.c_char_p
     return NativeLibrary(handle, path.name)
+
+
+def _gomp_parallel() -> int | None:
+    """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, if it is GNU's (as on Linux)."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    loaded = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libgomp" in line}
+    torch_first = sorted(loaded, key=lambda path: ("torch" not in path, path))
+    for path in torch_first[:1]:
+        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        return ctypes.cast(function, ctypes.c_void_p).value if function else None
+    return None

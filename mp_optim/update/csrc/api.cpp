@@ -106,15 +106,18 @@ private:
     int64_t elements_ = 0;
 };
 
+// Parts of a call: a few for each thread, so that one that starts late or is interrupted holds nobody up, and
+// each large enough to be worth handing out.
 int parts_for(const Units& units, int32_t threads) {
-    constexpr int64_t kWorthAThread = 1 << 15;
-    return int(std::max<int64_t>(1, std::min({int64_t(threads), units.total(), units.elements() / kWorthAThread})));
+    constexpr int64_t kPartsPerThread = 4, kWorthAPart = 1 << 15;
+    return int(std::max<int64_t>(
+        1, std::min({threads * kPartsPerThread, units.total(), units.elements() / kWorthAPart})));
 }
 
 template <class Body>
 void split(const Units& units, int32_t threads, Body body) {
     int parts = parts_for(units, threads);
-    run_parts(parts, [&](int part) {
+    run_parts(parts, threads, [&](int part) {
         int64_t total = units.total();
         units.for_runs(total * part / parts, total * (part + 1) / parts, body);
     });
@@ -243,9 +246,11 @@ int32_t mp_set_level(const char* name) {
     return MP_BAD_ARGUMENT;
 }
 
+void mp_set_parallel(void* gomp_parallel) { set_parallel(reinterpret_cast<Parallel>(gomp_parallel)); }
+
 int32_t mp_set_cores(const int32_t* cores, int32_t count) {
     if (count < 0 || (count > 0 && !cores)) return MP_BAD_ARGUMENT;
     return guarded([&] { set_cores(std::vector<int>(cores, cores + count)); });
 }
 
-int32_t mp_abi() { return 1; }
+int32_t mp_abi() { return 2; }

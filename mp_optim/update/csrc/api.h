@@ -59,6 +59,8 @@ MP_EXPORT int32_t mp_measure(const MpTensors* tensors, double* sums, int64_t* ze
 MP_EXPORT const char* mp_level();
 MP_EXPORT const char* mp_levels();  // all that can be chosen here, comma separated, best first
 MP_EXPORT int32_t mp_set_level(const char* name);
-// Pin worker threads (and none of the caller's) to these cores; count 0 unpins.
+// GOMP_parallel of the OpenMP library that torch uses, or null for threads of our own.
+MP_EXPORT void mp_set_parallel(void* gomp_parallel);
+// Use our own threads, pinned to these cores; count 0 unpins them.
 MP_EXPORT int32_t mp_set_cores(const int32_t* cores, int32_t count);
 MP_EXPORT int32_t mp_abi();  // changes whenever a struct or a signature does

@@ -1,47 +1,60 @@
 #include "pool.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <exception>
-#include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
+#elif defined(__APPLE__)
+#include <pthread.h>
 #endif
 
 namespace mp {
 namespace {
 
+// The parts of one call. Threads take the next one until none is left.
+struct Work {
+    const std::function<void(int)>& body;
+    int parts;
+    std::atomic<int> next{0};
+    std::mutex mutex;
+    std::exception_ptr error;
+
+    Work(const std::function<void(int)>& body, int parts) : body(body), parts(parts) {}
+
+    void take() {
+        for (int part; (part = next.fetch_add(1)) < parts;) {
+            try {
+                body(part);
+            } catch (...) {
+                std::lock_guard<std::mutex> lock(mutex);
+                if (!error) error = std::current_exception();
+            }
+        }
+    }
+};
+
 class Pool {
 public:
-    ~Pool() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stopping_ = true;
-        }
-        start_.notify_all();
-        for (std::thread& worker : workers_) worker.join();
-    }
-
-    void run(int parts, const std::function<void(int)>& body) {
+    void run(Work& work, int threads) {
         std::lock_guard<std::mutex> one_call(call_);
-        grow(parts - 1);
+        while (int(workers_.size()) < threads - 1) start_worker();
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            body_ = &body;
-            parts_ = parts;
-            left_ = parts - 1;
-            error_ = nullptr;
+            work_ = &work;
+            helpers_ = threads - 1;
+            busy_ = threads - 1;
             ++round_;
         }
         start_.notify_all();
-        work(0);
+        work.take();
         std::unique_lock<std::mutex> lock(mutex_);
-        done_.wait(lock, [this] { return left_ == 0; });
-        body_ = nullptr;
-        if (error_) std::rethrow_exception(error_);
+        done_.wait(lock, [this] { return busy_ == 0; });
     }
 
     void pin(const std::vector<int>& cores) {
@@ -51,13 +64,11 @@ public:
     }
 
 private:
-    void grow(int wanted) {
-        while (int(workers_.size()) < wanted) {
-            int part = int(workers_.size()) + 1;
-            uint64_t seen = round_;
-            workers_.emplace_back([this, part, seen] { loop(part, seen); });
-            if (!cores_.empty()) place(workers_.size() - 1);
-        }
+    void start_worker() {
+        int index = int(workers_.size());
+        uint64_t seen = round_;
+        workers_.emplace_back([this, index, seen] { loop(index, seen); });
+        if (!cores_.empty()) place(workers_.size() - 1);
     }
 
     void place(size_t worker) {
@@ -74,27 +85,19 @@ private:
 #endif
     }
 
-    void loop(int part, uint64_t seen) {
+    void loop(int index, uint64_t seen) {
         for (;;) {
+            Work* work;
             {
                 std::unique_lock<std::mutex> lock(mutex_);
-                start_.wait(lock, [&] { return stopping_ || round_ != seen; });
-                if (stopping_) return;
+                start_.wait(lock, [&] { return round_ != seen; });
                 seen = round_;
-                if (part >= parts_) continue;
+                if (index >= helpers_) continue;
+                work = work_;
             }
-            work(part);
+            work->take();
             std::lock_guard<std::mutex> lock(mutex_);
-            if (--left_ == 0) done_.notify_one();
-        }
-    }
-
-    void work(int part) {
-        try {
-            (*body_)(part);
-        } catch (...) {
-            std::lock_guard<std::mutex> lock(mutex_);
-            if (!error_) error_ = std::current_exception();
+            if (--busy_ == 0) done_.notify_one();
         }
     }
 
@@ -102,46 +105,63 @@ private:
     std::condition_variable start_, done_;
     std::vector<std::thread> workers_;
     std::vector<int> cores_;
-    const std::function<void(int)>* body_ = nullptr;
-    std::exception_ptr error_;
+    Work* work_ = nullptr;
     uint64_t round_ = 0;
-    int parts_ = 0, left_ = 0;
-    bool stopping_ = false;
+    int helpers_ = 0, busy_ = 0;
 };
 
-// Never destroyed: threads of a finishing process must not be waited for.
+std::atomic<Parallel> parallel{nullptr};
+std::atomic<bool> pinned{false};
+
+// Never destroyed: a process that ends does not wait for threads.
 Pool* the_pool = nullptr;
 std::mutex pool_mutex;
 
-#if defined(__linux__) || defined(__APPLE__)
-// A forked child has none of its parent's threads, and maybe a locked mutex: it starts anew.
-void forget_after_fork() {
+// A forked child has none of its parent's threads, neither ours nor OpenMP's, and maybe a locked mutex.
+void start_anew_after_fork() {
     the_pool = nullptr;
     new (&pool_mutex) std::mutex;
+    parallel.store(nullptr);
 }
-#endif
 
 Pool& pool() {
     std::lock_guard<std::mutex> lock(pool_mutex);
-    if (!the_pool) {
-#if defined(__linux__) || defined(__APPLE__)
-        static const int registered = pthread_atfork(nullptr, nullptr, forget_after_fork);
-        (void)registered;
-#endif
-        the_pool = new Pool;
-    }
+    if (!the_pool) the_pool = new Pool;
     return *the_pool;
 }
 
-}  // namespace
-
-void run_parts(int parts, const std::function<void(int)>& body) {
-    if (parts <= 1)
-        body(0);
-    else
-        pool().run(parts, body);
+void watch_for_forks() {
+#if defined(__linux__) || defined(__APPLE__)
+    static const int registered = pthread_atfork(nullptr, nullptr, start_anew_after_fork);
+    (void)registered;
+#endif
 }
 
-void set_cores(const std::vector<int>& cores) { pool().pin(cores); }
+void take_in_region(void* work) { static_cast<Work*>(work)->take(); }
+
+}  // namespace
+
+void run_parts(int parts, int threads, const std::function<void(int)>& body) {
+    Work work(body, parts);
+    if (threads > parts) threads = parts;
+    if (threads <= 1) {
+        work.take();
+    } else {
+        watch_for_forks();
+        Parallel region = parallel.load();
+        if (region && !pinned.load())
+            region(take_in_region, &work, unsigned(threads), 0);
+        else
+            pool().run(work, threads);
+    }
+    if (work.error) std::rethrow_exception(work.error);
+}
+
+void set_parallel(Parallel function) { parallel.store(function); }
+
+void set_cores(const std::vector<int>& cores) {
+    pinned.store(!cores.empty());
+    pool().pin(cores);
+}
 
 }  // namespace mp

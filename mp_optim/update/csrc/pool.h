@@ -1,4 +1,4 @@
-// A pool of threads that split a range of work. One call at a time; the caller does its share.
+// Splits work over threads: torch's own OpenMP threads where they can be reached, else a pool of ours.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,16 @@
 
 namespace mp {
 
-// Runs body(part) for part in [0, parts), each on a thread of its own (part 0 on the caller's).
+// Runs body(part) for every part in [0, parts) on up to `threads` threads, the caller's among them.
 // Rethrows the first exception of any part, after all parts have ended.
-void run_parts(int parts, const std::function<void(int)>& body);
+void run_parts(int parts, int threads, const std::function<void(int)>& body);
 
-// Cores for the workers, in turn; empty: wherever the system puts them.
+// GNU OpenMP's GOMP_parallel, or null. Its threads spin for a while after each region: a second set of threads
+// would compete with them for the cores, most of all right after a backward pass.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+void set_parallel(Parallel parallel);
+
+// Cores for the threads of our own pool, which is then used in any case; empty: wherever the system puts them.
 void set_cores(const std::vector<int>& cores);
 
 }  // namespace mp
