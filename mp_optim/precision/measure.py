@@ -7,7 +7,6 @@ non-finite; there is no second pass to look for one.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -58,15 +57,11 @@ def measure(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence
         grads, keys: this step's local gradients in slot order, and which norm each counts in.
         all_keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
     """
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for index, grad in enumerate(grads):
-        by_device[grad.device].append(index)
+    devices = [grad.device for grad in grads]
     sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
-    for indices in by_device.values():
-        if len(by_device) == 1:
-            sums = sum_of_squares(grads).to(device)
-        else:
-            sums[torch.tensor(indices, device=device)] = sum_of_squares([grads[i] for i in indices]).to(device)
+    for where in set(devices):
+        mine_here = [index for index, other in enumerate(devices) if other == where]
+        sums[torch.tensor(mine_here, device=device)] = sum_of_squares([grads[i] for i in mine_here]).to(device)
     if len(all_keys) == 1:
         return {all_keys[0]: _pairwise_sum(sums)}
     mine: dict[NormKey, list[int]] = {key: [] for key in all_keys}

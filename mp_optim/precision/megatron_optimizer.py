@@ -75,6 +75,15 @@ class _Columns:
         """Where a slot is in the lists."""
         return self.first[slot.group] + slot.position
 
+    @property
+    def distinct_keys(self) -> list[NormKey]:
+        """Every key once, in order. Equal keys are one object, so that telling them apart is cheap."""
+        return list({id(key): key for key in self.keys}.values())
+
+    def shared_key(self, key: NormKey) -> NormKey:
+        """The object that stands for all keys equal to this one."""
+        return next((known for known in self.distinct_keys if known == key), key)
+
 
 def _versions(params: Sequence[Tensor]) -> list[int]:
     return [p._version if type(p) in (Tensor, Parameter) else local_tensor(p)._version for p in params]
@@ -123,6 +132,7 @@ class MegatronOptimizer(SlotOptimizer):
     def _bind_group(self, index: int) -> None:
         seen = self._seen
         seen.first.append(len(seen.slots))
+        keys = {key: key for key in seen.distinct_keys}
         for position, param in enumerate(self.param_groups[index]["params"]):
             slot = Slot(index, position)
             local = local_tensor(param)
@@ -136,7 +146,8 @@ class MegatronOptimizer(SlotOptimizer):
             seen.params.append(param)
             seen.versions.append(local._version)
             seen.separate.append(separate)
-            seen.keys.append(self._norm_key(slot, param))
+            key = self._norm_key(slot, param)
+            seen.keys.append(keys.setdefault(key, key))
         self._norm_groups = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -182,7 +193,7 @@ class MegatronOptimizer(SlotOptimizer):
             slot = seen.slots[index]
             if param.requires_grad:
                 self._rebind(slot, param, local_tensor(param), seen.separate[index])
-            seen.params[index], seen.keys[index] = param, self._norm_key(slot, param)
+            seen.params[index], seen.keys[index] = param, seen.shared_key(self._norm_key(slot, param))
         seen.versions = _versions(params)
 
     def _rebind(self, slot: Slot, param: Tensor, local: Tensor, separate: bool) -> None:
@@ -274,7 +285,7 @@ class MegatronOptimizer(SlotOptimizer):
         if self._parked:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self._sync()
-        all_keys = list(dict.fromkeys(self._seen.keys))
+        all_keys = self._seen.distinct_keys
         indices, grads = self._grads = self._collect_grads()
         keys = [self._seen.keys[index] for index in indices]
         device = self.device

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -116,7 +115,7 @@ class NativeBackend(ReferenceBackend):
                 plain = TensorLists(part.main, part.grad, part.state, [None] * len(part.main))
                 table = _table(plain, _Kind(kind.grad, None), "exp_avg", "exp_avg_sq")
                 self._call("mp_lamb_moments", table, values, found.data_ptr())
-            sums[torch.tensor(indices)] = found
+            sums[torch.tensor(list(indices))] = found
         return sums
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
@@ -131,19 +130,24 @@ class NativeBackend(ReferenceBackend):
                 self._mark_written(part)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        dtypes = [tensor.dtype for tensor in tensors]
+        if len(set(dtypes)) == 1:
+            return self._sum_alike(tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64)
-        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-        for index, tensor in enumerate(tensors):
-            by_dtype[tensor.dtype].append(index)
-        for dtype, indices in by_dtype.items():
-            mine = [tensors[index].contiguous() for index in indices]
-            if dtype not in _DTYPES:
-                found = super().sum_of_squares(mine)
-            else:
-                found = torch.empty(len(mine), dtype=torch.float64)
-                table = _Table([t.numel() for t in mine], mine, _Kind(dtype, None))
-                self._call("mp_measure", table, found.data_ptr(), None)
-            sums[torch.tensor(indices)] = found
+        for dtype in set(dtypes):
+            mine = [index for index, other in enumerate(dtypes) if other == dtype]
+            sums[torch.tensor(mine)] = self._sum_alike([tensors[index] for index in mine])
+        return sums
+
+    def _sum_alike(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Sums of squares of tensors of one dtype."""
+        if tensors[0].dtype not in _DTYPES:
+            return super().sum_of_squares(tensors)
+        if not all(map(Tensor.is_contiguous, tensors)):
+            tensors = [tensor.contiguous() for tensor in tensors]
+        sums = torch.empty(len(tensors), dtype=torch.float64)
+        table = _Table(list(map(Tensor.numel, tensors)), tensors, _Kind(tensors[0].dtype, None))
+        self._call("mp_measure", table, sums.data_ptr(), None)
         return sums
 
     @staticmethod
@@ -160,18 +164,25 @@ def _fields(scalars: Any, *without: str) -> dict[str, Any]:
     return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
 
 
-def _indexed_by_kind(lists: TensorLists) -> list[tuple[list[int], _Kind | None, TensorLists]]:
+def _indexed_by_kind(lists: TensorLists) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
     """Parts of the lists whose tensors share dtypes; None is what the kernels do not read."""
-    kinds: dict[_Kind | None, list[int]] = defaultdict(list)
-    for index, (grad, output) in enumerate(zip(lists.grad, lists.output, strict=True)):
-        readable = grad.dtype in _DTYPES and (output is None or output.dtype in _DTYPES)
-        kinds[_Kind(grad.dtype, None if output is None else output.dtype) if readable else None].append(index)
-    if len(kinds) == 1:
-        return [(indices, kind, lists) for kind, indices in kinds.items()]
-    return [(indices, kind, TensorLists(
-        [lists.main[i] for i in indices], [lists.grad[i] for i in indices],
-        {key: [tensors[i] for i in indices] for key, tensors in lists.state.items()},
-        [lists.output[i] for i in indices])) for kind, indices in kinds.items()]
+    outputs = [None if output is None else output.dtype for output in lists.output]
+    pairs = list(zip((grad.dtype for grad in lists.grad), outputs, strict=True))
+    found = set(pairs)
+    if len(found) == 1:
+        return [(range(len(pairs)), _kind(*pairs[0]), lists)]
+    parts: list[tuple[Sequence[int], _Kind | None, TensorLists]] = []
+    for pair in found:
+        indices = [index for index, other in enumerate(pairs) if other == pair]
+        parts.append((indices, _kind(*pair), TensorLists(
+            [lists.main[i] for i in indices], [lists.grad[i] for i in indices],
+            {key: [tensors[i] for i in indices] for key, tensors in lists.state.items()},
+            [lists.output[i] for i in indices])))
+    return parts
+
+
+def _kind(grad: torch.dtype, output: torch.dtype | None) -> _Kind | None:
+    return _Kind(grad, output) if grad in _DTYPES and (output is None or output in _DTYPES) else None
 
 
 def _by_kind(lists: TensorLists) -> list[tuple[_Kind | None, TensorLists]]:
@@ -179,5 +190,5 @@ def _by_kind(lists: TensorLists) -> list[tuple[_Kind | None, TensorLists]]:
 
 
 def _table(lists: TensorLists, kind: _Kind, *moments: str) -> _Table:
-    return _Table([main.numel() for main in lists.main], lists.grad, kind, lists.main,
+    return _Table(list(map(Tensor.numel, lists.main)), lists.grad, kind, lists.main,
                   [lists.state[name] for name in moments], lists.output if kind.output else None)
