@@ -17,9 +17,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    waiting = [report.nodeid for report in terminalreporter.stats.get("skipped", [])
-               if "gpu" in report.keywords]
-    if waiting:
-        terminalreporter.section(f"{len(waiting)} tests did not run: {_NEEDS_A_GPU}")
-        for nodeid in waiting:
+    reasons: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reasons.setdefault(report.longrepr[2].removeprefix("Skipped: "), []).append(report.nodeid)
+    for reason, nodeids in reasons.items():
+        terminalreporter.section(f"{len(nodeids)} tests did not run: {reason}")
+        for nodeid in nodeids:
             terminalreporter.line(nodeid)

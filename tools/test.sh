@@ -11,7 +11,14 @@ mypy
 echo "== import layers"
 lint-imports
 echo "== pytest"
-if [ "$#" -eq 0 ]; then
-    exec python -m pytest --cov=mp_optim --cov-report=term --cov-fail-under=90
+if [ "$#" -gt 0 ]; then
+    exec python -m pytest --cov=mp_optim --cov-report=term "$@"
 fi
-exec python -m pytest --cov=mp_optim --cov-report=term "$@"
+python -m pytest --cov=mp_optim --cov-report=term --cov-fail-under=90
+for level in off baseline avx2; do # without the native kernels, and with each of the slower ones
+    case ",$(python -c 'from mp_optim.update.backends.native_library import native_library as n; print(",".join(["off", *n().levels]))')," in
+        *,"$level",*) echo "== pytest, MP_OPTIM_NATIVE=$level" ;;
+        *) continue ;;
+    esac
+    MP_OPTIM_NATIVE="$level" python -m pytest -q -m "not slow" tests/unit tests/functional/test_functional.py
+done

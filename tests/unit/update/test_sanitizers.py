@@ -1,0 +1,30 @@
+"""The kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[2] / "mp_optim" / "update" / "csrc"
+COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_kernels_are_clean(sanitizers: str, tmp_path: Path) -> None:
+    program = tmp_path / "driver"
+    built = subprocess.run(
+        [str(COMPILER), "-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+         "-Wno-psabi", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{KERNELS}",
+         *map(str, sorted(KERNELS.glob("*.cpp"))), str(HERE / "csrc" / "driver.cpp"), "-o", str(program), "-pthread"],
+        capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[-2000:]
+    ran = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=240)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    assert "0 failures" in ran.stdout

@@ -1,0 +1,57 @@
+#!/usr/bin/env python
+"""Measure the host kernels and the full step against what else there is, in one process, in turn.
+
+python tools/benchmark_host.py --params 50e6        # nothing else should run on the machine meanwhile
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from benchmarks import report, sections
+from rich.console import Console
+
+
+@dataclass
+class Options:
+    """What to measure."""
+
+    params: float = 100e6
+    """Elements of the model."""
+    rounds: int = 15
+    only: tuple[str, ...] = ()
+    """Of update, full, many, threads; all if empty."""
+    output: Path | None = None
+    """Folder for host.json, host.md and host.png; none are written without it."""
+
+
+def main(options: Options) -> None:
+    console = Console()
+    numel = int(options.params)
+    most = torch.get_num_threads()
+    memory, limit = sections.memory_limit(numel, options.rounds)
+    report.show(console, memory)
+    regime = f"{limit / 1e9 / most:.0f} GB/s a thread"
+    found = [memory]
+    measures = {
+        "update": lambda: sections.update_kernels(numel, options.rounds, limit),
+        "full": lambda: sections.full_step(numel, options.rounds, limit),
+        "many": lambda: sections.many_tensors(numel, options.rounds),
+        "threads": lambda: sections.thread_scaling(numel, options.rounds, most),
+    }
+    for name, measure in measures.items():
+        if not options.only or name in options.only:
+            found.append(measure())
+            report.show(console, found[-1])
+            gc.collect()
+    if options.output is not None:
+        report.write(options.output, found, limit, regime)
+        console.print(f"written to {options.output}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,100 @@
+"""What others offer for the same work, each at its best settings. One that is not installed is reported as missing."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = Callable[[], object]
+
+LR, BETAS, EPS, DECAY, CLIP = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+def torch_adamw(mains: Sequence[Tensor], grads: Sequence[Tensor], **kwargs: Any) -> Step:
+    """``torch.optim.AdamW`` over FP32 tensors with FP32 gradients."""
+    params = [torch.nn.Parameter(main) for main in mains]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **kwargs)
+    return optimizer.step
+
+
+def deepspeed_cpu_adam(mains: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
+    """DeepSpeedCPUAdam over FP32 tensors; builds its kernel at first use."""
+    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    params = [torch.nn.Parameter(main) for main in mains]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    step: Step = adam(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True).step
+    return step
+
+
+def torchao_adamw(name: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
+    """torchao's compact-state optimizers, by class name."""
+    cls = getattr(importlib.import_module("torchao.optim"), name)
+    wrapped = [torch.nn.Parameter(param) for param in params]
+    for param, grad in zip(wrapped, grads, strict=True):
+        param.grad = grad
+    step: Step = cls(wrapped, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY).step
+    return step
+
+
+def bitsandbytes_adamw8bit(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
+    """bitsandbytes' 8-bit AdamW."""
+    cls = importlib.import_module("bitsandbytes.optim").AdamW8bit
+    wrapped = [torch.nn.Parameter(param) for param in params]
+    for param, grad in zip(wrapped, grads, strict=True):
+        param.grad = grad
+    step: Step = cls(wrapped, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY).step
+    return step
+
+
+class Composite:
+    """FP32 main params, moments and gradients beside 16-bit params: what people write around a fused optimizer."""
+
+    def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        self.params, self.grads = list(params), list(grads)
+        self.mains = [torch.nn.Parameter(param.detach().float()) for param in params]
+        self.main_grads = [torch.empty_like(main) for main in self.mains]
+        for main, grad in zip(self.mains, self.main_grads, strict=True):
+            main.grad = grad
+        self.adam = torch.optim.AdamW(self.mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+        self.found_inf, self.inv_scale = torch.zeros(1), torch.ones(1)
+
+    @torch.no_grad()
+    def usual_bf16(self) -> None:
+        """Upcast, norm, clip, fused AdamW, downcast."""
+        torch._foreach_copy_(self.main_grads, self.grads)
+        torch.nn.utils.clip_grad_norm_(self.mains, CLIP, foreach=True)
+        self.adam.step()
+        torch._foreach_copy_(self.params, self.mains)
+
+    @torch.no_grad()
+    def usual_fp16(self) -> None:
+        """The same with unscaling and the check for infinities of ``torch.amp.GradScaler``."""
+        torch._foreach_copy_(self.main_grads, self.grads)
+        self.found_inf.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(self.main_grads, self.found_inf, self.inv_scale)
+        if self.found_inf.item():
+            return
+        torch.nn.utils.clip_grad_norm_(self.mains, CLIP, foreach=True)
+        self.adam.step()
+        torch._foreach_copy_(self.params, self.mains)
+
+    @torch.no_grad()
+    def best_torch(self) -> None:
+        """Norm of the 16-bit gradients, one upcast, fused AdamW that divides by ``grad_scale``, one downcast."""
+        norms = torch._foreach_norm(self.grads, 2, dtype=torch.float32)
+        norm = float(torch.linalg.vector_norm(torch.stack(list(norms))))
+        if not math.isfinite(norm):
+            return
+        self.adam.grad_scale = torch.tensor(max(1.0, (norm + 1e-6) / CLIP))  # type: ignore[attr-defined]
+        self.adam.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        torch._foreach_copy_(self.main_grads, self.grads)
+        self.adam.step()
+        torch._foreach_copy_(self.params, self.mains)

@@ -1,0 +1,208 @@
+"""What is measured: each function returns the rows of one table."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import opponents
+from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Composite
+from benchmarks.timing import Timing, alternate, ratio
+from mp_optim import FusedAdam, OptimizerConfig, get_megatron_optimizer
+from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.update import set_host_threads
+
+OURS = "mp_optim"
+PIECE = 2048 * 2048
+"""Elements of the tensors that a large model is made of here."""
+
+ADAM_BYTES = 28
+"""FP32 p, m, v read and written; two-byte gradient read, two-byte param written. Measuring reads the gradient again."""
+TORCH_BYTES = 28
+"""FP32 p, m, v read and written, FP32 gradient read."""
+STEP_BYTES = 30
+
+
+@dataclass
+class Section:
+    """One table.
+
+    Attributes:
+        rows: contender to its columns: ``ms``, ``spread`` and what the section adds.
+        missing: contenders that could not be run, and why.
+    """
+
+    title: str
+    rows: dict[str, dict[str, float]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def take(self, timings: Mapping[str, Timing], **columns: Callable[[str, Timing], float]) -> None:
+        """Add rows from timings, with further columns computed from name and timing."""
+        for name, timing in timings.items():
+            self.rows[name] = {"ms": timing.median * 1e3, "spread": timing.spread,
+                               **{key: column(name, timing) for key, column in columns.items()}}
+
+
+@dataclass
+class Contenders:
+    """Steps by name; a contender that cannot be built is noted instead."""
+
+    steps: dict[str, Callable[[], object]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, build: Callable[[], Callable[[], object]]) -> None:
+        """Build and try a contender once."""
+        try:
+            step = build()
+            step()
+        except Exception as error:  # whatever an opponent's import, build or first step raises
+            self.missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+        else:
+            self.steps[name] = step
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run torch and the native kernels on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    set_host_threads(None)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def tensors(numel: int, count: int, dtype: torch.dtype, value: float | None = None) -> list[Tensor]:
+    """``count`` tensors of ``numel`` elements: random, or all of one value."""
+    if value is not None:
+        return [torch.full((numel,), value, dtype=dtype) for _ in range(count)]
+    generator = torch.Generator().manual_seed(count)
+    return [(torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)]
+
+
+def our_kernel(mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None) -> Callable[[], object]:
+    """``FusedAdam.step_slots``: the update alone."""
+    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    updates = [SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
+               for index, grad in enumerate(grads)]
+    return lambda: optimizer.step_slots(updates)
+
+
+def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
+    """The whole mixed-precision step through ``get_megatron_optimizer``, clipping on."""
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
+    scale = {"loss_scale": 1.0} if half == "fp16" else {}
+    config = OptimizerConfig(lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=DECAY,
+                             clip_grad=CLIP, **{half: True}, **scale, **settings)
+    model = nn.ParameterList([nn.Parameter(param) for param in params])
+    optimizer = get_megatron_optimizer(config, model)
+    for param, grad in zip(model, grads, strict=True):
+        param.grad = grad
+    return optimizer.step
+
+
+def memory_limit(numel: int, rounds: int) -> tuple[Section, float]:
+    """The machine's best rate for reading and writing in place, bytes per second. Optimizers have this pattern."""
+    flat, other = torch.zeros(3 * numel), torch.zeros(numel)
+    plain = FusedAdam([torch.zeros(PIECE)])  # makes sure the kernels are loaded
+    del plain
+    probes: dict[str, tuple[Callable[[], object], int]] = {
+        "x *= c": (lambda: flat.mul_(1.0001), 2 * flat.nbytes),
+        "x += y": (lambda: other.add_(flat[:numel]), 3 * other.nbytes),
+        "copy": (lambda: other.copy_(flat[:numel]), 2 * other.nbytes),
+    }
+    timings = alternate({name: run for name, (run, _) in probes.items()}, rounds, "memory")
+    section = Section("Memory: GB/s of bytes asked for")
+    section.take(timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9)
+    return section, max(row["gbs"] for row in section.rows.values()) * 1e9
+
+
+def update_kernels(numel: int, rounds: int, limit: float) -> Section:
+    """FP32 states, the update alone."""
+    count = numel // PIECE
+    mains, grads = tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32)
+    half_grads, outputs = tensors(PIECE, count, torch.bfloat16), tensors(PIECE, count, torch.bfloat16)
+    field_ = Contenders()
+    field_.add(f"{OURS}, bf16 gradient in, bf16 param out", lambda: our_kernel(
+        [main.clone() for main in mains], half_grads, outputs))
+    field_.add(f"{OURS}, FP32 gradient", lambda: our_kernel([main.clone() for main in mains], grads, None))
+    field_.add("torch AdamW fused", lambda: opponents.torch_adamw([m.clone() for m in mains], grads, fused=True))
+    field_.add("torch AdamW foreach", lambda: opponents.torch_adamw([m.clone() for m in mains], grads, foreach=True))
+    field_.add("DeepSpeedCPUAdam", lambda: opponents.deepspeed_cpu_adam([m.clone() for m in mains], grads))
+    timings = alternate(field_.steps, rounds, "update")
+    section = Section("Update kernels alone, FP32 states", missing=field_.missing)
+    total = count * PIECE
+    section.take(timings, of_limit=lambda name, t: ADAM_BYTES * total / t.median / limit,
+                 gparams=lambda name, t: total / t.median / 1e9)
+    return section
+
+
+def full_step(numel: int, rounds: int, limit: float) -> Section:
+    """From 16-bit gradients to 16-bit params, clipping active, non-finite gradients noticed."""
+    count = numel // PIECE
+    section = Section("Full mixed-precision step, clipping on")
+    for dtype, names in ((torch.bfloat16, ("usual_bf16", "best_torch")), (torch.float16, ("usual_fp16",))):
+        params, grads = tensors(PIECE, count, dtype), tensors(PIECE, count, dtype)
+        ours = f"{OURS}, {str(dtype).removeprefix('torch.')}"
+        composite = Composite([param.clone() for param in params], grads)
+        steps = {ours: our_step(params, grads), **{f"torch, {name}": getattr(composite, name) for name in names}}
+        timings = alternate(steps, rounds, "full step")
+        section.take(timings, of_limit=lambda name, t: STEP_BYTES * count * PIECE / t.median / limit,
+                     times_ours=lambda name, t, ours=ours, timings=timings: ratio(t, timings[ours]))  # type: ignore[misc]
+        del composite, params, grads, steps
+        gc.collect()
+    return section
+
+
+def many_tensors(total: int, rounds: int) -> Section:
+    """As many elements in 10,000 small tensors, in a mix as of a mixture of experts, and in one."""
+    small = total // 10_000
+    moe = [total // 4, total // 4] + [total // 512] * 256
+    sizes = {"1 tensor": [total], f"10,000 of {small:,}": [small] * 10_000, "MoE mix": moe}
+    section = Section("Many tensors: ms, and how many times one tensor's")
+    for name, build in {"full step, " + OURS: our_step, "update, " + OURS: None, "update, torch fused": None,
+                        "update, DeepSpeedCPUAdam": None}.items():
+        field_ = Contenders()
+        for label, numels in sizes.items():
+            field_.add(label, lambda name=name, build=build, numels=numels: _of_sizes(name, build, numels))  # type: ignore[misc]
+        timings = alternate(field_.steps, max(3, rounds // 2), name)
+        section.missing |= {f"{name}, {label}": why for label, why in field_.missing.items()}
+        for label, timing in timings.items():
+            section.rows[f"{name}: {label}"] = {"ms": timing.median * 1e3, "spread": timing.spread,
+                                                "times_one": ratio(timing, timings["1 tensor"])}
+        del field_
+        gc.collect()
+    return section
+
+
+def _of_sizes(name: str, build: Any, numels: list[int]) -> Callable[[], object]:
+    if build is not None:
+        params = [torch.full((n,), 0.02, dtype=torch.bfloat16) for n in numels]
+        return build(params, [torch.full_like(param, 1e-3) for param in params])  # type: ignore[no-any-return]
+    mains, grads = [torch.full((n,), 0.02) for n in numels], [torch.full((n,), 1e-3) for n in numels]
+    if OURS in name:
+        return our_kernel(mains, grads, None)
+    return opponents.torch_adamw(mains, grads, fused=True) if "torch" in name else opponents.deepspeed_cpu_adam(
+        mains, grads)
+
+
+def thread_scaling(numel: int, rounds: int, most: int) -> Section:
+    """The full step on 1, 2, ... threads."""
+    params, grads = (tensors(PIECE, numel // PIECE, torch.bfloat16) for _ in range(2))
+    step = our_step(params, grads)
+    section = Section("Threads: the full step")
+    for count in sorted({1, 2, most} | {2**k for k in range(1, 7) if 2**k <= most}):
+        if count <= most:
+            with threads(count):
+                timing = alternate({str(count): step}, rounds, f"{count} threads")[str(count)]
+            first = section.rows.get("1", {"ms": timing.median * 1e3})["ms"]
+            section.rows[str(count)] = {"ms": timing.median * 1e3, "spread": timing.spread,
+                                        "speedup": first / (timing.median * 1e3)}
+    return section
