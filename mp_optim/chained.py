@@ -120,6 +120,10 @@ class ChainedOptimizer(MegatronOptimizer):
         part, theirs = self._part(slot)
         return part.has_separate_main(theirs)
 
+    def has_state(self, slot: Slot) -> bool:
+        part, theirs = self._part(slot)
+        return part.has_state(theirs)
+
     def _sync(self) -> None:
         for part in self._parts:
             part._sync()

@@ -68,6 +68,15 @@ class SlotOptimizer(torch.optim.Optimizer):
 
     # -- torch's contract -----------------------------------------------------------------------
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy would share main params and state with the original.
+
+        Raises:
+            TypeError: always; copy ``state_dict()`` instead.
+        """
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled; build another one for the copied model "
+                        "and give it load_state_dict(optimizer.state_dict())")
+
     @property  # type: ignore[override]
     def state(self) -> SlotStateView:
         """Current tensors to their state; a view, complete as soon as anybody looks."""

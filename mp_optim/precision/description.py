@@ -71,7 +71,7 @@ def describe(optimizer: MegatronOptimizer) -> Description:
     for slot, param in iter_slots(optimizer.param_groups):
         backend, why = _stepper(optimizer, place_of(slot), param.device)
         key = (slot.group, place_of(slot), str(param.dtype).removeprefix("torch."), backend, why)
-        state = optimizer.inner.slot_state(slot) if param.requires_grad else {}
+        state = optimizer.inner.slot_state(slot) if optimizer.has_state(slot) else {}
         main = optimizer.inner.param_groups[slot.group]["params"][slot.position]
         own = main.nbytes if optimizer.has_separate_main(slot) else 0
         row = counts[key]

@@ -60,6 +60,7 @@ class _Columns:
         params: the model tensor there.
         versions: how often its data was written; what an outside change is judged by.
         separate: whether it is stepped on another tensor, its main param.
+        bound: whether it was trainable when its group was added or since, and so has state.
         keys: which norm its gradient counts in.
         first: index of each group's first slot.
     """
@@ -68,6 +69,7 @@ class _Columns:
     params: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     separate: list[bool] = field(default_factory=list)
+    bound: list[bool] = field(default_factory=list)
     keys: list[NormKey] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
 
@@ -135,20 +137,22 @@ class MegatronOptimizer(SlotOptimizer):
         keys = {key: key for key in seen.distinct_keys}
         for position, param in enumerate(self.param_groups[index]["params"]):
             slot = Slot(index, position)
-            local = local_tensor(param)
-            separate = False
-            if param.requires_grad:
-                self.check_param(slot, param)
-                main = self.inner.new_main_param(slot, local)
-                separate = not same_memory(main, local)
-                param.main_param = main
+            key = self._norm_key(slot, param)
             seen.slots.append(slot)
             seen.params.append(param)
-            seen.versions.append(local._version)
-            seen.separate.append(separate)
-            key = self._norm_key(slot, param)
+            seen.versions.append(local_tensor(param)._version)
+            seen.separate.append(param.requires_grad and self._bind(slot, param))
+            seen.bound.append(param.requires_grad)
             seen.keys.append(keys.setdefault(key, key))
         self._norm_groups = None
+
+    def _bind(self, slot: Slot, param: Tensor) -> bool:
+        """Give a trainable parameter its main param; returns whether that is another tensor."""
+        self.check_param(slot, param)
+        local = local_tensor(param)
+        main = self.inner.new_main_param(slot, local)
+        param.main_param = main  # type: ignore[attr-defined]
+        return not same_memory(main, local)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group here and in the wrapped optimizer, with main params where they are needed."""
@@ -180,6 +184,10 @@ class MegatronOptimizer(SlotOptimizer):
         """Whether a slot is stepped on a tensor other than the model's parameter."""
         return self._seen.separate[self._seen.index(slot)]
 
+    def has_state(self, slot: Slot) -> bool:
+        """Whether a slot has ever been trainable; one that has not costs nothing."""
+        return self._seen.bound[self._seen.index(slot)]
+
     def _sync(self) -> None:
         """Follow model tensors that were replaced or written from outside since the last step."""
         seen = self._seen
@@ -191,7 +199,7 @@ class MegatronOptimizer(SlotOptimizer):
             if param is seen.params[index] and version == seen.versions[index]:
                 continue
             slot = seen.slots[index]
-            if param.requires_grad:
+            if seen.bound[index]:
                 self._rebind(slot, param, local_tensor(param), seen.separate[index])
             seen.params[index], seen.keys[index] = param, seen.shared_key(self._norm_key(slot, param))
         seen.versions = _versions(params)
@@ -287,6 +295,10 @@ class MegatronOptimizer(SlotOptimizer):
         self._sync()
         all_keys = self._seen.distinct_keys
         indices, grads = self._grads = self._collect_grads()
+        for index in indices:
+            if not self._seen.bound[index]:  # it was frozen when its group was added
+                self._seen.separate[index] = self._bind(self._seen.slots[index], self._seen.params[index])
+                self._seen.bound[index] = True
         keys = [self._seen.keys[index] for index in indices]
         device = self.device
         sums = measure(grads, keys, all_keys, self._sum_of_squares, device)
@@ -353,7 +365,7 @@ class MegatronOptimizer(SlotOptimizer):
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         param = self.param_groups[slot.group]["params"][slot.position]
-        if not param.requires_grad:
+        if not self.has_state(slot):
             return {}
         state = dict(self.inner.slot_state(slot))
         if self.has_separate_main(slot) and param.dtype != torch.float32:
@@ -398,8 +410,8 @@ class MegatronOptimizer(SlotOptimizer):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
     def _accelerator_tensors(self) -> Iterator[Tensor]:
-        for slot, param in iter_slots(self.param_groups):
-            if not param.requires_grad:
+        for slot in self.slots():
+            if not self.has_state(slot):
                 continue
             tensors = list(self.inner.slot_state(slot).values())
             if self.has_separate_main(slot):

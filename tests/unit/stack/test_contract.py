@@ -1,6 +1,7 @@
 """Torch's optimizer contract, chains, tied parameters, several chunks, timers."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -9,7 +10,14 @@ from hypothesis import strategies as st
 from models import DTYPES, build, config_for, same_bits, tokens_of, train
 from torch import nn
 
-from mp_optim import ChainedOptimizer, FP32Optimizer, FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    FusedAdam,
+    HybridDeviceOptimizer,
+    get_megatron_optimizer,
+)
 from mp_optim.placement.plan import plan_offload
 
 
@@ -134,6 +142,51 @@ def test_timers_are_started_and_stopped():
     train(model, optimizer, 1)
     assert events == [("optimizer-clip-main-grad", "start", True), ("optimizer-clip-main-grad", "stop"),
                       ("optimizer-inner-step", "start", True), ("optimizer-inner-step", "stop")]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_parameters_may_be_frozen_and_unfrozen(fraction):
+    model, optimizer = build("bf16", fraction, experts=False)
+    train(model, optimizer, 2)
+    model.dense.requires_grad_(False)
+    train(model, optimizer, 1, start=2)
+    state = optimizer.state_dict()["state"]
+    assert len(state) == len(optimizer.slots()) and optimizer.state[model.dense]["step"] == 2
+    model.dense.requires_grad_(True)
+    train(model, optimizer, 1, start=3)
+    assert optimizer.state[model.dense]["step"] == 3
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_parameter_that_was_frozen_at_first_is_taken_up(fraction):
+    frozen, trained = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    frozen.requires_grad_(False)
+    inner = HybridDeviceOptimizer([frozen, trained], fraction, lr=0.1)
+    optimizer = Float16OptimizerWithFloat16Params(inner, config_for("bf16", clip_grad=0.0))
+    for expected in (0, 1):
+        for param in (frozen, trained):
+            param.grad = torch.ones_like(param) if param.requires_grad else None
+        assert optimizer.step().success
+        assert len(optimizer.state) == 1 + expected
+        frozen.requires_grad_(True)
+    assert optimizer.state[frozen]["step"] == 1 and optimizer.state[trained]["step"] == 2
+    assert frozen.main_param.dtype == torch.float32 and (frozen.detach() < 1).all()
+
+
+def test_copies_and_pickles_are_refused():
+    _, optimizer = build("bf16")
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="load_state_dict"):
+            attempt(optimizer)
+
+
+def test_autograd_notices_the_step():
+    model, optimizer = build("bf16", experts=False)
+    loss = model(tokens_of(0))
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_changed_shape_is_refused_by_name():
