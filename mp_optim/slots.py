@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "Slot", "SlotStateView", "SlotUpdate", "all_same", "are_plain", "current_grad", "follow", "iter_slots",
-    "local_tensor", "same_memory", "slot_name", "with_names",
+    "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "all_same", "are_plain", "current_grad",
+    "current_grads", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "with_names",
 ]
 
 ParamGroups = list[dict[str, Any]]
@@ -51,6 +52,43 @@ class SlotUpdate(NamedTuple):
     multiplier: float = 1.0
     output: Tensor | None = None
     shard_groups: tuple[ProcessGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUpdates(Sequence[SlotUpdate]):
+    """The updates of a step as parallel lists: with thousands of slots, one pass over a list is cheap and an object
+    for each is not. The fields are those of :class:`SlotUpdate`, in the plural."""
+
+    slots: Sequence[Slot]
+    grads: Sequence[Tensor]
+    multipliers: Sequence[float]
+    outputs: Sequence[Tensor | None]
+    shard_groups: Sequence[tuple[ProcessGroup, ...]]
+
+    @classmethod
+    def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:
+        """The same updates in this form."""
+        if isinstance(updates, SlotUpdates):
+            return updates
+        return cls([u.slot for u in updates], [u.grad for u in updates], [u.multiplier for u in updates],
+                   [u.output for u in updates], [u.shard_groups for u in updates])
+
+    def take(self, indices: Sequence[int]) -> SlotUpdates:
+        """Some of the updates."""
+        return SlotUpdates.of([self[index] for index in indices])
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @overload
+    def __getitem__(self, index: int) -> SlotUpdate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[SlotUpdate]: ...
+    def __getitem__(self, index: int | slice) -> SlotUpdate | Sequence[SlotUpdate]:
+        if isinstance(index, slice):
+            return self.take(range(len(self))[index])
+        return SlotUpdate(self.slots[index], self.grads[index], self.multipliers[index], self.outputs[index],
+                          self.shard_groups[index])
 
 
 def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
@@ -87,15 +125,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def current_grad(param: Tensor) -> Tensor | None:
     """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else ``grad``."""
-    if type(param) in _PLAIN:  # the common case, without two failing attribute lookups
-        own = param.__dict__
-        if "main_grad" not in own and "decoupled_grad" not in own:
-            return param.grad
     for attribute in ("main_grad", "decoupled_grad", "grad"):
         grad: Tensor | None = getattr(param, attribute, None)
         if grad is not None:
             return grad
     return None
+
+
+def current_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """:func:`current_grad` of each; most parameters are plain and have nothing but ``grad``."""
+    return [param.grad if type(param) in _PLAIN and "main_grad" not in (own := param.__dict__)
+            and "decoupled_grad" not in own else current_grad(param) for param in params]
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:

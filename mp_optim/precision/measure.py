@@ -58,10 +58,13 @@ def measure(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence
         all_keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
     """
     devices = [grad.device for grad in grads]
-    sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
-    for where in set(devices):
-        mine_here = [index for index, other in enumerate(devices) if other == where]
-        sums[torch.tensor(mine_here, device=device)] = sum_of_squares([grads[i] for i in mine_here]).to(device)
+    if len(set(devices)) == 1:
+        sums = sum_of_squares(grads).to(device)
+    else:
+        sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
+        for where in set(devices):
+            here = [index for index, other in enumerate(devices) if other == where]
+            sums[torch.tensor(here, device=device)] = sum_of_squares([grads[i] for i in here]).to(device)
     if len(all_keys) == 1:
         return {all_keys[0]: _pairwise_sum(sums)}
     mine: dict[NormKey, list[int]] = {key: [] for key in all_keys}

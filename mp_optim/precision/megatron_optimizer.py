@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,9 +38,10 @@ from mp_optim.slot_optimizer import Closure, SlotOptimizer
 from mp_optim.slots import (
     Slot,
     SlotUpdate,
+    SlotUpdates,
     all_same,
     are_plain,
-    current_grad,
+    current_grads,
     follow,
     iter_slots,
     local_tensor,
@@ -277,15 +279,14 @@ class MegatronOptimizer(SlotOptimizer):
     def _collect_grads(self) -> tuple[list[int], list[Tensor]]:
         """Slots that have a gradient now, as indices, and their local gradients."""
         params = [param for group in self.param_groups for param in group["params"]]
-        found = [current_grad(param) for param in params]
+        found = current_grads(params)
         indices = [index for index, grad in enumerate(found) if grad is not None]
         grads = [grad for grad in found if grad is not None]
-        if any(grad.layout != torch.strided or not grad.is_floating_point() for grad in grads):
-            index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
-                               if g.layout != torch.strided or not g.is_floating_point())
-            raise TypeError(f"{self.slot_name(self._seen.slots[index])}: gradient is {grad.dtype}, layout "
-                            f"{grad.layout}; dense floating-point gradients are supported (build the embedding with "
-                            "sparse=False)")
+        for layout, dtype in set(map(attrgetter("layout", "dtype"), grads)):
+            if layout != torch.strided or not dtype.is_floating_point:
+                index = next(i for i, g in zip(indices, grads, strict=True) if (g.layout, g.dtype) == (layout, dtype))
+                raise TypeError(f"{self.slot_name(self._seen.slots[index])}: gradient is {dtype}, layout {layout}; "
+                                "dense floating-point gradients are supported (build the embedding with sparse=False)")
         return indices, grads if are_plain(grads) else [local_tensor(grad) for grad in grads]
 
     def measure(self) -> Measurement:
@@ -326,14 +327,18 @@ class MegatronOptimizer(SlotOptimizer):
         self.step_slots(self._updates(indices, grads, verdict), grad_norm=clipped)
         self._seen.versions = _versions(self._seen.params)
 
-    def _updates(self, indices: list[int], grads: list[Tensor], verdict: Verdict) -> list[SlotUpdate]:
+    def _updates(self, indices: list[int], grads: list[Tensor], verdict: Verdict) -> SlotUpdates:
         seen = self._seen
-        params = [seen.params[index] for index in indices]
+        whole = len(indices) == len(seen.slots)
+        params = seen.params if whole else [seen.params[index] for index in indices]
         writable = params if are_plain(params) else [local_tensor(param) for param in params]
-        keys = [seen.keys[index] for index in indices]
-        outputs = [param if seen.separate[index] else None for index, param in zip(indices, writable, strict=True)]
-        return list(map(SlotUpdate, (seen.slots[index] for index in indices), grads,
-                        (verdict.multipliers[key.group] for key in keys), outputs, (key.shard_groups for key in keys)))
+        separate = seen.separate if whole else [seen.separate[index] for index in indices]
+        keys = seen.keys if whole else [seen.keys[index] for index in indices]
+        return SlotUpdates(
+            slots=seen.slots if whole else [seen.slots[index] for index in indices], grads=grads,
+            multipliers=[verdict.multipliers[key.group] for key in keys],
+            outputs=[param if apart else None for param, apart in zip(writable, separate, strict=True)],
+            shard_groups=[key.shard_groups for key in keys])
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""

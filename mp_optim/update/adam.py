@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from mp_optim.slots import SlotUpdate
+from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import AdamScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings
@@ -35,5 +35,5 @@ class FusedAdam(RuleOptimizer):
         check_adam_settings(group)
 
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: Sequence[SlotUpdate]) -> None:
+              updates: SlotUpdates) -> None:
         backend.adam(lists, AdamScalars.at(group, step), multiplier)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.slots import SlotUpdate
+from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LambScalars, TensorLists, fp32
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
@@ -56,9 +56,9 @@ class FusedLAMB(RuleOptimizer):
         return fp32(multiplier * limit / grad_norm)
 
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: Sequence[SlotUpdate]) -> None:
+              updates: SlotUpdates) -> None:
         scalars = LambScalars.at(group, step)
-        sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates)
+        sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups)
         backend.lamb_apply(lists, scalars, [_ratio(scalars, *row) for row in sums.tolist()])
 
 
@@ -69,12 +69,12 @@ def _ratio(scalars: LambScalars, param_square: float, update_square: float) -> f
     return fp32(scalars.lr * math.sqrt(param_square) / math.sqrt(update_square))
 
 
-def _reduced(sums: Tensor, updates: Sequence[SlotUpdate]) -> Tensor:
+def _reduced(sums: Tensor, shard_groups: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:
     """Add up the sums of split parameters: one reduction for all that are split alike."""
     split: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
-    for index, update in enumerate(updates):
-        if update.shard_groups:
-            split[update.shard_groups].append(index)
+    for index, groups in enumerate(shard_groups):
+        if groups:
+            split[groups].append(index)
     for groups, indices in split.items():
         where = torch.tensor(indices, device=sums.device)
         part = sums[where]

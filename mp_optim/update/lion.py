@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from mp_optim.slots import SlotUpdate
+from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LionScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_range
@@ -34,5 +34,5 @@ class Lion(RuleOptimizer):
         check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")
 
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: Sequence[SlotUpdate]) -> None:
+              updates: SlotUpdates) -> None:
         backend.lion(lists, LionScalars.at(group, step), multiplier)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, all_same, are_plain, current_grad, iter_slots, local_tensor
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, all_same, are_plain, current_grad, iter_slots, local_tensor
 from mp_optim.update.backends import Backend, choose_backend
-from mp_optim.update.lists import TensorLists
+from mp_optim.update.lists import SteadyList, TensorLists
 
 __all__ = ["RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
 
@@ -40,6 +40,23 @@ class _GroupState:
         self.steps = torch.zeros(count, dtype=torch.float32)
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
+        self._whole: dict[str, SteadyList] = {}
+
+    def is_whole(self, positions: Sequence[int]) -> bool:
+        """Whether these are all positions, in order."""
+        return len(positions) == len(self.slots) and positions == list(range(len(self.slots)))
+
+    def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
+        """State tensors of that name; the same list every time as long as all slots are asked for."""
+        if not self.is_whole(positions):
+            return [self.slots[position][name] for position in positions]
+        if name not in self._whole:
+            self._whole[name] = SteadyList(slot[name] for slot in self.slots)
+        return self._whole[name]
+
+    def replaced(self) -> None:
+        """Forget lists of state tensors: one of them is another tensor now."""
+        self._whole.clear()
 
     def count(self, positions: Sequence[int]) -> None:
         """Add a step to the given slots."""
@@ -74,7 +91,7 @@ class RuleOptimizer(SlotOptimizer):
 
     @abstractmethod
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: Sequence[SlotUpdate]) -> None:
+              updates: SlotUpdates) -> None:
         """Carry out the rule for tensors that share device, group, step and multiplier."""
 
     # -- state ----------------------------------------------------------------------------------
@@ -104,11 +121,13 @@ class RuleOptimizer(SlotOptimizer):
         for name in self.moments(group):
             if name not in state:
                 state[name] = torch.zeros(main.shape, dtype=torch.float32, device=main.device)
+                own.replaced()
             elif state[name].shape != main.shape:
                 raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
                                  f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
             elif state[name].device != main.device:
                 state[name] = state[name].to(main.device)
+                own.replaced()
         own.mains[slot.position] = tensor
         return state
 
@@ -144,31 +163,29 @@ class RuleOptimizer(SlotOptimizer):
 
     @torch.no_grad()
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        by_group: dict[int, list[SlotUpdate]] = defaultdict(list)
-        for update in updates:
-            by_group[update.slot.group].append(update)
-        for index, members in by_group.items():
-            self._step_group(index, members, grad_norm)
+        columns = SlotUpdates.of(updates)
+        groups = [slot.group for slot in columns.slots]
+        found = dict.fromkeys(groups)
+        for index in found:
+            part = columns if len(found) == 1 else columns.take([at for at, g in enumerate(groups) if g == index])
+            self._step_group(index, part, grad_norm)
 
-    def _step_group(self, index: int, updates: list[SlotUpdate], grad_norm: float | None) -> None:
+    def _step_group(self, index: int, updates: SlotUpdates, grad_norm: float | None) -> None:
         group, own = self.param_groups[index], self._groups[index]
-        positions = [update.slot.position for update in updates]
+        positions = [slot.position for slot in updates.slots]
         mains = self._mains(index, positions)
         steps = own.steps.tolist()
-        multipliers = {value: self.effective_multiplier(group, value, grad_norm)
-                       for value in {update.multiplier for update in updates}}
-        keys = list(zip((main.device for main in mains), (steps[position] for position in positions),
-                        (multipliers[update.multiplier] for update in updates), strict=True))
-        launches: dict[tuple[torch.device, float, float], list[int]] = {key: [] for key in dict.fromkeys(keys)}
-        if len(launches) == 1:
-            launches[keys[0]] = list(range(len(keys)))
+        multipliers = {value: self.effective_multiplier(group, value, grad_norm) for value in set(updates.multipliers)}
+        devices, counts = [main.device for main in mains], [steps[position] for position in positions]
+        if len(set(devices)) == len(set(counts)) == len(multipliers) == 1:
+            launch = _Launch(devices[0], counts[0], multipliers[updates.multipliers[0]])
+            self._launch(index, launch, updates, positions, mains)
         else:
-            for at, key in enumerate(keys):
-                launches[key].append(at)
-        for launch, members in ((_Launch(*key), members) for key, members in launches.items()):
-            whole = len(members) == len(updates)
-            self._launch(index, launch, updates if whole else [updates[at] for at in members],
-                         mains if whole else [mains[at] for at in members])
+            keys = list(zip(devices, counts, updates.multipliers, strict=True))
+            for key in dict.fromkeys(keys):
+                members = [at for at, other in enumerate(keys) if other == key]
+                self._launch(index, _Launch(key[0], key[1], multipliers[key[2]]), updates.take(members),
+                             [positions[at] for at in members], [mains[at] for at in members])
         own.count(positions)
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
@@ -182,8 +199,9 @@ class RuleOptimizer(SlotOptimizer):
     def _mains(self, index: int, positions: Sequence[int]) -> list[Tensor]:
         """The plain FP32 tensors at some positions of a group, with state that fits them."""
         params, own = self.param_groups[index]["params"], self._groups[index]
-        tensors = [params[position] for position in positions]
-        if not all_same(tensors, [own.mains[position] for position in positions]):
+        whole = own.is_whole(positions)
+        tensors = list(params) if whole else [params[position] for position in positions]
+        if not all_same(tensors, own.mains if whole else [own.mains[position] for position in positions]):
             for position in positions:
                 self.slot_state(Slot(index, position))
         mains = tensors if are_plain(tensors) else [local_tensor(tensor) for tensor in tensors]
@@ -193,13 +211,13 @@ class RuleOptimizer(SlotOptimizer):
                             "float32; wrap it in Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
         return mains
 
-    def _launch(self, index: int, launch: _Launch, updates: list[SlotUpdate], mains: list[Tensor]) -> None:
-        group, states = self.param_groups[index], self._groups[index].slots
-        slots = [states[update.slot.position] for update in updates]
-        outputs = [update.output for update in updates]
+    def _launch(self, index: int, launch: _Launch, updates: SlotUpdates, positions: Sequence[int],
+                mains: list[Tensor]) -> None:
+        group, own = self.param_groups[index], self._groups[index]
+        outputs = list(updates.outputs)
         lists = TensorLists(
-            main=_contiguous(mains), grad=_contiguous([update.grad for update in updates]),
-            state={name: [state[name] for state in slots] for name in self.moments(group)},
+            main=_contiguous(mains), grad=_contiguous(list(updates.grads)),
+            state={name: own.tensors(name, positions) for name in self.moments(group)},
             output=_contiguous_outputs(outputs))
         backend, _ = self.backend_for(launch.device)
         self.apply(backend, lists, group, int(launch.step) + 1, launch.multiplier, updates)
@@ -217,7 +235,7 @@ def _contiguous(tensors: list[Tensor]) -> list[Tensor]:
 
 def _contiguous_outputs(outputs: list[Tensor | None]) -> list[Tensor | None]:
     """The list itself if every tensor in it is contiguous, else one with memory of its own for those that are not."""
-    if all(output is None or output.is_contiguous() for output in outputs):
+    if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
         return outputs
     return [output if output is None or output.is_contiguous()
             else torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from mp_optim.slots import SlotUpdate
+from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import SgdScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_range
@@ -32,5 +32,5 @@ class SGD(RuleOptimizer):
         check_range(group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0")
 
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: Sequence[SlotUpdate]) -> None:
+              updates: SlotUpdates) -> None:
         backend.sgd(lists, SgdScalars.at(group, step), multiplier)

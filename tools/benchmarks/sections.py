@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks import opponents
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Composite
 from benchmarks.timing import Timing, alternate, ratio
-from mp_optim import FusedAdam, OptimizerConfig, get_megatron_optimizer
+from mp_optim import FusedAdam, Lion, OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import set_host_threads
 
@@ -109,14 +109,16 @@ def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Call
 
 
 def memory_limit(numel: int, rounds: int) -> tuple[Section, float]:
-    """The machine's best rate for reading and writing in place, bytes per second. Optimizers have this pattern."""
-    flat, other = torch.zeros(3 * numel), torch.zeros(numel)
-    plain = FusedAdam([torch.zeros(PIECE)])  # makes sure the kernels are loaded
-    del plain
+    """The best rate seen for reading and writing in place, bytes per second: the pattern that optimizers have."""
+    flat, other = torch.zeros(2 * numel), torch.zeros(numel)
+    lion = Lion([torch.zeros(numel)])
+    update = [SlotUpdate(Slot(0, 0), other)]
     probes: dict[str, tuple[Callable[[], object], int]] = {
         "x *= c": (lambda: flat.mul_(1.0001), 2 * flat.nbytes),
-        "x += y": (lambda: other.add_(flat[:numel]), 3 * other.nbytes),
+        "x += y": (lambda: flat[:numel].add_(other), 3 * other.nbytes),
         "copy": (lambda: other.copy_(flat[:numel]), 2 * other.nbytes),
+        "p, m updated from g (our Lion kernel: no division, no root)": (lambda: lion.step_slots(update),
+                                                                        5 * other.nbytes),
     }
     timings = alternate({name: run for name, (run, _) in probes.items()}, rounds, "memory")
     section = Section("Memory: GB/s of bytes asked for")

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, SteadyList, TensorLists
 
 __all__ = ["NativeBackend", "set_host_cores", "set_host_threads"]
 
@@ -53,19 +53,25 @@ class _Kind(NamedTuple):
     output: torch.dtype | None
 
 
+def _addresses(tensors: Sequence[Tensor]) -> array[int]:
+    return tensors.addresses if isinstance(tensors, SteadyList) else array("Q", map(Tensor.data_ptr, tensors))
+
+
+def _sizes(tensors: Sequence[Tensor]) -> array[int]:
+    return tensors.sizes if isinstance(tensors, SteadyList) else array("q", map(Tensor.numel, tensors))
+
+
 class _Table:
     """The C view of tensor lists; keeps what it points to alive."""
 
-    def __init__(self, numel: Sequence[int], grad: Sequence[Tensor], kind: _Kind,
-                 main: Sequence[Tensor] | None = None, moments: Sequence[Sequence[Tensor]] = (),
-                 output: Sequence[Tensor | None] | None = None) -> None:
+    def __init__(self, kind: _Kind, grad: Sequence[Tensor], main: Sequence[Tensor] | None = None,
+                 moments: Sequence[Sequence[Tensor]] = (), output: Sequence[Tensor] | None = None) -> None:
         first, second = [*moments, None, None][:2]
         tables = {"main": main, "grad": grad, "moment1": first, "moment2": second, "output": output}
-        self._arrays = {"numel": array("q", numel)}
-        self._arrays |= {name: array("Q", map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
-                         for name, tensors in tables.items() if tensors is not None}
+        self._arrays = {"numel": _sizes(moments[0] if moments else grad)}
+        self._arrays |= {name: _addresses(tensors) for name, tensors in tables.items() if tensors is not None}
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
-        self.tensors = lib.Tensors(count=len(numel), grad_dtype=_DTYPES[kind.grad],
+        self.tensors = lib.Tensors(count=len(grad), grad_dtype=_DTYPES[kind.grad],
                                    output_dtype=_DTYPES[kind.output] if kind.output else 0, **addresses)
 
 
@@ -146,7 +152,7 @@ class NativeBackend(ReferenceBackend):
         if not all(map(Tensor.is_contiguous, tensors)):
             tensors = [tensor.contiguous() for tensor in tensors]
         sums = torch.empty(len(tensors), dtype=torch.float64)
-        table = _Table(list(map(Tensor.numel, tensors)), tensors, _Kind(tensors[0].dtype, None))
+        table = _Table(_Kind(tensors[0].dtype, None), tensors)
         self._call("mp_measure", table, sums.data_ptr(), None)
         return sums
 
@@ -190,5 +196,5 @@ def _by_kind(lists: TensorLists) -> list[tuple[_Kind | None, TensorLists]]:
 
 
 def _table(lists: TensorLists, kind: _Kind, *moments: str) -> _Table:
-    return _Table(list(map(Tensor.numel, lists.main)), lists.grad, kind, lists.main,
-                  [lists.state[name] for name in moments], lists.output if kind.output else None)
+    outputs = [output for output in lists.output if output is not None] if kind.output else None
+    return _Table(kind, lists.grad, lists.main, [lists.state[name] for name in moments], outputs)

@@ -185,7 +185,7 @@ def test_zeros_are_counted() -> None:
     for dtype in DTYPES:
         grad = torch.zeros(70_001, dtype=dtype)
         grad[::7] = 1.0
-        table = native_module._Table([grad.numel()], [grad], native_module._Kind(dtype, None))
+        table = native_module._Table(native_module._Kind(dtype, None), [grad])
         sums, zeros = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
         LIBRARY.call("mp_measure", ctypes.byref(table.tensors), sums.data_ptr(), zeros.data_ptr(), 3)
         assert zeros.item() == int((grad == 0).sum()) and sums.item() == int((grad != 0).sum())
