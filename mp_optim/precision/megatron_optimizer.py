@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -282,11 +281,13 @@ class MegatronOptimizer(SlotOptimizer):
         found = current_grads(params)
         indices = [index for index, grad in enumerate(found) if grad is not None]
         grads = [grad for grad in found if grad is not None]
-        for layout, dtype in set(map(attrgetter("layout", "dtype"), grads)):
-            if layout != torch.strided or not dtype.is_floating_point:
-                index = next(i for i, g in zip(indices, grads, strict=True) if (g.layout, g.dtype) == (layout, dtype))
-                raise TypeError(f"{self.slot_name(self._seen.slots[index])}: gradient is {dtype}, layout {layout}; "
-                                "dense floating-point gradients are supported (build the embedding with sparse=False)")
+        if {grad.layout for grad in grads} - {torch.strided} or not all(
+                dtype.is_floating_point for dtype in {grad.dtype for grad in grads}):
+            index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
+                               if g.layout != torch.strided or not g.is_floating_point())
+            raise TypeError(f"{self.slot_name(self._seen.slots[index])}: gradient is {grad.dtype}, layout "
+                            f"{grad.layout}; dense floating-point gradients are supported (build the embedding with "
+                            "sparse=False)")
         return indices, grads if are_plain(grads) else [local_tensor(grad) for grad in grads]
 
     def measure(self) -> Measurement:

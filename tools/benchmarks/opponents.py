@@ -34,26 +34,6 @@ def deepspeed_cpu_adam(mains: Sequence[Tensor], grads: Sequence[Tensor]) -> Step
     return step
 
 
-def torchao_adamw(name: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
-    """torchao's compact-state optimizers, by class name."""
-    cls = getattr(importlib.import_module("torchao.optim"), name)
-    wrapped = [torch.nn.Parameter(param) for param in params]
-    for param, grad in zip(wrapped, grads, strict=True):
-        param.grad = grad
-    step: Step = cls(wrapped, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY).step
-    return step
-
-
-def bitsandbytes_adamw8bit(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
-    """bitsandbytes' 8-bit AdamW."""
-    cls = importlib.import_module("bitsandbytes.optim").AdamW8bit
-    wrapped = [torch.nn.Parameter(param) for param in params]
-    for param, grad in zip(wrapped, grads, strict=True):
-        param.grad = grad
-    step: Step = cls(wrapped, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY).step
-    return step
-
-
 class Composite:
     """FP32 main params, moments and gradients beside 16-bit params: what people write around a fused optimizer."""
 

@@ -172,13 +172,13 @@ def _fields(scalars: Any, *without: str) -> dict[str, Any]:
 
 def _indexed_by_kind(lists: TensorLists) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
     """Parts of the lists whose tensors share dtypes; None is what the kernels do not read."""
+    grads = [grad.dtype for grad in lists.grad]
     outputs = [None if output is None else output.dtype for output in lists.output]
-    pairs = list(zip((grad.dtype for grad in lists.grad), outputs, strict=True))
-    found = set(pairs)
-    if len(found) == 1:
-        return [(range(len(pairs)), _kind(*pairs[0]), lists)]
+    if len(set(grads)) == len(set(outputs)) == 1:
+        return [(range(len(grads)), _kind(grads[0], outputs[0]), lists)]
+    pairs = list(zip(grads, outputs, strict=True))
     parts: list[tuple[Sequence[int], _Kind | None, TensorLists]] = []
-    for pair in found:
+    for pair in dict.fromkeys(pairs):
         indices = [index for index, other in enumerate(pairs) if other == pair]
         parts.append((indices, _kind(*pair), TensorLists(
             [lists.main[i] for i in indices], [lists.grad[i] for i in indices],

@@ -6,6 +6,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.update.backends import native as native_module
 from mp_optim.update.backends.native import NativeBackend, set_host_threads
 from mp_optim.update.backends.native_library import NativeLibrary, native_library
@@ -239,3 +241,21 @@ def test_bad_arguments_are_python_errors() -> None:
         NativeLibrary(None, "why").set_level("baseline")
     LIBRARY.set_cores([0])
     LIBRARY.set_cores([])
+
+
+def test_a_step_needs_next_to_no_memory_of_its_own() -> None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs /proc")
+
+    def kibibytes(field: str) -> int:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
+
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((20_000_000,), 0.5, dtype=torch.bfloat16))])
+    optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-3), model)
+    model[0].grad = torch.full_like(model[0], 0.1)
+    optimizer.step()
+    Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
+    before = kibibytes("VmRSS")
+    optimizer.step()
+    assert kibibytes("VmHWM") - before < 1024 * (torch.get_num_threads() + 1)
