@@ -10,14 +10,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision.columns import SlotColumns, versions_of
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.measure import (
@@ -34,62 +33,10 @@ from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import (
-    Slot,
-    SlotUpdate,
-    SlotUpdates,
-    all_same,
-    are_plain,
-    current_grads,
-    follow,
-    iter_slots,
-    local_tensor,
-    same_memory,
-    with_names,
-)
+from mp_optim.slots import Slot, SlotUpdate, all_same, follow, iter_slots, local_tensor, same_memory, with_names
 from mp_optim.update import as_slot_optimizer, choose_backend
 
 __all__ = ["MegatronOptimizer"]
-
-
-@dataclass
-class _Columns:
-    """What was last seen at every slot, in slot order, as parallel lists: one pass over each is cheap.
-
-    Attributes:
-        slots: which slot.
-        params: the model tensor there.
-        versions: how often its data was written; what an outside change is judged by.
-        separate: whether it is stepped on another tensor, its main param.
-        bound: whether it was trainable when its group was added or since, and so has state.
-        keys: which norm its gradient counts in.
-        first: index of each group's first slot.
-    """
-
-    slots: list[Slot] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    separate: list[bool] = field(default_factory=list)
-    bound: list[bool] = field(default_factory=list)
-    keys: list[NormKey] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-
-    def index(self, slot: Slot) -> int:
-        """Where a slot is in the lists."""
-        return self.first[slot.group] + slot.position
-
-    @property
-    def distinct_keys(self) -> list[NormKey]:
-        """Every key once, in order. Equal keys are one object, so that telling them apart is cheap."""
-        return list({id(key): key for key in self.keys}.values())
-
-    def shared_key(self, key: NormKey) -> NormKey:
-        """The object that stands for all keys equal to this one."""
-        return next((known for known in self.distinct_keys if known == key), key)
-
-
-def _versions(params: Sequence[Tensor]) -> list[int]:
-    return [p._version if type(p) in (Tensor, Parameter) else local_tensor(p)._version for p in params]
 
 
 class MegatronOptimizer(SlotOptimizer):
@@ -115,7 +62,7 @@ class MegatronOptimizer(SlotOptimizer):
         self.inner = as_slot_optimizer(optimizer)
         self.grad_scaler = grad_scaler
         self.process_groups = process_groups or ProcessGroups()
-        self._seen = _Columns()
+        self._seen = SlotColumns()
         self._grads: tuple[list[int], list[Tensor]] | None = None
         self._norm_groups: list[str] | None = None
         self._verdict = Verdict()
@@ -177,6 +124,9 @@ class MegatronOptimizer(SlotOptimizer):
         tp = self.process_groups.expert_tp if expert else self.process_groups.tp
         return tp is not None and not getattr(param, "tensor_model_parallel", False) and tp.rank() > 0
 
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _main(self, slot: Slot) -> Tensor:
         main: Tensor = self.inner.param_groups[slot.group]["params"][slot.position]
         return main
@@ -191,9 +141,8 @@ class MegatronOptimizer(SlotOptimizer):
 
     def _sync(self) -> None:
         """Follow model tensors that were replaced or written from outside since the last step."""
-        seen = self._seen
-        params = [param for group in self.param_groups for param in group["params"]]
-        versions = _versions(params)
+        seen, params = self._seen, self._params()
+        versions = versions_of(params)
         if versions == seen.versions and all_same(params, seen.params):
             return
         for index, (param, version) in enumerate(zip(params, versions, strict=True)):
@@ -203,7 +152,7 @@ class MegatronOptimizer(SlotOptimizer):
             if seen.bound[index]:
                 self._rebind(slot, param, local_tensor(param), seen.separate[index])
             seen.params[index], seen.keys[index] = param, seen.shared_key(self._norm_key(slot, param))
-        seen.versions = _versions(params)
+        seen.versions = versions_of(params)
 
     def _rebind(self, slot: Slot, param: Tensor, local: Tensor, separate: bool) -> None:
         main = self._main(slot)
@@ -275,28 +224,13 @@ class MegatronOptimizer(SlotOptimizer):
         """Where the model's parameters lie."""
         return next((local_tensor(p).device for _, p in iter_slots(self.param_groups)), torch.device("cpu"))
 
-    def _collect_grads(self) -> tuple[list[int], list[Tensor]]:
-        """Slots that have a gradient now, as indices, and their local gradients."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        found = current_grads(params)
-        indices = [index for index, grad in enumerate(found) if grad is not None]
-        grads = [grad for grad in found if grad is not None]
-        if {grad.layout for grad in grads} - {torch.strided} or not all(
-                dtype.is_floating_point for dtype in {grad.dtype for grad in grads}):
-            index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
-                               if g.layout != torch.strided or not g.is_floating_point())
-            raise TypeError(f"{self.slot_name(self._seen.slots[index])}: gradient is {grad.dtype}, layout "
-                            f"{grad.layout}; dense floating-point gradients are supported (build the embedding with "
-                            "sparse=False)")
-        return indices, grads if are_plain(grads) else [local_tensor(grad) for grad in grads]
-
     def measure(self) -> Measurement:
         """Sums of squares of this step's gradients, agreed with the other ranks."""
         if self._parked:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self._sync()
         all_keys = self._seen.distinct_keys
-        indices, grads = self._grads = self._collect_grads()
+        indices, grads = self._grads = self._seen.grads(self._params(), self.slot_name)
         for index in indices:
             if not self._seen.bound[index]:  # it was frozen when its group was added
                 self._seen.separate[index] = self._bind(self._seen.slots[index], self._seen.params[index])
@@ -318,28 +252,15 @@ class MegatronOptimizer(SlotOptimizer):
         """Step the slots that have a gradient, unless the verdict says skip."""
         self._verdict = verdict
         self._counts["steps"] += 1
-        indices, grads = self._grads or self._collect_grads()
+        indices, grads = self._grads or self._seen.grads(self._params(), self.slot_name)
         self._grads = None
         if verdict.skip:
             self._counts["skipped_steps"] += 1
             return
         norm = verdict.norms.get(MAIN)
         clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
-        self.step_slots(self._updates(indices, grads, verdict), grad_norm=clipped)
-        self._seen.versions = _versions(self._seen.params)
-
-    def _updates(self, indices: list[int], grads: list[Tensor], verdict: Verdict) -> SlotUpdates:
-        seen = self._seen
-        whole = len(indices) == len(seen.slots)
-        params = seen.params if whole else [seen.params[index] for index in indices]
-        writable = params if are_plain(params) else [local_tensor(param) for param in params]
-        separate = seen.separate if whole else [seen.separate[index] for index in indices]
-        keys = seen.keys if whole else [seen.keys[index] for index in indices]
-        return SlotUpdates(
-            slots=seen.slots if whole else [seen.slots[index] for index in indices], grads=grads,
-            multipliers=[verdict.multipliers[key.group] for key in keys],
-            outputs=[param if apart else None for param, apart in zip(writable, separate, strict=True)],
-            shard_groups=[key.shard_groups for key in keys])
+        self.step_slots(self._seen.updates(indices, grads, verdict.multipliers), grad_norm=clipped)
+        self._seen.versions = versions_of(self._seen.params)
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
@@ -452,7 +373,7 @@ class MegatronOptimizer(SlotOptimizer):
 
     def get_parameters(self) -> list[Tensor]:
         """The model's parameters in slot order."""
-        return [param for _, param in iter_slots(self.param_groups)]
+        return self._params()
 
     def describe(self) -> Description:
         """Per group, place and dtype: count, bytes, backend and why; ``print`` it."""

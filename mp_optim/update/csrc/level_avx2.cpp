@@ -27,7 +27,7 @@ namespace avx2 {
 
 namespace mp {
 static bool has_avx2() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // every CPU with AVX2 has F16C
 }
 extern const Level kAvx2;
 const Level kAvx2 = {"avx2",     has_avx2,           avx2::adam,       avx2::sgd,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,6 +231,19 @@ def test_calls_from_several_threads_do_not_mix() -> None:
     for worker in workers:
         worker.join()
     assert found == {i: 200_000.0 * (i + 1) ** 2 for i in range(4)}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    """OpenMP's threads and ours stay with the parent: a child that waited for them would hang."""
+    grads = [torch.full((300_000,), 2.0)]
+    set_host_threads(2)
+    assert float(NativeBackend(LIBRARY).sum_of_squares(grads)[0]) == 1.2e6
+    child = os.fork()
+    if child == 0:
+        found = float(NativeBackend(LIBRARY).sum_of_squares(grads)[0])
+        os._exit(0 if found == 1.2e6 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_bad_arguments_are_python_errors() -> None:

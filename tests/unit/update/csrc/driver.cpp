@@ -1,4 +1,6 @@
-// Runs every kernel over exactly sized heap buffers, at every level, for the sanitizers to watch.
+// Runs every kernel over exactly sized heap buffers, at every level, for the sanitizers to watch. Prints one hash of
+// all results, which has to be the same at every level, with every compiler and on every architecture.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -16,8 +18,10 @@ int64_t bytes_of(int dtype) { return dtype == MP_F32 ? 4 : 2; }
 struct Buffer {
     std::unique_ptr<char[]> memory;
     char* data;
+    int64_t bytes;
 
-    Buffer(int64_t numel, int64_t element, int64_t offset) : memory(new char[(numel + offset) * element]) {
+    Buffer(int64_t numel, int64_t element, int64_t offset)
+        : memory(new char[(numel + offset) * element]), bytes(numel * element) {
         data = memory.get() + offset * element;
         for (int64_t i = 0; i < numel * element; ++i) data[i] = char(i * 7 % 60);
     }
@@ -50,13 +54,18 @@ struct Call {
 
 int failures = 0;
 
+uint64_t hash_of(const void* data, int64_t bytes, uint64_t hash) {
+    for (int64_t i = 0; i < bytes; ++i) hash = (hash ^ ((const unsigned char*)data)[i]) * 1099511628211u;
+    return hash;
+}
+
 void check(int32_t status, int32_t expected, const char* what) {
     if (status == expected) return;
     std::printf("%s: status %d instead of %d\n", what, status, expected);
     ++failures;
 }
 
-void run_all(const std::vector<int64_t>& sizes, int grad, int output, int threads) {
+uint64_t run_all(const std::vector<int64_t>& sizes, int grad, int output, int threads) {
     Call call(sizes, grad, output);
     const MpTensors* t = &call.tensors;
     MpAdam adam{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1e-3f, 1.0f, 1e-4f, 0.0f};
@@ -72,7 +81,13 @@ void run_all(const std::vector<int64_t>& sizes, int grad, int output, int thread
     check(mp_lamb_moments(t, &lamb, sums.data(), threads), MP_OK, "lamb moments");
     check(mp_lamb_apply(t, &lamb, ratios.data(), threads), MP_OK, "lamb apply");
     check(mp_measure(t, sums.data(), zeros.data(), threads), MP_OK, "measure");
-    check(mp_measure(t, sums.data(), nullptr, threads), MP_OK, "measure");
+    std::vector<double> squares(sizes.size());
+    check(mp_measure(t, squares.data(), nullptr, threads), MP_OK, "measure");
+    uint64_t hash = hash_of(sums.data(), sums.size() * sizeof(double), 14695981039346656037u);
+    hash = hash_of(squares.data(), squares.size() * sizeof(double), hash);
+    hash = hash_of(zeros.data(), zeros.size() * sizeof(int64_t), hash);
+    for (const Buffer& buffer : call.buffers) hash = hash_of(buffer.data, buffer.bytes, hash);
+    return hash;
 }
 
 void bad_arguments() {
@@ -99,20 +114,24 @@ void bad_arguments() {
 
 int main() {
     std::string levels = mp_levels();
+    uint64_t first = 0;
     for (size_t start = 0; start < levels.size();) {
         size_t end = std::min(levels.find(',', start), levels.size());
         check(mp_set_level(levels.substr(start, end - start).c_str()), MP_OK, "level");
+        uint64_t hash = 0;
         for (int grad = MP_F32; grad <= MP_F16; ++grad)
             for (int output = MP_NONE; output <= MP_F16; ++output) {
-                run_all({1, 15, 16, 17, 0, 1023, 1024, 1025, 3000}, grad, output, 2);
-                run_all({131072 * 2 + 5, 70000}, grad, output, 4);
+                hash = hash * 31 + run_all({1, 15, 16, 17, 0, 1023, 1024, 1025, 3000}, grad, output, 2);
+                hash = hash * 31 + run_all({131072 * 2 + 5, 70000}, grad, output, 4);
             }
+        if (start == 0) first = hash;
+        check(hash == first ? MP_OK : MP_FAILED, MP_OK, "a level's bits differ");
         start = end + 1;
     }
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_all({200000, 7}, MP_BF16, MP_BF16, 3); });
     for (std::thread& caller : callers) caller.join();
     bad_arguments();
-    std::printf("%s, %d failures\n", levels.c_str(), failures);
+    std::printf("%s, %d failures, results %016llx\n", levels.c_str(), failures, (unsigned long long)first);
     return failures != 0;
 }

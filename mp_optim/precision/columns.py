@@ -1,0 +1,89 @@
+"""What the precision wrappers remember of every slot, as columns: one pass over a list is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from mp_optim.precision.measure import NormKey
+from mp_optim.slots import Slot, SlotUpdates, are_plain, current_grads, local_tensor
+
+__all__ = ["SlotColumns", "versions_of"]
+
+
+@dataclass
+class SlotColumns:
+    """What was last seen at every slot, in slot order, as parallel lists: one pass over each is cheap.
+
+    Attributes:
+        slots: which slot.
+        params: the model tensor there.
+        versions: how often its data was written; what an outside change is judged by.
+        separate: whether it is stepped on another tensor, its main param.
+        bound: whether it was trainable when its group was added or since, and so has state.
+        keys: which norm its gradient counts in.
+        first: index of each group's first slot.
+    """
+
+    slots: list[Slot] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    separate: list[bool] = field(default_factory=list)
+    bound: list[bool] = field(default_factory=list)
+    keys: list[NormKey] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+
+    def index(self, slot: Slot) -> int:
+        """Where a slot is in the lists."""
+        return self.first[slot.group] + slot.position
+
+    @property
+    def distinct_keys(self) -> list[NormKey]:
+        """Every key once, in order. Equal keys are one object, so that telling them apart is cheap."""
+        return list({id(key): key for key in self.keys}.values())
+
+    def shared_key(self, key: NormKey) -> NormKey:
+        """The object that stands for all keys equal to this one."""
+        return next((known for known in self.distinct_keys if known == key), key)
+
+    def grads(self, params: Sequence[Tensor], name_of: Callable[[Slot], str]) -> tuple[list[int], list[Tensor]]:
+        """Which slots have a gradient now, as indices, and their local gradients.
+
+        Raises:
+            TypeError: a gradient is sparse or not floating point, naming the parameter.
+        """
+        found = current_grads(params)
+        indices = [index for index, grad in enumerate(found) if grad is not None]
+        grads = [grad for grad in found if grad is not None]
+        dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
+        if layouts - {torch.strided} or not all(dtype.is_floating_point for dtype in dtypes):
+            index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
+                               if g.layout != torch.strided or not g.is_floating_point())
+            raise TypeError(f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
+                            "floating-point gradients are supported (build the embedding with sparse=False)")
+        return indices, grads if are_plain(grads) else [local_tensor(grad) for grad in grads]
+
+    def updates(self, indices: Sequence[int], grads: Sequence[Tensor], multipliers: Mapping[str, float]) -> SlotUpdates:
+        """The step of the slots that have a gradient.
+
+        Args:
+            indices, grads: from :meth:`grads`.
+            multipliers: by norm group.
+        """
+        params = [self.params[index] for index in indices]
+        writable = params if are_plain(params) else [local_tensor(param) for param in params]
+        keys = [self.keys[index] for index in indices]
+        return SlotUpdates(
+            slots=[self.slots[index] for index in indices], grads=grads,
+            multipliers=[multipliers[key.group] for key in keys],
+            outputs=[param if self.separate[index] else None for index, param in zip(indices, writable, strict=True)],
+            shard_groups=[key.shard_groups for key in keys])
+
+
+def versions_of(params: Sequence[Tensor]) -> list[int]:
+    """Version counter of each parameter's local data."""
+    return [p._version if type(p) in (Tensor, Parameter) else local_tensor(p)._version for p in params]
