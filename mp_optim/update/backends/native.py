@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,35 +85,32 @@ class NativeBackend(ReferenceBackend):
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         values = lib.Adam(multiplier=multiplier, **_fields(scalars))
-        for kind, part in _by_kind(lists):
-            if kind is None:
-                super().adam(part, scalars, multiplier)
-            else:
-                self._call("mp_adam", _table(part, kind, "exp_avg", "exp_avg_sq"), values)
-                self._mark_written(part)
+        self._run("mp_adam", lists, ("exp_avg", "exp_avg_sq"), values,
+                  lambda part: ReferenceBackend.adam(self, part, scalars, multiplier))
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
         values = lib.Sgd(multiplier=multiplier, **_fields(scalars))
-        for kind, part in _by_kind(lists):
-            if kind is None:
-                super().sgd(part, scalars, multiplier)
-            else:
-                self._call("mp_sgd", _table(part, kind, *part.state), values)
-                self._mark_written(part)
+        self._run("mp_sgd", lists, tuple(lists.state), values,
+                  lambda part: ReferenceBackend.sgd(self, part, scalars, multiplier))
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
         values = lib.Lion(multiplier=multiplier, **_fields(scalars))
-        for kind, part in _by_kind(lists):
+        self._run("mp_lion", lists, ("exp_avg",), values,
+                  lambda part: ReferenceBackend.lion(self, part, scalars, multiplier))
+
+    def _run(self, function: str, lists: TensorLists, moments: tuple[str, ...], values: ctypes.Structure,
+             otherwise: Callable[[TensorLists], None]) -> None:
+        for _, kind, part in _by_kind(lists):
             if kind is None:
-                super().lion(part, scalars, multiplier)
+                otherwise(part)
             else:
-                self._call("mp_lion", _table(part, kind, "exp_avg"), values)
-                self._mark_written(part)
+                self._call(function, _table(part, kind, *moments), values)
+                _mark_written(part)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64)
-        for indices, kind, part in _indexed_by_kind(lists):
+        for indices, kind, part in _by_kind(lists):
             if kind is None:
                 found = super().lamb_moments(part, scalars, multiplier)
             else:
@@ -126,14 +123,14 @@ class NativeBackend(ReferenceBackend):
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         values = lib.Lamb(multiplier=1.0, **_fields(scalars, "lr", "adapts"))
-        for indices, kind, part in _indexed_by_kind(lists):
+        for indices, kind, part in _by_kind(lists):
             mine = array("f", [ratios[index] for index in indices])
             if kind is None:
                 super().lamb_apply(part, scalars, mine)
             else:
                 table = _table(part, kind, "exp_avg", "exp_avg_sq")
                 self._call("mp_lamb_apply", table, values, mine.buffer_info()[0])
-                self._mark_written(part)
+                _mark_written(part)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         dtypes = [tensor.dtype for tensor in tensors]
@@ -156,21 +153,26 @@ class NativeBackend(ReferenceBackend):
         self._call("mp_measure", table, sums.data_ptr(), None)
         return sums
 
-    @staticmethod
-    def _mark_written(lists: TensorLists) -> None:
-        """Tell autograd, which cannot see the kernels write."""
-        increment_version([*lists.main, *(output for output in lists.output if output is not None)])
-
     def _call(self, name: str, table: _Table, *arguments: Any) -> None:
         given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
         self.library.call(name, ctypes.byref(table.tensors), *given, _threads())
+
+
+def _mark_written(lists: TensorLists) -> None:
+    """Tell autograd, which cannot see the kernels write."""
+    written = [*lists.main, *(output for output in lists.output if output is not None)]
+    try:
+        increment_version(written)
+    except TypeError:  # before torch 2.7 one at a time
+        for tensor in written:
+            increment_version(tensor)
 
 
 def _fields(scalars: Any, *without: str) -> dict[str, Any]:
     return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
 
 
-def _indexed_by_kind(lists: TensorLists) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
+def _by_kind(lists: TensorLists) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
     """Parts of the lists whose tensors share dtypes; None is what the kernels do not read."""
     grads = [grad.dtype for grad in lists.grad]
     outputs = [None if output is None else output.dtype for output in lists.output]
@@ -189,10 +191,6 @@ def _indexed_by_kind(lists: TensorLists) -> list[tuple[Sequence[int], _Kind | No
 
 def _kind(grad: torch.dtype, output: torch.dtype | None) -> _Kind | None:
     return _Kind(grad, output) if grad in _DTYPES and (output is None or output in _DTYPES) else None
-
-
-def _by_kind(lists: TensorLists) -> list[tuple[_Kind | None, TensorLists]]:
-    return [(kind, part) for _, kind, part in _indexed_by_kind(lists)]
 
 
 def _table(lists: TensorLists, kind: _Kind, *moments: str) -> _Table:

@@ -25,6 +25,7 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
 
 LIBRARY = native_library()
+STATUS = Path("/proc/self/status")
 REFERENCE = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, math.inf, -math.inf, math.nan]
@@ -257,13 +258,10 @@ def test_bad_arguments_are_python_errors() -> None:
     LIBRARY.set_cores([])
 
 
+@pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
 def test_a_step_needs_next_to_no_memory_of_its_own() -> None:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        pytest.skip("needs /proc")
-
     def kibibytes(field: str) -> int:
-        return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
+        return int(next(line for line in STATUS.read_text().splitlines() if line.startswith(field)).split()[1])
 
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((20_000_000,), 0.5, dtype=torch.bfloat16))])
     optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-3), model)
