@@ -8,8 +8,10 @@ later is found by slot.
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -18,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "all_same", "are_plain", "current_grad",
-    "current_grads", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "with_names",
+    "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "SteadyList", "all_same", "are_plain",
+    "current_grad", "current_grads", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "with_names",
 ]
 
 ParamGroups = list[dict[str, Any]]
@@ -89,6 +91,52 @@ class SlotUpdates(Sequence[SlotUpdate]):
             return self.take(range(len(self))[index])
         return SlotUpdate(self.slots[index], self.grads[index], self.multipliers[index], self.outputs[index],
                           self.shard_groups[index])
+
+
+class SteadyList(list[Tensor]):
+    """Plain tensors whose memory stays where it is for as long as the list is used, so that each fact about them is
+    looked up once.
+
+    Attributes:
+        addresses: ``data_ptr`` of each.
+        sizes: ``numel`` of each.
+        dtypes, devices: those that occur.
+        contiguous: whether all are.
+        held: memory kept for as long as the list is; see :meth:`hold`.
+    """
+
+    held: tuple[object, ...] = ()
+
+    def hold(self) -> SteadyList:
+        """Keep the present memory, for a list used over many steps: should somebody give one of the tensors other
+        memory (``tensor.data = ...``), the addresses still lead somewhere."""
+        self.held = tuple(tensor.untyped_storage() for tensor in self)
+        return self
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> SteadyList:
+        """The same tensors in this form."""
+        return tensors if isinstance(tensors, SteadyList) else cls(tensors)
+
+    @cached_property
+    def addresses(self) -> array[int]:
+        return array("Q", map(Tensor.data_ptr, self))
+
+    @cached_property
+    def sizes(self) -> array[int]:
+        return array("q", map(Tensor.numel, self))
+
+    @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        return {tensor.dtype for tensor in self}
+
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        return {tensor.device for tensor in self}
+
+    @cached_property
+    def contiguous(self) -> bool:
+        return all(map(Tensor.is_contiguous, self))
 
 
 def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mp_optim.precision.measure import NormKey
-from mp_optim.slots import Slot, SlotUpdates, are_plain, current_grads, local_tensor
+from mp_optim.slots import Slot, SlotUpdates, SteadyList, are_plain, current_grads, local_tensor
 
 __all__ = ["SlotColumns", "versions_of"]
 
@@ -50,7 +50,7 @@ class SlotColumns:
         """The object that stands for all keys equal to this one."""
         return next((known for known in self.distinct_keys if known == key), key)
 
-    def grads(self, params: Sequence[Tensor], name_of: Callable[[Slot], str]) -> tuple[list[int], list[Tensor]]:
+    def grads(self, params: Sequence[Tensor], name_of: Callable[[Slot], str]) -> tuple[list[int], SteadyList]:
         """Which slots have a gradient now, as indices, and their local gradients.
 
         Raises:
@@ -58,14 +58,13 @@ class SlotColumns:
         """
         found = current_grads(params)
         indices = [index for index, grad in enumerate(found) if grad is not None]
-        grads = [grad for grad in found if grad is not None]
-        dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
-        if layouts - {torch.strided} or not all(dtype.is_floating_point for dtype in dtypes):
+        grads = SteadyList(grad for grad in found if grad is not None)
+        if {grad.layout for grad in grads} - {torch.strided} or not all(d.is_floating_point for d in grads.dtypes):
             index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
                                if g.layout != torch.strided or not g.is_floating_point())
             raise TypeError(f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
                             "floating-point gradients are supported (build the embedding with sparse=False)")
-        return indices, grads if are_plain(grads) else [local_tensor(grad) for grad in grads]
+        return indices, grads if are_plain(grads) else SteadyList(map(local_tensor, grads))
 
     def updates(self, indices: Sequence[int], grads: Sequence[Tensor], multipliers: Mapping[str, float]) -> SlotUpdates:
         """The step of the slots that have a gradient.

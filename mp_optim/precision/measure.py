@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.slots import SteadyList
+
 __all__ = ["EXCLUDED", "MAIN", "Measurement", "NormKey", "agree", "count_zeros", "measure",
            "norm_groups"]
 
@@ -57,13 +59,13 @@ def measure(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence
         grads, keys: this step's local gradients in slot order, and which norm each counts in.
         all_keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
     """
-    devices = [grad.device for grad in grads]
-    if len(set(devices)) == 1:
+    grads = SteadyList.of(grads)
+    if len(grads.devices) == 1:
         sums = sum_of_squares(grads).to(device)
     else:
         sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
-        for where in set(devices):
-            here = [index for index, other in enumerate(devices) if other == where]
+        for where in grads.devices:
+            here = [index for index, grad in enumerate(grads) if grad.device == where]
             sums[torch.tensor(here, device=device)] = sum_of_squares([grads[i] for i in here]).to(device)
     if len(all_keys) == 1:
         return {all_keys[0]: _pairwise_sum(sums)}

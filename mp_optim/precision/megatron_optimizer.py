@@ -33,7 +33,17 @@ from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, all_same, follow, iter_slots, local_tensor, same_memory, with_names
+from mp_optim.slots import (
+    Slot,
+    SlotUpdate,
+    SteadyList,
+    all_same,
+    follow,
+    iter_slots,
+    local_tensor,
+    same_memory,
+    with_names,
+)
 from mp_optim.update import as_slot_optimizer, choose_backend
 
 __all__ = ["MegatronOptimizer"]
@@ -63,7 +73,7 @@ class MegatronOptimizer(SlotOptimizer):
         self.grad_scaler = grad_scaler
         self.process_groups = process_groups or ProcessGroups()
         self._seen = SlotColumns()
-        self._grads: tuple[list[int], list[Tensor]] | None = None
+        self._grads: tuple[list[int], SteadyList] | None = None
         self._norm_groups: list[str] | None = None
         self._verdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0, "reloaded_params": 0}

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["AdamScalars", "LambScalars", "LionScalars", "SgdScalars", "SteadyList", "TensorLists", "fp32"]
+__all__ = ["AdamScalars", "LambScalars", "LionScalars", "SgdScalars", "TensorLists", "fp32"]
 
 
 def fp32(value: float) -> float:
     """The double that is nearest to ``value`` among FP32 numbers."""
     return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
-
-
-class SteadyList(list[Tensor]):
-    """Tensors whose memory stays where it is for as long as the list is handed out: looked up once.
-
-    Attributes:
-        addresses: ``data_ptr`` of each. sizes: ``numel`` of each.
-    """
-
-    @cached_property
-    def addresses(self) -> array[int]:
-        return array("Q", map(Tensor.data_ptr, self))
-
-    @cached_property
-    def sizes(self) -> array[int]:
-        return array("q", map(Tensor.numel, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +25,8 @@ class TensorLists:
     Attributes:
         main: FP32, contiguous. grad: any floating dtype, contiguous. state: FP32 moments by name.
         output: contiguous tensor that receives the updated parameter in its dtype, or None.
+
+    A list that is a ``SteadyList`` may be the same one in every step.
     """
 
     main: list[Tensor]

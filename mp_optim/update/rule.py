@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, all_same, are_plain, current_grad, iter_slots, local_tensor
+from mp_optim.slots import (
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    SteadyList,
+    all_same,
+    are_plain,
+    current_grad,
+    iter_slots,
+    local_tensor,
+)
 from mp_optim.update.backends import Backend, choose_backend
-from mp_optim.update.lists import SteadyList, TensorLists
+from mp_optim.update.lists import TensorLists
 
 __all__ = ["RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
 
@@ -34,12 +44,15 @@ class _GroupState:
         steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step`` is a view of it.
         slots: state tensors of each slot; empty until somebody looks.
         mains: the tensor each slot's state was last found to fit.
+        steady_mains: all of them, if they are this package's own tensors and not a model's parameters, whose memory
+            others may move (``param.data = ...``).
     """
 
     def __init__(self, count: int) -> None:
         self.steps = torch.zeros(count, dtype=torch.float32)
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
+        self.steady_mains: SteadyList | None = None
         self._whole: dict[str, SteadyList] = {}
 
     def is_whole(self, positions: Sequence[int]) -> bool:
@@ -51,12 +64,13 @@ class _GroupState:
         if not self.is_whole(positions):
             return [self.slots[position][name] for position in positions]
         if name not in self._whole:
-            self._whole[name] = SteadyList(slot[name] for slot in self.slots)
+            self._whole[name] = SteadyList(slot[name] for slot in self.slots).hold()
         return self._whole[name]
 
     def replaced(self) -> None:
-        """Forget lists of state tensors: one of them is another tensor now."""
+        """Forget lists of tensors: one of them is another tensor now."""
         self._whole.clear()
+        self.steady_mains = None
 
     def count(self, positions: Sequence[int]) -> None:
         """Add a step to the given slots."""
@@ -128,7 +142,9 @@ class RuleOptimizer(SlotOptimizer):
             elif state[name].device != main.device:
                 state[name] = state[name].to(main.device)
                 own.replaced()
-        own.mains[slot.position] = tensor
+        if own.mains[slot.position] is not tensor:
+            own.mains[slot.position] = tensor
+            own.steady_mains = None
         return state
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
@@ -176,16 +192,16 @@ class RuleOptimizer(SlotOptimizer):
         mains = self._mains(index, positions)
         steps = own.steps.tolist()
         multipliers = {value: self.effective_multiplier(group, value, grad_norm) for value in set(updates.multipliers)}
-        devices, counts = [main.device for main in mains], [steps[position] for position in positions]
-        if len(set(devices)) == len(set(counts)) == len(multipliers) == 1:
-            launch = _Launch(devices[0], counts[0], multipliers[updates.multipliers[0]])
+        counts = [steps[position] for position in positions]
+        if len(mains.devices) == len(set(counts)) == len(multipliers) == 1:
+            launch = _Launch(mains[0].device, counts[0], multipliers[updates.multipliers[0]])
             self._launch(index, launch, updates, positions, mains)
         else:
-            keys = list(zip(devices, counts, updates.multipliers, strict=True))
+            keys = list(zip((main.device for main in mains), counts, updates.multipliers, strict=True))
             for key in dict.fromkeys(keys):
                 members = [at for at, other in enumerate(keys) if other == key]
                 self._launch(index, _Launch(key[0], key[1], multipliers[key[2]]), updates.take(members),
-                             [positions[at] for at in members], [mains[at] for at in members])
+                             [positions[at] for at in members], SteadyList(mains[at] for at in members))
         own.count(positions)
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
@@ -196,27 +212,32 @@ class RuleOptimizer(SlotOptimizer):
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
-    def _mains(self, index: int, positions: Sequence[int]) -> list[Tensor]:
+    def _mains(self, index: int, positions: Sequence[int]) -> SteadyList:
         """The plain FP32 tensors at some positions of a group, with state that fits them."""
         params, own = self.param_groups[index]["params"], self._groups[index]
         whole = own.is_whole(positions)
         tensors = list(params) if whole else [params[position] for position in positions]
-        if not all_same(tensors, own.mains if whole else [own.mains[position] for position in positions]):
+        if all_same(tensors, own.mains if whole else [own.mains[position] for position in positions]):
+            if whole and own.steady_mains is not None:
+                return own.steady_mains
+        else:
             for position in positions:
                 self.slot_state(Slot(index, position))
-        mains = tensors if are_plain(tensors) else [local_tensor(tensor) for tensor in tensors]
-        if {main.dtype for main in mains} - {torch.float32}:
+        mains = SteadyList(tensors if are_plain(tensors) else map(local_tensor, tensors))
+        if mains.dtypes - {torch.float32}:
             position, main = next((p, m) for p, m in zip(positions, mains, strict=True) if m.dtype != torch.float32)
             raise TypeError(f"{self.slot_name(Slot(index, position))} is {main.dtype}: {type(self).__name__} steps "
                             "float32; wrap it in Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
+        if whole and set(map(type, tensors)) == {Tensor}:
+            own.steady_mains = mains.hold()
         return mains
 
     def _launch(self, index: int, launch: _Launch, updates: SlotUpdates, positions: Sequence[int],
-                mains: list[Tensor]) -> None:
+                mains: SteadyList) -> None:
         group, own = self.param_groups[index], self._groups[index]
         outputs = list(updates.outputs)
         lists = TensorLists(
-            main=_contiguous(mains), grad=_contiguous(list(updates.grads)),
+            main=_contiguous(mains), grad=_contiguous(SteadyList.of(updates.grads)),
             state={name: own.tensors(name, positions) for name in self.moments(group)},
             output=_contiguous_outputs(outputs))
         backend, _ = self.backend_for(launch.device)
@@ -226,11 +247,9 @@ class RuleOptimizer(SlotOptimizer):
                 _copy_back(mine, stepped)
 
 
-def _contiguous(tensors: list[Tensor]) -> list[Tensor]:
+def _contiguous(tensors: SteadyList) -> SteadyList:
     """The list itself if every tensor in it is contiguous, else one that is."""
-    if all(map(Tensor.is_contiguous, tensors)):
-        return tensors
-    return [tensor.contiguous() for tensor in tensors]
+    return tensors if tensors.contiguous else SteadyList(tensor.contiguous() for tensor in tensors)
 
 
 def _contiguous_outputs(outputs: list[Tensor | None]) -> list[Tensor | None]:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from mp_optim.slots import SteadyList
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, SteadyList, TensorLists
+from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
 
 __all__ = ["NativeBackend", "set_host_cores", "set_host_threads"]
 
@@ -53,14 +54,6 @@ class _Kind(NamedTuple):
     output: torch.dtype | None
 
 
-def _addresses(tensors: Sequence[Tensor]) -> array[int]:
-    return tensors.addresses if isinstance(tensors, SteadyList) else array("Q", map(Tensor.data_ptr, tensors))
-
-
-def _sizes(tensors: Sequence[Tensor]) -> array[int]:
-    return tensors.sizes if isinstance(tensors, SteadyList) else array("q", map(Tensor.numel, tensors))
-
-
 class _Table:
     """The C view of tensor lists; keeps what it points to alive."""
 
@@ -68,8 +61,9 @@ class _Table:
                  moments: Sequence[Sequence[Tensor]] = (), output: Sequence[Tensor] | None = None) -> None:
         first, second = [*moments, None, None][:2]
         tables = {"main": main, "grad": grad, "moment1": first, "moment2": second, "output": output}
-        self._arrays = {"numel": _sizes(moments[0] if moments else grad)}
-        self._arrays |= {name: _addresses(tensors) for name, tensors in tables.items() if tensors is not None}
+        self._arrays = {"numel": SteadyList.of(moments[0] if moments else grad).sizes}
+        self._arrays |= {name: SteadyList.of(tensors).addresses
+                         for name, tensors in tables.items() if tensors is not None}
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
         self.tensors = lib.Tensors(count=len(grad), grad_dtype=_DTYPES[kind.grad],
                                    output_dtype=_DTYPES[kind.output] if kind.output else 0, **addresses)
@@ -133,24 +127,23 @@ class NativeBackend(ReferenceBackend):
                 _mark_written(part)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        dtypes = [tensor.dtype for tensor in tensors]
-        if len(set(dtypes)) == 1:
-            return self._sum_alike(tensors)
-        sums = torch.empty(len(tensors), dtype=torch.float64)
-        for dtype in set(dtypes):
-            mine = [index for index, other in enumerate(dtypes) if other == dtype]
-            sums[torch.tensor(mine)] = self._sum_alike([tensors[index] for index in mine])
+        steady = SteadyList.of(tensors)
+        if len(steady.dtypes) == 1:
+            return self._sum_alike(steady)
+        sums = torch.empty(len(steady), dtype=torch.float64)
+        for dtype in steady.dtypes:
+            mine = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
+            sums[torch.tensor(mine)] = self._sum_alike(SteadyList(steady[index] for index in mine))
         return sums
 
-    def _sum_alike(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _sum_alike(self, tensors: SteadyList) -> Tensor:
         """Sums of squares of tensors of one dtype."""
         if tensors[0].dtype not in _DTYPES:
             return super().sum_of_squares(tensors)
-        if not all(map(Tensor.is_contiguous, tensors)):
-            tensors = [tensor.contiguous() for tensor in tensors]
+        if not tensors.contiguous:
+            tensors = SteadyList(tensor.contiguous() for tensor in tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64)
-        table = _Table(_Kind(tensors[0].dtype, None), tensors)
-        self._call("mp_measure", table, sums.data_ptr(), None)
+        self._call("mp_measure", _Table(_Kind(tensors[0].dtype, None), tensors), sums.data_ptr(), None)
         return sums
 
     def _call(self, name: str, table: _Table, *arguments: Any) -> None:
@@ -174,11 +167,11 @@ def _fields(scalars: Any, *without: str) -> dict[str, Any]:
 
 def _by_kind(lists: TensorLists) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
     """Parts of the lists whose tensors share dtypes; None is what the kernels do not read."""
-    grads = [grad.dtype for grad in lists.grad]
+    grads = SteadyList.of(lists.grad).dtypes
     outputs = [None if output is None else output.dtype for output in lists.output]
-    if len(set(grads)) == len(set(outputs)) == 1:
-        return [(range(len(grads)), _kind(grads[0], outputs[0]), lists)]
-    pairs = list(zip(grads, outputs, strict=True))
+    if len(grads) == len(set(outputs)) == 1:
+        return [(range(len(outputs)), _kind(next(iter(grads)), outputs[0]), lists)]
+    pairs = list(zip((grad.dtype for grad in lists.grad), outputs, strict=True))
     parts: list[tuple[Sequence[int], _Kind | None, TensorLists]] = []
     for pair in dict.fromkeys(pairs):
         indices = [index for index, other in enumerate(pairs) if other == pair]
