@@ -49,14 +49,16 @@ class OptimizerConfig:
     """Model parameters are bfloat16: FP32 main params."""
     params_dtype: torch.dtype | str = torch.float32
     """Dtype of the model's parameters, a torch dtype or its name. float32 stands for what fp16 and bf16 say."""
+    use_precision_aware_optimizer: bool = False
+    """Keep optimizer state in the dtypes below, on the host too."""
     main_grads_dtype: torch.dtype | str = torch.float32
     """Gradients are read in the dtype they have and widened to this one in registers: float32."""
     main_params_dtype: torch.dtype | str = torch.float32
     """Dtype of the main params: float32."""
     exp_avg_dtype: torch.dtype | str = torch.float32
-    """Dtype of the first moment: float32."""
+    """Dtype of the first moment: float32 or bfloat16."""
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
-    """Dtype of the second moment: float32."""
+    """Dtype of the second moment: float32 or bfloat16."""
     loss_scale: float | None = None
     """Constant loss scale for fp16; dynamic if not given."""
     initial_loss_scale: float = 2.0**32
@@ -151,7 +153,6 @@ _ELSEWHERE = {
     "use_distributed_optimizer": "shard the model with FSDP2, whose DTensor parameters are stepped shard by shard",
     "use_layer_wise_distributed_optimizer": "shard the model with FSDP2",
     "overlap_param_gather": "there is no distributed optimizer to gather for",
-    "use_precision_aware_optimizer": "main params and moments are float32",
     "store_param_remainders": "main params are float32",
     "use_torch_optimizer_for_cpu_offload": "choose fused_backend='torch'",
     "optimizer_cuda_graph": "step() is not captured",
@@ -237,6 +238,11 @@ def _check_ranges(config: OptimizerConfig) -> None:
         _fail(config, "optimizer_offload_fraction", "must be between 0 and 1")
 
 
+_STATE_DTYPES = {"main_grads_dtype": (torch.float32,), "main_params_dtype": (torch.float32,),
+                 "exp_avg_dtype": (torch.float32, torch.bfloat16),
+                 "exp_avg_sq_dtype": (torch.float32, torch.bfloat16)}
+
+
 def _check_precision(config: OptimizerConfig) -> None:
     if config.fp16 and config.bf16:
         raise ValueError("fp16=True and bf16=True: set the one that matches the model's dtype")
@@ -244,9 +250,12 @@ def _check_precision(config: OptimizerConfig) -> None:
     if config.params_dtype not in (half, torch.float32):
         _fail(config, "params_dtype", f"contradicts fp16={config.fp16!r}, bf16={config.bf16!r}; set the flag that "
               "matches the model")
-    for name in DTYPE_FIELDS[1:]:
-        if getattr(config, name) != torch.float32:
-            _fail(config, name, "only torch.float32 is available in this version")
+    for name, choices in _STATE_DTYPES.items():
+        value = getattr(config, name)
+        if value not in choices:
+            _fail(config, name, f"must be one of {list(choices)} in this version")
+        if value != torch.float32 and config.fused_backend == "torch":
+            _fail(config, name, "fused_backend='torch' keeps moments in torch.float32; choose another backend")
     for name in ("loss_scale_window", "hysteresis"):
         value = getattr(config, name)
         if value < 1 or int(value) != value:
@@ -279,6 +288,10 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "lamb_use_nvlamb": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "lamb_grad_averaging": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
+    "exp_avg_dtype": ("use_precision_aware_optimizer=True and optimizer='adam', 'lamb' or 'lion'",
+                      lambda c: c.use_precision_aware_optimizer and c.optimizer != "sgd"),
+    "exp_avg_sq_dtype": ("use_precision_aware_optimizer=True and optimizer='adam' or 'lamb'",
+                         lambda c: c.use_precision_aware_optimizer and c.optimizer in ("adam", "lamb")),
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
 }
 """Fields that do something only in company: what they need, and whether a config has it."""

@@ -97,14 +97,21 @@ def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: Meg
 
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     rule, settings = _rule(config)
+    construction = {"backend": config.fused_backend, **_moment_dtypes(config)}
     if not config.optimizer_cpu_offload:
-        optimizer: torch.optim.Optimizer = rule(groups, backend=config.fused_backend, **settings)
+        optimizer: torch.optim.Optimizer = rule(groups, **construction, **settings)
         return optimizer
     return HybridDeviceOptimizer(
         groups, offload_fraction=config.optimizer_offload_fraction, cpu_optimizer_cls=rule, gpu_optimizer_cls=rule,
         param_update_in_fp32=True, pin_cpu_grads=config.pin_cpu_grads, pin_cpu_params=config.pin_cpu_params,
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
-        sub_optimizer_kwargs={"backend": config.fused_backend}, **settings)
+        sub_optimizer_kwargs=construction, **settings)
+
+
+def _moment_dtypes(config: OptimizerConfig) -> dict[str, Any]:
+    fields = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
+              "lion": ("exp_avg_dtype",), "sgd": ()}
+    return {field: getattr(config, field) for field in fields[config.optimizer]}
 
 
 def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:

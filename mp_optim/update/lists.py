@@ -23,7 +23,7 @@ class TensorLists:
     """Parallel lists on one device.
 
     Attributes:
-        main: FP32, contiguous. grad: any floating dtype, contiguous. state: FP32 moments by name.
+        main: FP32, contiguous. grad: any floating dtype, contiguous. state: moments by name, FP32 or bfloat16.
         output: contiguous tensor that receives the updated parameter in its dtype, or None.
 
     A list that is a ``SteadyList`` may be the same one in every step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,10 @@ from mp_optim.slots import (
 from mp_optim.update.backends import Backend, choose_backend
 from mp_optim.update.lists import TensorLists
 
-__all__ = ["RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
+__all__ = ["MOMENT_DTYPES", "RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
+
+
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Launch(NamedTuple):
@@ -85,11 +88,21 @@ class RuleOptimizer(SlotOptimizer):
 
     Args:
         backend: ``fused_backend`` of the config.
+        dtypes: dtype of each moment by name, float32 or bfloat16; float32 where nothing is said.
+
+    Raises:
+        ValueError: a dtype that a moment cannot have.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto") -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto",
+                 dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         choose_backend(backend, torch.device("cpu"))
         self._backend = backend
+        self._dtypes = dict(dtypes or {})
+        for name, dtype in self._dtypes.items():
+            if dtype not in MOMENT_DTYPES or (backend == "torch" and dtype != torch.float32):
+                raise ValueError(f"{name}_dtype={dtype}: moments are {MOMENT_DTYPES[0]} or {MOMENT_DTYPES[1]} (with "
+                                 f"backend='torch' only the former); backend={backend!r}")
         self._groups: list[_GroupState] = []
         super().__init__(params, defaults)
 
@@ -97,7 +110,7 @@ class RuleOptimizer(SlotOptimizer):
 
     @abstractmethod
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the FP32 state tensors the rule keeps under a group's settings."""
+        """Names of the moments the rule keeps under a group's settings."""
 
     @abstractmethod
     def check_settings(self, group: dict[str, Any]) -> None:
@@ -134,7 +147,8 @@ class RuleOptimizer(SlotOptimizer):
             state["step"] = own.steps[slot.position]
         for name in self.moments(group):
             if name not in state:
-                state[name] = torch.zeros(main.shape, dtype=torch.float32, device=main.device)
+                dtype = self._dtypes.get(name, torch.float32)
+                state[name] = torch.zeros(main.shape, dtype=dtype, device=main.device)
                 own.replaced()
             elif state[name].shape != main.shape:
                 raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "

@@ -22,9 +22,9 @@ from benchmarks.sections import OURS, Section
 from mp_optim.update.backends.native_library import native_library
 
 _FORMATS = {"ms": "{:.2f}", "spread": "±{:.1%}", "gbs": "{:.1f}", "of_limit": "{:.2f}", "gparams": "{:.2f}",
-            "times_ours": "{:.2f}x", "times_one": "{:.2f}x", "speedup": "{:.2f}x"}
+            "times_ours": "{:.2f}x", "times_one": "{:.2f}x", "speedup": "{:.2f}x", "state_bytes": "{:.0f}"}
 _HEADS = {"gbs": "GB/s", "of_limit": "of the memory limit", "gparams": "Gparam/s", "times_ours": "times ours",
-          "times_one": "times one tensor"}
+          "times_one": "times one tensor", "state_bytes": "bytes a parameter, with the main param"}
 
 
 def machine() -> dict[str, Any]:

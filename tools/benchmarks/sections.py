@@ -163,6 +163,23 @@ def full_step(numel: int, rounds: int, limit: float) -> Section:
     return section
 
 
+def compact_states(numel: int, rounds: int) -> Section:
+    """The full step with optimizer state in fewer bytes."""
+    count = numel // PIECE
+    params, grads = (tensors(PIECE, count, torch.bfloat16) for _ in range(2))
+    kinds: dict[str, dict[str, Any]] = {
+        "FP32 moments": {}, "bf16 moments": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}}
+    steps = {f"{OURS}, {name}": our_step([param.clone() for param in params], grads,
+                                         use_precision_aware_optimizer=bool(kind), **kind)
+             for name, kind in kinds.items()}
+    timings = alternate(steps, rounds, "compact")
+    section = Section("Compact states: the full step")
+    first = next(iter(timings))
+    section.take(timings, speedup=lambda name, t: ratio(timings[first], t),
+                 state_bytes=lambda name, t: 12.0 if name == first else 8.0)
+    return section
+
+
 def many_tensors(total: int, rounds: int) -> Section:
     """As many elements in 10,000 small tensors, in a mix as of a mixture of experts, and in one."""
     small = total // 10_000

@@ -65,8 +65,10 @@ class _Table:
         self._arrays |= {name: SteadyList.of(tensors).addresses
                          for name, tensors in tables.items() if tensors is not None}
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
+        first_dtype, second_dtype = [*(_DTYPES[tensors[0].dtype] for tensors in moments), 0, 0][:2]
         self.tensors = lib.Tensors(count=len(grad), grad_dtype=_DTYPES[kind.grad],
-                                   output_dtype=_DTYPES[kind.output] if kind.output else 0, **addresses)
+                                   output_dtype=_DTYPES[kind.output] if kind.output else 0,
+                                   moment1_dtype=first_dtype, moment2_dtype=second_dtype, **addresses)
 
 
 class NativeBackend(ReferenceBackend):

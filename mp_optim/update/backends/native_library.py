@@ -15,7 +15,7 @@ __all__ = ["ENVIRONMENT", "NativeLibrary", "native_library"]
 ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``; else the best one."""
 
-_ABI = 2
+_ABI = 3
 _STATUS = {1: "a null pointer, negative size or unknown dtype reached the kernels", 2: "out of memory",
            3: "the kernels failed"}
 
@@ -25,7 +25,7 @@ class Tensors(ctypes.Structure):
 
     _fields_ = [("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in (
         "numel", "main", "grad", "moment1", "moment2", "output")),
-        ("grad_dtype", ctypes.c_int32), ("output_dtype", ctypes.c_int32)]
+        *((name, ctypes.c_int32) for name in ("grad_dtype", "output_dtype", "moment1_dtype", "moment2_dtype"))]
 
 
 def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:

@@ -31,6 +31,18 @@ def _gradients(batch: TensorLists, multiplier: float, l2: float) -> Lists:
     return grads
 
 
+def _wide(stored: Lists) -> Lists:
+    """FP32 values of a state: the tensors themselves if they are FP32, else copies."""
+    return [tensor if tensor.dtype == torch.float32 else tensor.float() for tensor in stored]
+
+
+def _store(stored: Lists, values: Lists) -> None:
+    """Write FP32 values back, rounded to nearest even into the state's dtype."""
+    for tensor, value in zip(stored, values, strict=True):
+        if tensor is not value:
+            tensor.copy_(value)
+
+
 def _moments(m: Lists, v: Lists, grads: Lists, s: AdamScalars | LambScalars, weight: float) -> None:
     """m = m*b1 + g*w and v = v*b2 + (g*(1-b2))*g."""
     torch._foreach_mul_(m, s.beta1)
@@ -50,9 +62,9 @@ def _denominators(v: Lists, s: AdamScalars | LambScalars) -> Lists:
 
 
 def _directions(batch: TensorLists, s: LambScalars) -> Lists:
-    """u = (m * (1/bias1)) / denominator + decay * p."""
-    u = torch._foreach_mul(batch.state["exp_avg"], s.inv_bias1)
-    torch._foreach_div_(u, _denominators(batch.state["exp_avg_sq"], s))
+    """u = (m * (1/bias1)) / denominator + decay * p, of the moments as they are stored."""
+    u = torch._foreach_mul(_wide(batch.state["exp_avg"]), s.inv_bias1)
+    torch._foreach_div_(u, _denominators(_wide(batch.state["exp_avg_sq"]), s))
     if s.decay != 0.0:
         torch._foreach_add_(u, torch._foreach_mul(batch.main, s.decay))
     return list(u)
@@ -65,8 +77,10 @@ class ReferenceBackend:
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            m, v = batch.state["exp_avg"], batch.state["exp_avg_sq"]
+            m, v = _wide(batch.state["exp_avg"]), _wide(batch.state["exp_avg_sq"])
             _moments(m, v, _gradients(batch, multiplier, scalars.l2), scalars, scalars.one_minus_beta1)
+            _store(batch.state["exp_avg"], m)
+            _store(batch.state["exp_avg_sq"], v)
             updates = torch._foreach_div(m, _denominators(v, scalars))
             torch._foreach_mul_(updates, scalars.step_size)
             if scalars.decay != 0.0:
@@ -79,8 +93,10 @@ class ReferenceBackend:
         found: list[Tensor] = []
         for cut in batches(lists):
             batch = cut.lists
-            m, v = batch.state["exp_avg"], batch.state["exp_avg_sq"]
+            m, v = _wide(batch.state["exp_avg"]), _wide(batch.state["exp_avg_sq"])
             _moments(m, v, _gradients(batch, multiplier, scalars.l2), scalars, scalars.grad_weight)
+            _store(batch.state["exp_avg"], m)
+            _store(batch.state["exp_avg_sq"], v)
             squares = sum_of_squares([*batch.main, *_directions(batch, scalars)])
             owners += cut.owners
             found.append(squares.view(2, -1).T)
@@ -101,14 +117,16 @@ class ReferenceBackend:
         for batch in (cut.lists for cut in batches(lists)):
             grads = _gradients(batch, multiplier, scalars.decay)
             if "momentum_buffer" in batch.state:
-                grads = self._momentum(batch.state["momentum_buffer"], grads, scalars)
+                buffers = _wide(batch.state["momentum_buffer"])
+                grads = self._momentum(buffers, grads, scalars)
+                _store(batch.state["momentum_buffer"], buffers)
             torch._foreach_mul_(grads, scalars.lr)
             torch._foreach_sub_(batch.main, grads)
             publish(batch)
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            m, grads = batch.state["exp_avg"], _gradients(batch, multiplier, 0.0)
+            m, grads = _wide(batch.state["exp_avg"]), _gradients(batch, multiplier, 0.0)
             blend = torch._foreach_mul(m, scalars.beta1)
             torch._foreach_add_(blend, torch._foreach_mul(grads, scalars.one_minus_beta1))
             steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
@@ -118,6 +136,7 @@ class ReferenceBackend:
             torch._foreach_sub_(batch.main, steps)
             torch._foreach_mul_(m, scalars.beta2)
             torch._foreach_add_(m, torch._foreach_mul(grads, scalars.one_minus_beta2))
+            _store(batch.state["exp_avg"], m)
             publish(batch)
 
     @staticmethod

@@ -47,6 +47,8 @@ int64_t bytes_of(int32_t dtype) { return dtype == MP_F32 ? 4 : dtype == MP_NONE 
 bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads) {
     if (t.count < 0 || threads < 1 || t.grad_dtype < MP_F32 || t.grad_dtype > MP_F16) return false;
     if (t.output_dtype < MP_NONE || t.output_dtype > MP_F16) return false;
+    if (t.moment1 && t.moment1_dtype != MP_F32 && t.moment1_dtype != MP_BF16) return false;
+    if (t.moment2 && t.moment2_dtype != MP_F32 && t.moment2_dtype != MP_BF16) return false;
     if (t.count == 0) return true;
     if (!t.numel || !t.grad || (needs_main && !t.main) || (needs_first && !t.moment1)) return false;
     if ((needs_second && !t.moment2) || ((t.output_dtype == MP_NONE) != (t.output == nullptr))) return false;
@@ -60,15 +62,19 @@ bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_sec
 }
 
 Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream) {
-    auto offset = [&](float* const* table) { return table ? table[index] + start : nullptr; };
-    return Run{offset(t.main),
-               (const char*)t.grad[index] + start * bytes_of(t.grad_dtype),
-               offset(t.moment1),
-               offset(t.moment2),
-               t.output ? (char*)t.output[index] + start * bytes_of(t.output_dtype) : nullptr,
+    auto at = [&](void* const* table, int32_t dtype) -> void* {
+        return table ? (char*)table[index] + start * bytes_of(dtype) : nullptr;
+    };
+    return Run{t.main ? t.main[index] + start : nullptr,
+               at(t.grad, t.grad_dtype),
+               at(t.moment1, t.moment1_dtype),
+               at(t.moment2, t.moment2_dtype),
+               at(t.output, t.output_dtype),
                count,
                t.grad_dtype,
                t.output_dtype,
+               t.moment1_dtype,
+               t.moment2_dtype,
                stream};
 }
 
@@ -253,4 +259,4 @@ int32_t mp_set_cores(const int32_t* cores, int32_t count) {
     return guarded([&] { set_cores(std::vector<int>(cores, cores + count)); });
 }
 
-int32_t mp_abi() { return 2; }
+int32_t mp_abi() { return 3; }

@@ -20,11 +20,13 @@ struct MpTensors {
     const int64_t* numel;
     float* const* main;          // FP32 main params
     void* const* grad;           // grad_dtype
-    float* const* moment1;       // FP32
-    float* const* moment2;       // FP32
+    void* const* moment1;        // moment1_dtype: MP_F32 or MP_BF16
+    void* const* moment2;        // moment2_dtype
     void* const* output;         // output_dtype, or null for the whole call
     int32_t grad_dtype;
     int32_t output_dtype;
+    int32_t moment1_dtype;
+    int32_t moment2_dtype;
 };
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.

@@ -26,6 +26,18 @@ MP_INLINE void store_from_f32(void* p, int64_t i, f32x16 value, bool stream) {
 
 constexpr int64_t size_of(int dtype) { return dtype == MP_F32 ? 4 : dtype == MP_NONE ? 0 : 2; }
 
+// Moments are FP32 or bfloat16, rounded to nearest even. The dtype is the same for a whole call, so the branch is free.
+MP_INLINE f32x16 load_moment(const void* p, int64_t i, int32_t dtype) {
+    return dtype == MP_BF16 ? load_as_f32<MP_BF16>(p, i) : load_as_f32<MP_F32>(p, i);
+}
+
+MP_INLINE void store_moment(void* p, int64_t i, f32x16 value, int32_t dtype) {
+    if (dtype == MP_BF16)
+        store_from_f32<MP_BF16>(p, i, value, false);
+    else
+        store_from_f32<MP_F32>(p, i, value, false);
+}
+
 MP_INLINE void copy(void* to, const void* from, int64_t bytes) {
     if (to && from) __builtin_memcpy(to, from, bytes);
 }
@@ -39,21 +51,28 @@ struct Tail {
     explicit Tail(const Run& whole, int64_t start) : run(whole) {
         int64_t n = whole.numel - start;
         copy(main, whole.main ? whole.main + start : nullptr, 4 * n);
-        copy(grad, whole.grad ? (const char*)whole.grad + start * size_of(whole.grad_dtype) : nullptr,
-             n * size_of(whole.grad_dtype));
-        copy(moment1, whole.moment1 ? whole.moment1 + start : nullptr, 4 * n);
-        copy(moment2, whole.moment2 ? whole.moment2 + start : nullptr, 4 * n);
-        run = Run{main, grad, whole.moment1 ? moment1 : nullptr, moment2, output, kLanes, whole.grad_dtype,
-                  whole.output_dtype, false};
+        copy(grad, from(whole.grad, start, whole.grad_dtype), n * size_of(whole.grad_dtype));
+        copy(moment1, from(whole.moment1, start, whole.moment1_dtype), n * size_of(whole.moment1_dtype));
+        copy(moment2, from(whole.moment2, start, whole.moment2_dtype), n * size_of(whole.moment2_dtype));
+        run.main = main;
+        run.grad = grad;
+        run.moment1 = whole.moment1 ? moment1 : nullptr;
+        run.moment2 = moment2;
+        run.output = output;
+        run.numel = kLanes;
+        run.stream = false;
     }
 
     void write_back(const Run& whole, int64_t start) {
         int64_t n = whole.numel - start;
         copy(whole.main + start, main, 4 * n);
-        copy(whole.moment1 ? whole.moment1 + start : nullptr, moment1, 4 * n);
-        copy(whole.moment2 ? whole.moment2 + start : nullptr, moment2, 4 * n);
-        if (whole.output_dtype != MP_NONE)
-            copy((char*)whole.output + start * size_of(whole.output_dtype), output, n * size_of(whole.output_dtype));
+        copy(from(whole.moment1, start, whole.moment1_dtype), moment1, n * size_of(whole.moment1_dtype));
+        copy(from(whole.moment2, start, whole.moment2_dtype), moment2, n * size_of(whole.moment2_dtype));
+        copy(from(whole.output, start, whole.output_dtype), output, n * size_of(whole.output_dtype));
+    }
+
+    static char* from(const void* p, int64_t start, int32_t dtype) {
+        return p ? (char*)p + start * size_of(dtype) : nullptr;
     }
 };
 
@@ -65,8 +84,8 @@ MP_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 template <int grad_dtype>
 MP_INLINE void fetch_ahead(const Run& run, int64_t i) {
     fetch(run.main + i + kAhead);
-    if (run.moment1) fetch(run.moment1 + i + kAhead);
-    if (run.moment2) fetch(run.moment2 + i + kAhead);
+    if (run.moment1) fetch((const char*)run.moment1 + (i + kAhead) * size_of(run.moment1_dtype));
+    if (run.moment2) fetch((const char*)run.moment2 + (i + kAhead) * size_of(run.moment2_dtype));
     fetch((const char*)run.grad + (i + kAhead) * size_of(grad_dtype));
 }
 
@@ -136,13 +155,13 @@ struct AdamBody {
         for_each_vector<G>(run, [s](const Run& r, int64_t i) __attribute__((always_inline)) {
             f32x16 p = load<f32x16>(r.main + i);
             f32x16 g = gradient<G>(r, i, s.multiplier, s.l2, p);
-            f32x16 m = load<f32x16>(r.moment1 + i) * s.beta1 + g * s.one_minus_beta1;
-            f32x16 v = load<f32x16>(r.moment2 + i) * s.beta2 + (g * s.one_minus_beta2) * g;
+            f32x16 m = load_moment(r.moment1, i, r.moment1_dtype) * s.beta1 + g * s.one_minus_beta1;
+            f32x16 v = load_moment(r.moment2, i, r.moment2_dtype) * s.beta2 + (g * s.one_minus_beta2) * g;
             f32x16 u = (m / denominator(v, s)) * s.step_size;
             if (s.decay != 0.0f) p = p - p * s.decay;
             p = p - u;
-            store(r.moment1 + i, m);
-            store(r.moment2 + i, v);
+            store_moment(r.moment1, i, m, r.moment1_dtype);
+            store_moment(r.moment2, i, v, r.moment2_dtype);
             store(r.main + i, p);
             store_from_f32<O>(r.output, i, p, r.stream);
         });
@@ -163,8 +182,8 @@ struct SgdBody {
             f32x16 p = load<f32x16>(r.main + i);
             f32x16 g = gradient<G>(r, i, s.multiplier, s.decay, p);
             if (r.moment1) {
-                f32x16 b = s.first ? g : load<f32x16>(r.moment1 + i) * s.momentum + g * s.one_minus_dampening;
-                store(r.moment1 + i, b);
+                f32x16 b = s.first ? g : load_moment(r.moment1, i, r.moment1_dtype) * s.momentum + g * s.one_minus_dampening;
+                store_moment(r.moment1, i, b, r.moment1_dtype);
                 g = s.nesterov ? g + b * s.momentum : b;
             }
             p = p - g * s.lr;
@@ -195,11 +214,11 @@ struct LionBody {
         for_each_vector<G>(run, [s](const Run& r, int64_t i) __attribute__((always_inline)) {
             f32x16 p = load<f32x16>(r.main + i);
             f32x16 g = gradient<G>(r, i, s.multiplier, 0.0f, p);
-            f32x16 m = load<f32x16>(r.moment1 + i);
+            f32x16 m = load_moment(r.moment1, i, r.moment1_dtype);
             f32x16 u = sign_of(m * s.beta1 + g * s.one_minus_beta1) * s.lr;
             if (s.decay != 0.0f) p = p - p * s.decay;
             p = p - u;
-            store(r.moment1 + i, m * s.beta2 + g * s.one_minus_beta2);
+            store_moment(r.moment1, i, m * s.beta2 + g * s.one_minus_beta2, r.moment1_dtype);
             store(r.main + i, p);
             store_from_f32<O>(r.output, i, p, r.stream);
         });
@@ -308,17 +327,25 @@ static void lamb_moments_in(const Run& run, const MpLamb& scalars, double* param
     for (int64_t start = 0; start < run.numel; start += kBlock) {
         int64_t n = run.numel - start < kBlock ? run.numel - start : kBlock;
         if (n < kBlock) __builtin_memset(squares, 0, sizeof(squares));
-        Run block{run.main + start, (const char*)run.grad + start * size_of(dtype), run.moment1 + start,
-                  run.moment2 + start, nullptr, n, run.grad_dtype, MP_NONE, false};
+        Run block = run;
+        block.main = run.main + start;
+        block.grad = (const char*)run.grad + start * size_of(dtype);
+        block.moment1 = (char*)run.moment1 + start * size_of(run.moment1_dtype);
+        block.moment2 = (char*)run.moment2 + start * size_of(run.moment2_dtype);
+        block.output = nullptr;
+        block.output_dtype = MP_NONE;
+        block.numel = n;
         auto step = [&](const Run& r, int64_t i, float* ps, float* us) __attribute__((always_inline)) {
             f32x16 p = load<f32x16>(r.main + i);
             f32x16 g = gradient<dtype>(r, i, s.multiplier, s.l2, p);
-            f32x16 m = load<f32x16>(r.moment1 + i) * s.beta1 + g * s.grad_weight;
-            f32x16 v = load<f32x16>(r.moment2 + i) * s.beta2 + (g * s.one_minus_beta2) * g;
-            store(r.moment1 + i, m);
-            store(r.moment2 + i, v);
+            f32x16 m = load_moment(r.moment1, i, r.moment1_dtype) * s.beta1 + g * s.grad_weight;
+            f32x16 v = load_moment(r.moment2, i, r.moment2_dtype) * s.beta2 + (g * s.one_minus_beta2) * g;
+            store_moment(r.moment1, i, m, r.moment1_dtype);
+            store_moment(r.moment2, i, v, r.moment2_dtype);
             store(ps, p);
-            store(us, lamb_direction(p, m, v, s));
+            // The direction is that of the moments as they are stored: the second pass has nothing else.
+            store(us, lamb_direction(p, load_moment(r.moment1, i, r.moment1_dtype),
+                                     load_moment(r.moment2, i, r.moment2_dtype), s));
         };
         int64_t whole = n / kLanes * kLanes;
         for (int64_t i = 0; i < whole; i += kLanes) {
@@ -358,7 +385,7 @@ struct LambBody {
         const float ratio = this->ratio;
         for_each_vector<G>(run, [s, ratio](const Run& r, int64_t i) __attribute__((always_inline)) {
             f32x16 p = load<f32x16>(r.main + i);
-            p = p - lamb_direction(p, load<f32x16>(r.moment1 + i), load<f32x16>(r.moment2 + i), s) * ratio;
+            p = p - lamb_direction(p, load_moment(r.moment1, i, r.moment1_dtype), load_moment(r.moment2, i, r.moment2_dtype), s) * ratio;
             store(r.main + i, p);
             store_from_f32<O>(r.output, i, p, r.stream);
         });

@@ -12,12 +12,14 @@ constexpr int64_t kPiece = 128 * kBlock;  // elements whose block sums are added
 struct Run {
     float* main;
     const void* grad;
-    float* moment1;
-    float* moment2;
+    void* moment1;
+    void* moment2;
     void* output;
     int64_t numel;
     int32_t grad_dtype;
     int32_t output_dtype;
+    int32_t moment1_dtype;
+    int32_t moment2_dtype;
     bool stream;  // write the output past the caches: the launch is much larger than they are
 };
 

@@ -32,6 +32,13 @@ def naive_sum_of_squares(values: Array) -> float:
     return float(sums[0])
 
 
+def bf16(x: Array) -> Array:
+    """FP32 values rounded to bfloat16, to nearest even (finite values)."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.astype(np.uint32).view(np.float32).reshape(x.shape)
+
+
 def _moments(g: Array, m: Array, v: Array, h: dict[str, Any], weight: float) -> tuple[Array, Array]:
     b1, b2 = h["betas"]
     return m * F(b1) + g * F(weight), v * F(b2) + (g * F(1 - b2)) * g

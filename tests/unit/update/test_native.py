@@ -6,7 +6,7 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def values(generator: torch.Generator, n: int, dtype: torch.dtype, odd: bool, of
 
 
 def lists_of(seed: int, sizes: list[int], grad: torch.dtype, output: torch.dtype | None, keys: tuple[str, ...],
-             odd: bool) -> TensorLists:
+             odd: bool, moments: Sequence[torch.dtype] = (torch.float32, torch.float32)) -> TensorLists:
     generator = torch.Generator().manual_seed(seed)
 
     def new(n: int, dtype: torch.dtype) -> Tensor:
@@ -65,8 +65,8 @@ def lists_of(seed: int, sizes: list[int], grad: torch.dtype, output: torch.dtype
 
     return TensorLists(
         [new(n, torch.float32) for n in sizes], [new(n, grad) for n in sizes],
-        {key: [new(n, torch.float32).abs_() if key == "exp_avg_sq" else new(n, torch.float32) for n in sizes]
-         for key in keys},
+        {key: [new(n, dtype).abs_() if key == "exp_avg_sq" else new(n, dtype) for n in sizes]
+         for key, dtype in zip(keys, moments, strict=False)},
         [None if output is None else new(n, output) for n in sizes])
 
 
@@ -126,7 +126,8 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
     multiplier = float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6]))))
     step = data.draw(st.sampled_from([1, 2, 1000]))
     set_host_threads(data.draw(st.integers(1, 8)))
-    ours, theirs = (lists_of(seed, sizes, grad, output, KEYS[rule], odd) for _ in range(2))
+    moments = data.draw(st.tuples(*[st.sampled_from(DTYPES[:2])] * 2))
+    ours, theirs = (lists_of(seed, sizes, grad, output, KEYS[rule], odd, moments) for _ in range(2))
     short = rule.split()[-1]
     found = run(NativeBackend(LIBRARY), short, ours, group, step, multiplier)
     expected = run(REFERENCE, short, theirs, group, step, multiplier)

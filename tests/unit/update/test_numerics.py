@@ -81,6 +81,23 @@ def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
     assert set(optimizer.slot_state(Slot(0, 2))) == ({"step", "momentum_buffer"} if extra else {"step"})
 
 
+def test_adam_with_bfloat16_moments_equals_numpy() -> None:
+    """The step uses the moments before they are rounded; the next one starts from the rounded ones."""
+    mains = tensors(0)
+    optimizer = FusedAdam(mains, lr=3e-3, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
+    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32)) for p in mains]
+    run(optimizer, 3)
+    for step in range(3):
+        stepped = [oracle.adam(p, g.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.3)
+                   for (p, m, v), g in zip(expected, tensors(100 + step, 0.1), strict=True)]
+        expected = [(p, oracle.bf16(m), oracle.bf16(v)) for p, m, v in stepped]
+    for i, (p, m, v) in enumerate(expected):
+        state = optimizer.slot_state(Slot(0, i))
+        assert state["exp_avg"].dtype == torch.bfloat16
+        assert (bits(mains[i]), bits(state["exp_avg"].float()), bits(state["exp_avg_sq"].float())) == (
+            bits(p), bits(m), bits(v))
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lion_equals_numpy(decay: float) -> None:
     mains = tensors(0)

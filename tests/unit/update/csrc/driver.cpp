@@ -33,7 +33,7 @@ struct Call {
     std::vector<void*> main, grad, moment1, moment2, output;
     MpTensors tensors{};
 
-    Call(const std::vector<int64_t>& sizes, int grad_dtype, int output_dtype) : numel(sizes) {
+    Call(const std::vector<int64_t>& sizes, int grad_dtype, int output_dtype, int moment_dtype) : numel(sizes) {
         int64_t offset = 0;
         auto add = [&](std::vector<void*>& table, int64_t n, int64_t element) {
             buffers.emplace_back(n, element, offset++ % 5);
@@ -42,13 +42,13 @@ struct Call {
         for (int64_t n : sizes) {
             add(main, n, 4);
             add(grad, n, bytes_of(grad_dtype));
-            add(moment1, n, 4);
-            add(moment2, n, 4);
+            add(moment1, n, bytes_of(moment_dtype));
+            add(moment2, n, bytes_of(moment_dtype));
             if (output_dtype) add(output, n, bytes_of(output_dtype));
         }
-        tensors = MpTensors{int64_t(sizes.size()), numel.data(), (float**)main.data(), grad.data(),
-                            (float**)moment1.data(), (float**)moment2.data(), output_dtype ? output.data() : nullptr,
-                            grad_dtype, output_dtype};
+        tensors = MpTensors{int64_t(sizes.size()), numel.data(), (float**)main.data(), grad.data(), moment1.data(),
+                            moment2.data(), output_dtype ? output.data() : nullptr, grad_dtype, output_dtype,
+                            moment_dtype, moment_dtype};
     }
 };
 
@@ -65,8 +65,8 @@ void check(int32_t status, int32_t expected, const char* what) {
     ++failures;
 }
 
-uint64_t run_all(const std::vector<int64_t>& sizes, int grad, int output, int threads) {
-    Call call(sizes, grad, output);
+uint64_t run_all(const std::vector<int64_t>& sizes, int grad, int output, int moment, int threads) {
+    Call call(sizes, grad, output, moment);
     const MpTensors* t = &call.tensors;
     MpAdam adam{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1e-3f, 1.0f, 1e-4f, 0.0f};
     MpLamb lamb{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1.0f, 1.0f, 0.1f, 0.0f};
@@ -92,7 +92,7 @@ uint64_t run_all(const std::vector<int64_t>& sizes, int grad, int output, int th
 
 void bad_arguments() {
     MpAdam adam{};
-    Call call({5, 0, 3}, MP_F32, MP_BF16);
+    Call call({5, 0, 3}, MP_F32, MP_BF16, MP_F32);
     check(mp_adam(nullptr, &adam, 1), MP_BAD_ARGUMENT, "no tensors");
     check(mp_adam(&call.tensors, nullptr, 1), MP_BAD_ARGUMENT, "no scalars");
     check(mp_adam(&call.tensors, &adam, 0), MP_BAD_ARGUMENT, "no threads");
@@ -121,15 +121,16 @@ int main() {
         uint64_t hash = 0;
         for (int grad = MP_F32; grad <= MP_F16; ++grad)
             for (int output = MP_NONE; output <= MP_F16; ++output) {
-                hash = hash * 31 + run_all({1, 15, 16, 17, 0, 1023, 1024, 1025, 3000}, grad, output, 2);
-                hash = hash * 31 + run_all({131072 * 2 + 5, 70000}, grad, output, 4);
+                for (int moment : {MP_F32, MP_BF16})
+                    hash = hash * 31 + run_all({1, 15, 16, 17, 0, 1023, 1024, 1025, 3000}, grad, output, moment, 2);
+                hash = hash * 31 + run_all({131072 * 2 + 5, 70000}, grad, output, MP_F32, 4);
             }
         if (start == 0) first = hash;
         check(hash == first ? MP_OK : MP_FAILED, MP_OK, "a level's bits differ");
         start = end + 1;
     }
     std::vector<std::thread> callers;
-    for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_all({200000, 7}, MP_BF16, MP_BF16, 3); });
+    for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_all({200000, 7}, MP_BF16, MP_BF16, MP_F32, 3); });
     for (std::thread& caller : callers) caller.join();
     bad_arguments();
     std::printf("%s, %d failures, results %016llx\n", levels.c_str(), failures, (unsigned long long)first);
