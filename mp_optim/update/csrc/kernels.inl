@@ -288,7 +288,8 @@ static double sum_of_squares_in(const Run& run, int64_t* zero_count) {
             if (zeros) found -= kBlock - left;
         }
         i32x16 here = {};
-        for (int64_t ahead = 0; ahead < kBlock * size_of(dtype); ahead += 64) fetch(p + 2 * kBlock * size_of(dtype) + ahead);
+        // One stream: far ahead, and only into the second-level cache.
+        for (int64_t ahead = 0; ahead < kBlock * size_of(dtype); ahead += 64) __builtin_prefetch(p + 8192 + ahead, 0, 2);
         if (dtype != MP_F32 || zeros)
             for (int i = 0; i < kBlock; i += kLanes) {
                 f32x16 x = load_as_f32<dtype>(p, i);
