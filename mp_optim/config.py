@@ -118,6 +118,11 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
             setattr(self, name, _as_dtype(name, getattr(self, name)))
+        self.check()
+
+    def check(self) -> None:
+        """Raise if a value is out of range, contradictory or without effect; done at construction, and again by
+        :func:`mp_optim.get_megatron_optimizer` for fields set since."""
         for check in (_check_types, _check_choices, _check_ranges, _check_precision, _check_inert):
             check(self)
 
@@ -230,7 +235,8 @@ def _check_ranges(config: OptimizerConfig) -> None:
             _fail(config, name, "must be in [0, 1)")
     if config.host_threads is not None and (config.host_threads < 1 or int(config.host_threads) != config.host_threads):
         _fail(config, "host_threads", "must be a whole number >= 1")
-    if config.host_cores is not None and (not config.host_cores or any(core < 0 for core in config.host_cores)):
+    if config.host_cores is not None and (not config.host_cores or not all(isinstance(core, int) and core >= 0
+                                                                      for core in config.host_cores)):
         _fail(config, "host_cores", "must name at least one core")
     if not config.grad_norm_skip_threshold > 0.0:
         _fail(config, "grad_norm_skip_threshold", "must be > 0 (inf: never skip)")

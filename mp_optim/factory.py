@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,8 +50,14 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     Raises:
         ValueError, TypeError: the config or the model does not fit, naming the field or parameter.
     """
-    _set_up_host(config)
+    if not isinstance(config, OptimizerConfig):
+        raise TypeError(f"config is a {type(config).__name__}: the arguments are an OptimizerConfig, then the model")
+    config.check()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise TypeError("model must be a module or a list of modules; parameters of your own choosing go into "
+                        "param_groups=")
+    _set_up_host(config)
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
         overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
@@ -98,6 +105,8 @@ def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: Meg
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     rule, settings = _rule(config)
     construction = {"backend": config.fused_backend, **_moment_dtypes(config)}
+    if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
+        warnings.warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0", stacklevel=4)
     if not config.optimizer_cpu_offload:
         optimizer: torch.optim.Optimizer = rule(groups, **construction, **settings)
         return optimizer
@@ -125,4 +134,6 @@ def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:
                            "grad_averaging": config.lamb_grad_averaging, "use_nvlamb": config.lamb_use_nvlamb}
     if config.optimizer == "lion":
         return Lion, {**common, "betas": (config.lion_beta1, config.lion_beta2)}
-    return SGD, {**common, "momentum": config.sgd_momentum}
+    if config.optimizer == "sgd":
+        return SGD, {**common, "momentum": config.sgd_momentum}
+    raise ValueError(f"optimizer={config.optimizer!r} has no rule here")

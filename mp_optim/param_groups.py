@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -105,9 +106,12 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
             if config.apply_wd_to_qk_layernorm else ParamWithNamePredicate("no_weight_decay", _no_weight_decay))
     overrides: dict[ParamKey, ParamGroupOverride] = {ParamKey(with_name_predicate=test): {"wd_mult": 0.0}}
     if config.decoupled_lr is not None:
+        floor = config.decoupled_min_lr
+        if floor is None and config.min_lr is not None:
+            floor = min(config.min_lr, config.decoupled_lr)
         decoupled: ParamGroupOverride = {"max_lr": config.decoupled_lr}
-        if config.decoupled_min_lr is not None:
-            decoupled["min_lr"] = config.decoupled_min_lr
+        if floor is not None:
+            decoupled["min_lr"] = floor
         key = ParamKey(with_name_predicate=ParamWithNamePredicate("embedding_or_output", _embedding_or_output))
         overrides[key] = decoupled
     return overrides
@@ -122,20 +126,26 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
 
     Args:
         mup_width_mult: width of this model over the width the rates were tuned at, > 0.
+        optimizer_type: whose rule, adam or sgd.
     """
     if not mup_width_mult > 0.0:
         raise ValueError(f"mup_width_mult={mup_width_mult!r}: must be > 0")
-    lr, floor = _required_lr(config), config.min_lr or 0.0
+    if optimizer_type not in ("adam", "sgd"):
+        raise ValueError(f"optimizer_type={optimizer_type!r}: must be 'adam' or 'sgd'")
+    lr = _required_lr(config)
+
+    def limits(factor: float) -> ParamGroupOverride:
+        floor: ParamGroupOverride = {} if config.min_lr is None else {"min_lr": config.min_lr * factor}
+        return {"max_lr": lr * factor, **floor}
 
     def hidden(param: Tensor, name: str) -> bool:
         return param.ndim >= 2 and not _embedding_or_output(param, name)
 
     if optimizer_type == "sgd":
         key = ParamKey(with_name_predicate=ParamWithNamePredicate("mup_vector_like", lambda p, n: not hidden(p, n)))
-        return {key: {"max_lr": lr * mup_width_mult, "min_lr": floor * mup_width_mult}}
+        return {key: limits(mup_width_mult)}
     key = ParamKey(with_name_predicate=ParamWithNamePredicate("mup_hidden", hidden))
-    return {key: {"max_lr": lr / mup_width_mult, "min_lr": floor / mup_width_mult,
-                  "eps": config.adam_eps / mup_width_mult}}
+    return {key: {**limits(1 / mup_width_mult), "eps": config.adam_eps / mup_width_mult}}
 
 
 def check_config_overrides_consistency(config: OptimizerConfig, config_overrides: Overrides | None) -> None:
@@ -171,7 +181,29 @@ def _required_lr(config: OptimizerConfig) -> float:
     return config.lr
 
 
-def _combined(param: Tensor, name: str, overrides: Overrides) -> dict[str, Any]:
+_RULE_SETTINGS = {"adam": ("eps", "betas"), "lamb": ("eps", "betas"), "lion": ("betas",), "sgd": ("momentum",)}
+_INSTEAD = {"lr": "max_lr", "weight_decay": "wd_mult, start_wd and end_wd"}
+
+
+def _checked(config: OptimizerConfig, override: Mapping[str, Any]) -> dict[str, Any]:
+    """An override with lists as tuples. Raises ValueError for a setting that is unknown or would do nothing."""
+    known = {"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", *_RULE_SETTINGS[config.optimizer],
+             "optimizer", "optimizer_cpu_offload", "fp16", "bf16"}
+    for name in override:
+        if name in _INSTEAD:
+            raise ValueError(f"override {name}={override[name]!r}: schedules set {name}; use {_INSTEAD[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"override {name}={override[name]!r}: no setting of a param group of "
+                             f"{config.optimizer!r}{hint}")
+    top, floor = override.get("max_lr", config.lr), override.get("min_lr", config.min_lr)
+    if top is not None and floor is not None and floor > top:
+        raise ValueError(f"override max_lr={top!r}: below min_lr={floor!r}; override min_lr too")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in override.items()}
+
+
+def _combined(param: Tensor, name: str, overrides: Mapping[ParamKey, Mapping[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, override in overrides.items():
         if not key.matches(param, name):
@@ -198,31 +230,33 @@ def get_param_groups(model_chunks: Sequence[nn.Module], config: OptimizerConfig,
     """
     lr = _required_lr(config)
     check_config_overrides_consistency(config, config_overrides)
+    overrides = {key: _checked(config, override) for key, override in (config_overrides or {}).items()}
     expert = expert_predicate or is_expert_param
     members: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[tuple[str, Tensor]]] = {}
     for name, param in _named_params(model_chunks):
         if param.is_complex() or not param.is_floating_point():
             raise TypeError(f"{name} is {param.dtype}: only real floating-point parameters can be trained; freeze it")
-        override = _combined(param, name, config_overrides or {})
+        override = _combined(param, name, overrides)
         members.setdefault((bool(expert(param, name)), tuple(sorted(override.items()))), []).append((name, param))
-    _warn_unmatched(model_chunks, config_overrides or {})
+    _warn_unmatched(model_chunks, overrides)
     ordered = sorted(members.items(), key=lambda item: item[0][0])
     return [_group(config, lr, is_expert, dict(override), named) for (is_expert, override), named in ordered]
 
 
 def _group(config: OptimizerConfig, lr: float, is_expert: bool, override: dict[str, Any],
            named: list[tuple[str, Tensor]]) -> dict[str, Any]:
-    settings = {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": lr, "min_lr": config.min_lr or 0.0, **override}
+    floor = {} if config.min_lr is None else {"min_lr": config.min_lr}
+    settings = {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": lr, **floor, **override}
     decoupled = config.decoupled_lr is not None and settings["max_lr"] == config.decoupled_lr != lr
     return {"params": [param for _, param in named], "param_names": [name for name, _ in named],
             "lr": settings["max_lr"] * settings["lr_mult"], "weight_decay": config.weight_decay * settings["wd_mult"],
             "is_expert_parallel": is_expert, "is_decoupled_lr": decoupled, **settings}
 
 
-def _warn_unmatched(model_chunks: Sequence[nn.Module], overrides: Overrides) -> None:
+def _warn_unmatched(model_chunks: Sequence[nn.Module], overrides: Iterable[ParamKey]) -> None:
     named = list(_named_params(model_chunks))
     for key in overrides:
-        if key.name and not any(key.matches(param, name) for name, param in named):
+        if (key.name or key.attr) and not any(key.matches(param, name) for name, param in named):
             _log.warning("override %s matches no trainable parameter", key)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class OptimizerParamScheduler:
     """Sets ``lr`` and ``weight_decay`` of every param group.
 
     A group's own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``, ``wd_mult`` and ``lr_mult`` win over
-    the arguments. Tensor learning rates are filled in place. All ``*_steps`` are in the unit that
+    the arguments; groups of :func:`mp_optim.get_megatron_optimizer` have ``max_lr``, and ``min_lr`` if the
+    config says it. Tensor learning rates are filled in place. All ``*_steps`` are in the unit that
     :meth:`step` is called with.
 
     Args:
@@ -48,6 +50,7 @@ class OptimizerParamScheduler:
         ValueError: naming the argument and its value.
     """
 
+    _LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
     _SETTINGS = ("max_lr", "min_lr", "init_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "start_wd",
                  "end_wd", "wd_incr_steps", "wd_incr_style", "wsd_decay_steps", "lr_wsd_decay_style")
 
@@ -64,8 +67,14 @@ class OptimizerParamScheduler:
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
+        self._limits = [{name: group[name] for name in self._LIMITS if name in group}
+                        for group in optimizer.param_groups]
         self.num_steps = 0
         self._check()
+        tops = {group.get("max_lr", max_lr) for group in optimizer.param_groups}
+        if tops and max_lr not in tops:
+            warnings.warn(f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, {sorted(tops)}; set "
+                          "OptimizerConfig.lr, or the groups'", stacklevel=2)
         self.step(0)
 
     def _check(self) -> None:
@@ -118,19 +127,34 @@ class OptimizerParamScheduler:
         """Plain numbers and strings."""
         return {**{name: getattr(self, name) for name in self._SETTINGS}, "num_steps": self.num_steps}
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise; change nothing."""
+        if self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler:
+            return
+        for name in self._SETTINGS:
+            saved = state_dict.get(name, getattr(self, name))
+            if saved != getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} here, {saved!r} in the checkpoint; set "
+                                 "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the saved one was; loading twice is loading once. Sets the groups at once.
+
+        With ``override_opt_param_scheduler`` the groups' own limits, too, are those of this object's construction,
+        whatever an optimizer's state dict brought along.
 
         Raises:
             ValueError: the settings differ and neither of the two flags says whose to take.
         """
-        if not self.override_opt_param_scheduler:
+        self.check_state_dict(state_dict)
+        if self.override_opt_param_scheduler:
+            for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
+                for name in self._LIMITS:
+                    group.pop(name, None)
+                group.update(limits)
+        else:
             for name in self._SETTINGS:
-                saved = state_dict.get(name, getattr(self, name))
-                if not self.use_checkpoint_opt_param_scheduler and saved != getattr(self, name):
-                    raise ValueError(f"{name}={getattr(self, name)!r} here, {saved!r} in the checkpoint; set "
-                                     "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler")
-                setattr(self, name, saved)
+                setattr(self, name, state_dict.get(name, getattr(self, name)))
         self.num_steps = state_dict["num_steps"]
         self.step(0)
 

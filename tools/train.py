@@ -25,7 +25,7 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
     metrics, figure = output / "metrics.jsonl", output / "loss.png"
     try:
         trainer = Trainer(config)
-    except (ValueError, TypeError) as error:  # a setting that does not fit the model or another one
+    except (ValueError, TypeError, RuntimeError) as error:  # a setting that does not fit the model or another one
         sys.exit(f"{type(error).__name__}: {error}")
     console.print(
         f"{config.model.family}, {trainer.num_params / 1e6:.2f} M params, on {trainer.device}", highlight=False

@@ -11,6 +11,7 @@ An interrupted save leaves ``latest`` where it was.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -57,6 +58,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
 
     Returns:
         The directory of the version written.
+
+    Raises:
+        ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse; nothing was replaced.
     """
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
@@ -69,6 +73,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         torch.save(common, staging / _COMMON)
+        _check_plain(staging / _COMMON)
     _barrier()
     with _alone_on_purpose():
         dcp_save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not dist.is_initialized())
@@ -93,6 +98,14 @@ def _is_first_rank() -> bool:
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def _check_plain(path: Path) -> None:
+    try:
+        torch.load(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError("extra and the scheduler's state may hold numbers, strings, tensors and containers of them, "
+                         f"nothing else: {str(error).splitlines()[0]}") from error
 
 
 def _commit(root: Path, staging: Path, target: Path) -> None:
@@ -121,11 +134,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
     version = _newest(Path(path))
     tensors = _tensors(model, optimizer)
     _check_entries(version, tensors)
-    with _alone_on_purpose():
-        dcp_load(tensors, checkpoint_id=version, no_dist=not dist.is_initialized())
     common = torch.load(version / _COMMON, weights_only=True)
     if scheduler is not None and common["scheduler"] is None:
         raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")
+    if scheduler is not None and hasattr(scheduler, "check_state_dict"):
+        scheduler.check_state_dict(common["scheduler"])
+    with _alone_on_purpose():
+        dcp_load(tensors, checkpoint_id=version, no_dist=not dist.is_initialized())
     model.load_state_dict({key.removeprefix("model."): value for key, value in tensors.items()
                            if key.startswith("model.")}, strict=False)
     loaded = common["optimizer"]

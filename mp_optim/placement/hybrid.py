@@ -159,7 +159,17 @@ class HybridDeviceOptimizer(SlotOptimizer):
         return as_slot_optimizer(self._classes[place](groups, **self._kwargs))
 
     def _adopt_defaults(self) -> None:
-        """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here."""
+        """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here.
+
+        Raises:
+            ValueError: the two classes' defaults differ, so that a parameter's rule would depend on its place.
+        """
+        filled = [{k: v for k, v in sub.param_groups[-1].items() if k not in (*_NOT_PUSHED, *self.param_groups[-1])}
+                  for sub in self._subs.values()]
+        for key in filled[0].keys() & filled[1].keys():
+            if filled[0][key] != filled[1][key]:
+                raise ValueError(f"{key} is {filled[0][key]!r} by default on the device and {filled[1][key]!r} on the "
+                                 f"host; pass {key}=")
         for sub in self._subs.values():
             for mine, theirs in zip(self.param_groups, sub.param_groups, strict=True):
                 for key, value in theirs.items():

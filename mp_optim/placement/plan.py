@@ -14,8 +14,8 @@ def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
     The policy, in order: parameters are considered from the last to the first, because backward
     produces their gradients in that order and the host can start earliest on them; one that would
     overshoot is passed over; what is still missing at the end is covered by the smallest parameter
-    left. So the fraction is always reached, by the least the sizes allow on this walk, and the same
-    sizes always give the same plan.
+    left, and what that made unnecessary is dropped again, largest first. So the fraction is always
+    reached, and the same sizes always give the same plan.
 
     Args:
         sizes: elements of each parameter, in slot order.
@@ -38,4 +38,9 @@ def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
     if missing > 0:
         left = [index for index in range(len(sizes)) if index not in chosen and sizes[index] > 0]
         chosen.add(min(left, key=lambda index: (sizes[index], -index)))
+    excess = sum(sizes[index] for index in chosen) - math.ceil(fraction * sum(sizes))
+    for index in sorted(chosen, key=lambda index: (-sizes[index], index)):
+        if sizes[index] <= excess:
+            chosen.remove(index)
+            excess -= sizes[index]
     return frozenset(chosen)

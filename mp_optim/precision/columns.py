@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mp_optim.precision.measure import NormKey
-from mp_optim.slots import Slot, SlotUpdates, SteadyList, are_plain, current_grads, local_tensor
+from mp_optim.slots import Slot, SlotUpdates, SteadyList, all_same, are_plain, current_grads, local_tensor
 
-__all__ = ["SlotColumns", "versions_of"]
+__all__ = ["SlotColumns"]
 
 
 @dataclass
@@ -22,7 +22,7 @@ class SlotColumns:
     Attributes:
         slots: which slot.
         params: the model tensor there.
-        versions: how often its data was written; what an outside change is judged by.
+        versions, addresses: how often its data was written, and where it lies; what an outside change is judged by.
         separate: whether it is stepped on another tensor, its main param.
         bound: whether it was trainable when its group was added or since, and so has state.
         keys: which norm its gradient counts in.
@@ -32,6 +32,7 @@ class SlotColumns:
     slots: list[Slot] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     separate: list[bool] = field(default_factory=list)
     bound: list[bool] = field(default_factory=list)
     keys: list[NormKey] = field(default_factory=list)
@@ -49,6 +50,18 @@ class SlotColumns:
     def shared_key(self, key: NormKey) -> NormKey:
         """The object that stands for all keys equal to this one."""
         return next((known for known in self.distinct_keys if known == key), key)
+
+    def changed(self, params: Sequence[Tensor]) -> list[int]:
+        """Indices of slots whose tensor is another one than was last seen, or was written or moved since."""
+        versions, addresses = _versions(params), _addresses(params)
+        if versions == self.versions and addresses == self.addresses and all_same(params, self.params):
+            return []
+        return [index for index, param in enumerate(params) if param is not self.params[index]
+                or versions[index] != self.versions[index] or addresses[index] != self.addresses[index]]
+
+    def look(self, params: Sequence[Tensor]) -> None:
+        """Take what is there now as seen."""
+        self.params, self.versions, self.addresses = list(params), _versions(params), _addresses(params)
 
     def grads(self, params: Sequence[Tensor], name_of: Callable[[Slot], str]) -> tuple[list[int], SteadyList]:
         """Which slots have a gradient now, as indices, and their local gradients.
@@ -83,6 +96,9 @@ class SlotColumns:
             shard_groups=[key.shard_groups for key in keys])
 
 
-def versions_of(params: Sequence[Tensor]) -> list[int]:
-    """Version counter of each parameter's local data."""
+def _versions(params: Sequence[Tensor]) -> list[int]:
     return [p._version if type(p) in (Tensor, Parameter) else local_tensor(p)._version for p in params]
+
+
+def _addresses(params: Sequence[Tensor]) -> list[int]:
+    return [p.data_ptr() if type(p) in (Tensor, Parameter) else local_tensor(p).data_ptr() for p in params]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mp_optim.slots import iter_slots
-from mp_optim.update import choose_backend
 
 if TYPE_CHECKING:
     from mp_optim.precision.megatron_optimizer import MegatronOptimizer
@@ -83,10 +82,10 @@ def describe(optimizer: MegatronOptimizer) -> Description:
 
 
 def _stepper(optimizer: MegatronOptimizer, place: str, device: torch.device) -> tuple[str, str]:
-    sub = getattr(optimizer.inner, "sub_optimizer", lambda _: optimizer.inner)(place)
+    sub: Any = getattr(optimizer.inner, "sub_optimizer", lambda _: optimizer.inner)(place)
     foreign = getattr(sub, "optimizer", None)
     if foreign is not None:
         return type(foreign).__name__, "given by the caller; gets FP32 gradients"
     where = torch.device("cpu") if place == "host" else device
-    backend, why = choose_backend(optimizer.config.fused_backend, where)
+    backend, why = sub.backend_for(where)
     return backend.name, why

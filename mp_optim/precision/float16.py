@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from mp_optim.config import OptimizerConfig
+from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import Slot
 
 __all__ = ["Float16OptimizerWithFloat16Params"]
@@ -17,6 +22,14 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
     The wrapped optimizer's ``param_groups`` hold the main params afterwards, born where the layer
     below steps them; this object's hold the model's own parameters.
     """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig,
+                 grad_scaler: MegatronGradScaler | None = None, init_state_fn: Any = None, *,
+                 process_groups: ProcessGroups | None = None) -> None:
+        if config.fp16 and grad_scaler is None:
+            raise ValueError("grad_scaler=None with fp16=True: pass a ConstantGradScaler or DynamicGradScaler, or let "
+                             "get_megatron_optimizer build one from the config")
+        super().__init__(optimizer, config, grad_scaler, init_state_fn, process_groups=process_groups)
 
     def check_param(self, slot: Slot, param: Tensor) -> None:
         allowed = (torch.float16, torch.bfloat16, torch.float32)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.columns import SlotColumns, versions_of
+from mp_optim.precision.columns import SlotColumns
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.measure import (
@@ -37,7 +37,6 @@ from mp_optim.slots import (
     Slot,
     SlotUpdate,
     SteadyList,
-    all_same,
     follow,
     iter_slots,
     local_tensor,
@@ -99,6 +98,7 @@ class MegatronOptimizer(SlotOptimizer):
             seen.slots.append(slot)
             seen.params.append(param)
             seen.versions.append(local_tensor(param)._version)
+            seen.addresses.append(local_tensor(param).data_ptr())
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
             seen.keys.append(keys.setdefault(key, key))
@@ -152,31 +152,31 @@ class MegatronOptimizer(SlotOptimizer):
     def _sync(self) -> None:
         """Follow model tensors that were replaced or written from outside since the last step."""
         seen, params = self._seen, self._params()
-        versions = versions_of(params)
-        if versions == seen.versions and all_same(params, seen.params):
-            return
-        for index, (param, version) in enumerate(zip(params, versions, strict=True)):
-            if param is seen.params[index] and version == seen.versions[index]:
-                continue
-            slot = seen.slots[index]
+        changed = seen.changed(params)
+        for index in changed:
+            slot, param = seen.slots[index], params[index]
             if seen.bound[index]:
-                self._rebind(slot, param, local_tensor(param), seen.separate[index])
-            seen.params[index], seen.keys[index] = param, seen.shared_key(self._norm_key(slot, param))
-        seen.versions = versions_of(params)
+                self._rebind(index, slot, param)
+            seen.keys[index] = seen.shared_key(self._norm_key(slot, param))
+        if changed:
+            seen.look(params)
 
-    def _rebind(self, slot: Slot, param: Tensor, local: Tensor, separate: bool) -> None:
-        main = self._main(slot)
-        if not separate:
+    def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
+        main, local = self._main(slot), local_tensor(param)
+        if self._seen.separate[index]:
+            param.main_param = main  # type: ignore[attr-defined]
+            self._counts["reloaded_params"] += follow(main, local, self.slot_name(slot))
+        elif param.dtype == main.dtype:
             self.inner.param_groups[slot.group]["params"][slot.position] = local
             param.main_param = local  # type: ignore[attr-defined]
-            return
-        param.main_param = main  # type: ignore[attr-defined]
-        if follow(main, local, self.slot_name(slot)):
-            self._counts["reloaded_params"] += 1
+        else:  # it was cast: now it needs a main param, or has no place here
+            self._seen.separate[index] = self._bind(slot, param)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Take the model's present values into the main params, dropping their extra bits.
+
+        Needed only after writes that leave no trace (``param.data.copy_(...)``): others are noticed by themselves.
 
         Args:
             state_dict: full-precision values by FQN, used instead of the model's where given.
@@ -187,7 +187,7 @@ class MegatronOptimizer(SlotOptimizer):
             if seen.separate[index]:
                 source = (state_dict or {}).get(self.slot_name(slot), local)
                 self._main(slot).copy_(local_tensor(source))
-            seen.params[index], seen.versions[index] = param, local._version
+        seen.look(self._params())
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
         """(FQN, FP32 tensor of the parameter's shape; a DTensor if the parameter is one), in slot order."""
@@ -270,7 +270,7 @@ class MegatronOptimizer(SlotOptimizer):
         norm = verdict.norms.get(MAIN)
         clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
         self.step_slots(self._seen.updates(indices, grads, verdict.multipliers), grad_norm=clipped)
-        self._seen.versions = versions_of(self._seen.params)
+        self._seen.look(self._seen.params)
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""

@@ -44,6 +44,9 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
     ("run:\n  steps: 0", "run.steps=0"),
     ("run:\n  micro_batch_size: 3", "not a multiple"),
     ("- 1", "top level"),
+    ("model:\n  family: gpt2", "model.family='gpt2': must be one of"),
+    ("run:\n  steps: 2.5", "run.steps=2.5: must be a whole number"),
+    ("run:\n  save_interval: 0", "run.save_interval=0"),
 ])
 def test_a_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"

@@ -108,5 +108,8 @@ class TrainConfig:
                 f"run.global_batch_size={self.run.global_batch_size} is not a multiple of "
                 f"run.micro_batch_size={self.run.micro_batch_size}"
             )
+        for name in ("eval_interval", "save_interval"):
+            if (interval := getattr(self.run, name)) is not None and interval < 1:
+                raise ValueError(f"run.{name}={interval}: at least 1, or null for never")
         if self.run.steps < 1:
             raise ValueError(f"run.steps={self.run.steps}: at least one step is needed")

@@ -8,7 +8,7 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import tyro
@@ -35,13 +35,23 @@ def config_from_mapping(values: Mapping[str, Any], base: T, path: str = "") -> T
             changes[key] = config_from_mapping(value, current, f"{path}{key}.")
         else:
             changes[key] = _like(current, value, path + key)
+            _check_choice(base, key, changes[key], path + key)
     return dataclasses.replace(base, **changes)  # type: ignore[type-var]
+
+
+def _check_choice(base: object, key: str, value: Any, name: str) -> None:
+    """Values of a `Literal` field, and whole numbers, as the command line checks them."""
+    hint = get_type_hints(type(base)).get(key)
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise ValueError(f"{name}={value!r}: must be one of {list(get_args(hint))}")
+    if hint is int and not isinstance(value, int):
+        raise ValueError(f"{name}={value!r}: must be a whole number")
 
 
 def _like(current: object, value: Any, name: str) -> Any:
     """`value` in the type of the default it replaces, where YAML has no way to write that type (1e-3, dtypes)."""
     if isinstance(current, torch.dtype) and isinstance(value, str):
-        return _dtype(value)
+        return value  # OptimizerConfig reads names of dtypes
     if isinstance(value, str) and not isinstance(current, str):
         try:
             return float(value)  # YAML 1.1 reads `1e-3` as a string

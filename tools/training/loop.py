@@ -194,4 +194,5 @@ def _scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> mp_opti
         wd_incr_style="constant",
         wsd_decay_steps=wsd_steps if is_wsd else None,
         lr_wsd_decay_style=scheduler.lr_wsd_decay_style if is_wsd else None,
+        use_checkpoint_opt_param_scheduler=False,
     )

@@ -129,3 +129,19 @@ def test_a_model_with_nothing_to_train_gives_a_stub():
     model = nn.Linear(2, 2).requires_grad_(False)
     optimizer = get_megatron_optimizer(CONFIG, model)
     assert optimizer.is_stub_optimizer and optimizer.step().success
+
+
+@pytest.mark.parametrize("override, message", [
+    ({"maxlr": 1.0}, "override maxlr=1.0.*did you mean 'max_lr'"), ({"lr": 1.0}, "use max_lr"),
+    ({"weight_decay": 1.0}, "use wd_mult"), ({"momentum": 0.5}, "no setting of a param group of 'adam'"),
+    ({"max_lr": 1e-9}, "below min_lr"),
+])
+def test_an_override_without_effect_is_refused(override, message):
+    config = OptimizerConfig(lr=1e-3, min_lr=1e-4)
+    with pytest.raises(ValueError, match=message):
+        get_param_groups([nn.Linear(2, 2)], config, {ParamKey(name="*"): override})
+
+
+def test_lists_in_overrides_are_understood():
+    groups = get_param_groups([nn.Linear(2, 2)], OptimizerConfig(lr=1e-3), {ParamKey(name="*"): {"betas": [0.8, 0.9]}})
+    assert groups[0]["betas"] == (0.8, 0.9) and "min_lr" not in groups[0]

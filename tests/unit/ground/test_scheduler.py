@@ -85,3 +85,18 @@ def test_whose_settings_win_at_load():
 def test_bad_arguments_are_named(settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
         at(0, **settings)
+
+
+def test_override_keeps_the_groups_limits_too():
+    saved = OptimizerParamScheduler(Holder({"max_lr": 1.0}), **BASE)
+    saved.step(60)
+    holder = Holder({"max_lr": 5.0})
+    mine = OptimizerParamScheduler(holder, **{**BASE, "max_lr": 5.0}, override_opt_param_scheduler=True)
+    holder.param_groups[0]["max_lr"] = 1.0  # what an optimizer's state dict brings
+    mine.load_state_dict(saved.state_dict())
+    assert holder.param_groups[0]["lr"] == pytest.approx(0.2 + 4.8 / 2) and mine.num_steps == 60
+
+
+def test_a_max_lr_that_no_group_follows_is_told():
+    with pytest.warns(UserWarning, match=r"max_lr=1\.0 has no effect"):
+        OptimizerParamScheduler(Holder({"max_lr": 5.0}, {"max_lr": 3.0}), **BASE)

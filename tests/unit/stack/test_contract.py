@@ -189,6 +189,38 @@ def test_autograd_notices_the_step():
         loss.backward()
 
 
+def test_fp16_needs_a_loss_scale():
+    with pytest.raises(ValueError, match="grad_scaler=None with fp16=True"):
+        Float16OptimizerWithFloat16Params(FusedAdam([nn.Parameter(torch.ones(2).half())]), config_for("fp16"))
+
+
+def test_defaults_that_differ_by_place_have_to_be_given():
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"weight_decay is 0\.0 by default on the device and 0\.01 on the host"):
+        HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, lr=0.1)
+    HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, lr=0.1, weight_decay=0.0)
+
+
+def test_describe_names_what_steps():
+    inner = FusedAdam([("w", nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))], backend="torch")
+    rows = Float16OptimizerWithFloat16Params(inner, config_for("bf16")).describe().rows
+    assert [row.backend for row in rows] == ["torch"]
+
+
+def test_a_config_changed_since_and_wrong_arguments_are_refused():
+    config = config_for("fp32")
+    config.optimizer = "adamw"
+    with pytest.raises(ValueError, match=r"optimizer='adamw'.*did you mean 'adam'"):
+        get_megatron_optimizer(config, nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="config is a Linear"):
+        get_megatron_optimizer(nn.Linear(1, 1), config_for("fp32"))
+    with pytest.raises(TypeError, match="param_groups="):
+        get_megatron_optimizer(config_for("fp32"), nn.Linear(1, 1).parameters())
+    with pytest.warns(UserWarning, match="offloads nothing"):
+        get_megatron_optimizer(config_for("fp32", optimizer_cpu_offload=True, optimizer_offload_fraction=0.0),
+                               nn.Linear(1, 1))
+
+
 def test_a_changed_shape_is_refused_by_name():
     model, optimizer = build("bf16", experts=False)
     train(model, optimizer, 1)
@@ -218,8 +250,8 @@ def test_a_plan_holds_at_least_the_fraction_and_needs_its_last_choice(sizes, fra
     chosen = plan_offload(sizes, fraction)
     held = sum(sizes[i] for i in chosen)
     assert held >= fraction * sum(sizes) - 1e-9 * sum(sizes)
-    if chosen:
-        assert held - max(sizes[i] for i in chosen) < fraction * sum(sizes) + 1e-9 * sum(sizes)
+    for index in chosen:
+        assert held - sizes[index] < fraction * sum(sizes) + 1e-9 * sum(sizes)
 
 
 shapes = st.lists(st.one_of(st.just(()), st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import AdversarialTransfer, build, same_bits, train
 
-from mp_optim import HybridDeviceOptimizer, checkpoint
+from mp_optim import HybridDeviceOptimizer, OptimizerParamScheduler, checkpoint
 from mp_optim.placement.plan import plan_offload
 
 STEPS = 8
@@ -109,6 +109,34 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatc
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_what_cannot_be_loaded_is_refused_at_save(tmp_path):
+    model, optimizer = build("bf16")
+    checkpoint.save(tmp_path, model, optimizer, extra={"step": 1})
+    with pytest.raises(ValueError, match="numbers, strings, tensors"):
+        checkpoint.save(tmp_path, model, optimizer, extra={"where": tmp_path})
+    assert checkpoint.load(tmp_path, *build("bf16")) == {"step": 1}
+
+
+def test_a_refused_load_changes_nothing(tmp_path):
+    def schedule(optimizer, **settings):
+        return OptimizerParamScheduler(optimizer, 0.0, 1e-2, 0.0, 0, 10, "cosine", 0.0, 0.0, 0, "constant", **settings)
+
+    model, optimizer = build("bf16")
+    train(model, optimizer, 2)
+    checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = build("bf16", seed=3)
+    before = final(other)
+    with pytest.raises(ValueError, match="no scheduler state"):
+        checkpoint.load(tmp_path, other, fresh, schedule(fresh))
+    checkpoint.save(tmp_path, model, optimizer, schedule(optimizer))
+    strict = schedule(fresh, use_checkpoint_opt_param_scheduler=False)
+    strict.lr_decay_steps = 20
+    with pytest.raises(ValueError, match="lr_decay_steps=20 here, 10 in the checkpoint"):
+        checkpoint.load(tmp_path, other, fresh, strict)
+    assert all(same_bits(p.detach(), before[n]) for n, p in other.named_parameters())
+    assert {float(state["step"]) for state in fresh.state.values()} == {0.0}
+
+
 def _explode(*_):
     raise KeyboardInterrupt
 
@@ -128,7 +156,7 @@ def test_the_plan_reaches_the_fraction_with_little_excess(fraction):
     total = sum(sizes[i] for i in chosen)
     assert total >= fraction * sum(sizes)
     assert chosen == plan_offload(sizes, fraction)
-    assert all(total - sizes[i] < fraction * sum(sizes) or sizes[i] < 300 for i in chosen)
+    assert all(total - sizes[i] < fraction * sum(sizes) for i in chosen)  # nothing in it is unnecessary
     if fraction == 0.0:
         assert not chosen
     if fraction == 1.0:

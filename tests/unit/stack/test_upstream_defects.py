@@ -85,6 +85,37 @@ def test_a_replacement_with_new_values_is_followed():
     assert dict(optimizer.named_main_params())["dense"].eq(3.0).all()
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_memory_put_under_a_parameter_is_followed(precision, fraction):
+    """``param.data = ...`` leaves identity and version as they were."""
+    runs = []
+    for moved in (False, True):
+        model, optimizer = build(precision, fraction)
+        losses = train(model, optimizer, 2)
+        for param in model.parameters():
+            if moved:
+                param.data = param.data.clone()
+        runs.append((losses + train(model, optimizer, 2, start=2), [p.detach() for p in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(same_bits(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+    model.dense.data = torch.full_like(model.dense, 3.0)
+    train(model, optimizer, 1)
+    assert (model.dense.detach() - 3).abs().max() < 0.1
+
+
+def test_a_cast_model_gets_main_params_or_is_refused():
+    model, optimizer = build("bf16", experts=False)
+    before = model.scale.detach().clone()
+    model.bfloat16()  # scale was FP32
+    train(model, optimizer, 5)
+    assert model.scale.main_param.dtype == torch.float32 and not torch.equal(model.scale.detach().float(), before)
+    model, optimizer = build("fp32", experts=False)
+    model.bfloat16()
+    with pytest.raises(TypeError, match="FP32Optimizer takes float32"):
+        train(model, optimizer, 1)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
 def test_colossalai_6401_lamb_with_mixed_placement_trains_like_one_place(fraction):
     """An overflow-free first step must move params and moments, wherever they are."""
