@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mp_optim.update.lists import TensorLists
+from mp_optim.update.formats import BLOCK, blocks_of
+from mp_optim.update.lists import TensorLists, scale_key
 
 __all__ = ["Batch", "batches", "piece_elements", "publish"]
 
@@ -54,7 +55,7 @@ def publish(lists: TensorLists) -> None:
 
 
 def _empty(lists: TensorLists) -> Batch:
-    return Batch([], TensorLists([], [], {key: [] for key in lists.state}, []))
+    return Batch([], TensorLists([], [], {key: [] for key in lists.state}, [], None if lists.noise is None else []))
 
 
 def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int) -> None:
@@ -66,5 +67,9 @@ def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int
     batch.lists.main.append(cut(lists.main[index]))
     batch.lists.grad.append(cut(lists.grad[index]))
     batch.lists.output.append(None if output is None else cut(output))
+    scales = {scale_key(name) for name in lists.state}
     for key, tensors in lists.state.items():
-        batch.lists.state[key].append(cut(tensors[index]))
+        batch.lists.state[key].append(tensors[index].narrow(0, start // BLOCK, blocks_of(count)) if key in scales
+                                      else cut(tensors[index]))
+    if lists.noise is not None and batch.lists.noise is not None:
+        batch.lists.noise.append(replace(lists.noise[index], start=start))

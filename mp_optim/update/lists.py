@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AdamScalars", "LambScalars", "LionScalars", "SgdScalars", "TensorLists", "fp32"]
+from mp_optim.update.formats import Noise
+
+__all__ = ["REMAINDER", "AdamScalars", "LambScalars", "LionScalars", "SgdScalars", "TensorLists", "fp32", "scale_key"]
+
+REMAINDER = "remainder"
+"""Key of the state that extends a bfloat16 main param to FP32."""
 
 
 def fp32(value: float) -> float:
@@ -18,13 +23,21 @@ def fp32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
 
 
+def scale_key(moment: str) -> str:
+    """Key of the scales of a moment that is stored in blocks."""
+    return f"{moment}_scale"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorLists:
-    """Parallel lists on one device.
+    """Parallel lists on one device, of contiguous tensors.
 
     Attributes:
-        main: FP32, contiguous. grad: any floating dtype, contiguous. state: moments by name, FP32 or bfloat16.
-        output: contiguous tensor that receives the updated parameter in its dtype, or None.
+        main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]``.
+        grad: any floating dtype.
+        state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for those in blocks.
+        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 beside a remainder.
+        noise: for each tensor, to round state stochastically; None rounds to nearest.
 
     A list that is a ``SteadyList`` may be the same one in every step.
     """
@@ -33,6 +46,7 @@ class TensorLists:
     grad: list[Tensor]
     state: dict[str, list[Tensor]]
     output: list[Tensor | None]
+    noise: list[Noise] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.batches import batches, publish
-from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+from mp_optim.update.formats import SECOND, Noise, decode, encode_, join, split_
+from mp_optim.update.lists import (
+    REMAINDER,
+    AdamScalars,
+    LambScalars,
+    LionScalars,
+    SgdScalars,
+    TensorLists,
+    scale_key,
+)
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 __all__ = ["ReferenceBackend"]
@@ -21,26 +30,47 @@ __all__ = ["ReferenceBackend"]
 Lists = list[Tensor]
 
 
-def _gradients(batch: TensorLists, multiplier: float, l2: float) -> Lists:
+def _gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
     """FP32(g) * multiplier, then + l2 * p: new tensors of one batch's size."""
     grads = [grad.to(torch.float32, copy=True) for grad in batch.grad]
     if multiplier != 1.0:
         torch._foreach_mul_(grads, multiplier)
     if l2 != 0.0:
-        torch._foreach_add_(grads, torch._foreach_mul(batch.main, l2))
+        torch._foreach_add_(grads, torch._foreach_mul(mains, l2))
     return grads
 
 
-def _wide(stored: Lists) -> Lists:
-    """FP32 values of a state: the tensors themselves if they are FP32, else copies."""
-    return [tensor if tensor.dtype == torch.float32 else tensor.float() for tensor in stored]
+def _read(batch: TensorLists, name: str) -> Lists:
+    """FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
+    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
+    return [decode(stored, scale, name == SECOND)
+            for stored, scale in zip(batch.state[name], scales, strict=True)]
 
 
-def _store(stored: Lists, values: Lists) -> None:
-    """Write FP32 values back, rounded to nearest even into the state's dtype."""
-    for tensor, value in zip(stored, values, strict=True):
-        if tensor is not value:
-            tensor.copy_(value)
+def _write(batch: TensorLists, name: str, values: Lists) -> None:
+    """Store FP32 values of a moment."""
+    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
+    for value, stored, scale, noise in zip(values, batch.state[name], scales, _noise(batch), strict=True):
+        encode_(value, stored, scale, name == SECOND, noise)
+
+
+def _noise(batch: TensorLists) -> Sequence[Noise | None]:
+    return [None] * len(batch.main) if batch.noise is None else batch.noise
+
+
+def _read_mains(batch: TensorLists) -> Lists:
+    """FP32 main params: the tensors themselves, or copies joined with their remainders."""
+    if REMAINDER not in batch.state:
+        return batch.main
+    return [join(main, remainder) for main, remainder in zip(batch.main, batch.state[REMAINDER], strict=True)]
+
+
+def _write_mains(batch: TensorLists, values: Lists) -> None:
+    """Store FP32 main params and write the outputs."""
+    if REMAINDER in batch.state:
+        for value, main, rest, noise in zip(values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True):
+            split_(value, main, rest, noise)
+    publish(batch)
 
 
 def _moments(m: Lists, v: Lists, grads: Lists, s: AdamScalars | LambScalars, weight: float) -> None:
@@ -61,12 +91,12 @@ def _denominators(v: Lists, s: AdamScalars | LambScalars) -> Lists:
     return roots
 
 
-def _directions(batch: TensorLists, s: LambScalars) -> Lists:
+def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
     """u = (m * (1/bias1)) / denominator + decay * p, of the moments as they are stored."""
-    u = torch._foreach_mul(_wide(batch.state["exp_avg"]), s.inv_bias1)
-    torch._foreach_div_(u, _denominators(_wide(batch.state["exp_avg_sq"]), s))
+    u = torch._foreach_mul(_read(batch, "exp_avg"), s.inv_bias1)
+    torch._foreach_div_(u, _denominators(_read(batch, "exp_avg_sq"), s))
     if s.decay != 0.0:
-        torch._foreach_add_(u, torch._foreach_mul(batch.main, s.decay))
+        torch._foreach_add_(u, torch._foreach_mul(mains, s.decay))
     return list(u)
 
 
@@ -77,27 +107,27 @@ class ReferenceBackend:
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            m, v = _wide(batch.state["exp_avg"]), _wide(batch.state["exp_avg_sq"])
-            _moments(m, v, _gradients(batch, multiplier, scalars.l2), scalars, scalars.one_minus_beta1)
-            _store(batch.state["exp_avg"], m)
-            _store(batch.state["exp_avg_sq"], v)
+            p, m, v = _read_mains(batch), _read(batch, "exp_avg"), _read(batch, "exp_avg_sq")
+            _moments(m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.one_minus_beta1)
             updates = torch._foreach_div(m, _denominators(v, scalars))
             torch._foreach_mul_(updates, scalars.step_size)
             if scalars.decay != 0.0:
-                torch._foreach_sub_(batch.main, torch._foreach_mul(batch.main, scalars.decay))
-            torch._foreach_sub_(batch.main, updates)
-            publish(batch)
+                torch._foreach_sub_(p, torch._foreach_mul(p, scalars.decay))
+            torch._foreach_sub_(p, updates)
+            _write(batch, "exp_avg", m)
+            _write(batch, "exp_avg_sq", v)
+            _write_mains(batch, p)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         owners: list[int] = []
         found: list[Tensor] = []
         for cut in batches(lists):
             batch = cut.lists
-            m, v = _wide(batch.state["exp_avg"]), _wide(batch.state["exp_avg_sq"])
-            _moments(m, v, _gradients(batch, multiplier, scalars.l2), scalars, scalars.grad_weight)
-            _store(batch.state["exp_avg"], m)
-            _store(batch.state["exp_avg_sq"], v)
-            squares = sum_of_squares([*batch.main, *_directions(batch, scalars)])
+            p, m, v = _read_mains(batch), _read(batch, "exp_avg"), _read(batch, "exp_avg_sq")
+            _moments(m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.grad_weight)
+            _write(batch, "exp_avg", m)
+            _write(batch, "exp_avg_sq", v)
+            squares = sum_of_squares([*p, *_directions(batch, p, scalars)])
             owners += cut.owners
             found.append(squares.view(2, -1).T)
         if not found:
@@ -108,36 +138,39 @@ class ReferenceBackend:
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         for cut in batches(lists):
             batch = cut.lists
-            u = _directions(batch, scalars)
+            p = _read_mains(batch)
+            u = _directions(batch, p, scalars)
             torch._foreach_mul_(u, [ratios[owner] for owner in cut.owners])
-            torch._foreach_sub_(batch.main, u)
-            publish(batch)
+            torch._foreach_sub_(p, u)
+            _write_mains(batch, p)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            grads = _gradients(batch, multiplier, scalars.decay)
+            p = _read_mains(batch)
+            grads = _gradients(batch, p, multiplier, scalars.decay)
             if "momentum_buffer" in batch.state:
-                buffers = _wide(batch.state["momentum_buffer"])
+                buffers = _read(batch, "momentum_buffer")
                 grads = self._momentum(buffers, grads, scalars)
-                _store(batch.state["momentum_buffer"], buffers)
+                _write(batch, "momentum_buffer", buffers)
             torch._foreach_mul_(grads, scalars.lr)
-            torch._foreach_sub_(batch.main, grads)
-            publish(batch)
+            torch._foreach_sub_(p, grads)
+            _write_mains(batch, p)
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            m, grads = _wide(batch.state["exp_avg"]), _gradients(batch, multiplier, 0.0)
+            p, m = _read_mains(batch), _read(batch, "exp_avg")
+            grads = _gradients(batch, p, multiplier, 0.0)
             blend = torch._foreach_mul(m, scalars.beta1)
             torch._foreach_add_(blend, torch._foreach_mul(grads, scalars.one_minus_beta1))
             steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
             torch._foreach_mul_(steps, scalars.lr)
             if scalars.decay != 0.0:
-                torch._foreach_sub_(batch.main, torch._foreach_mul(batch.main, scalars.decay))
-            torch._foreach_sub_(batch.main, steps)
+                torch._foreach_sub_(p, torch._foreach_mul(p, scalars.decay))
+            torch._foreach_sub_(p, steps)
             torch._foreach_mul_(m, scalars.beta2)
             torch._foreach_add_(m, torch._foreach_mul(grads, scalars.one_minus_beta2))
-            _store(batch.state["exp_avg"], m)
-            publish(batch)
+            _write(batch, "exp_avg", m)
+            _write_mains(batch, p)
 
     @staticmethod
     def _momentum(buffers: Lists, grads: Lists, s: SgdScalars) -> Lists:
