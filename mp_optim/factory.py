@@ -104,7 +104,7 @@ def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: Meg
 
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     rule, settings = _rule(config)
-    construction = {"backend": config.fused_backend, **_moment_dtypes(config)}
+    construction = {"backend": config.fused_backend, **_state_precision(config)}
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
         warnings.warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0", stacklevel=4)
     if not config.optimizer_cpu_offload:
@@ -117,10 +117,10 @@ def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
         sub_optimizer_kwargs=construction, **settings)
 
 
-def _moment_dtypes(config: OptimizerConfig) -> dict[str, Any]:
-    fields = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
-              "lion": ("exp_avg_dtype",), "sgd": ()}
-    return {field: getattr(config, field) for field in fields[config.optimizer]}
+def _state_precision(config: OptimizerConfig) -> dict[str, Any]:
+    return {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
+            "store_param_remainders": config.keeps_remainders, "param_remainder_bits": config.param_remainder_bits,
+            "stochastic_rounding": config.stochastic_rounding, "seed": config.stochastic_rounding_seed}
 
 
 def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:

@@ -8,6 +8,7 @@ later is found by slot.
 from __future__ import annotations
 
 import operator
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "SteadyList", "all_same", "are_plain",
-    "current_grad", "current_grads", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "with_names",
+    "current_grad", "current_grads", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "stream_of",
+    "with_names",
 ]
 
 ParamGroups = list[dict[str, Any]]
@@ -47,6 +49,8 @@ class SlotUpdate(NamedTuple):
             tensor is itself the model's parameter.
         shard_groups: process groups over which the parameter is split, for rules that need
             whole-parameter norms. Empty if the local tensor is the whole parameter.
+        stream: 32 bits that tell the parameter's random numbers from others', wherever it is stepped; by default
+            made of the slot's name.
     """
 
     slot: Slot
@@ -54,6 +58,7 @@ class SlotUpdate(NamedTuple):
     multiplier: float = 1.0
     output: Tensor | None = None
     shard_groups: tuple[ProcessGroup, ...] = ()
+    stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
     multipliers: Sequence[float]
     outputs: Sequence[Tensor | None]
     shard_groups: Sequence[tuple[ProcessGroup, ...]]
+    streams: Sequence[int | None]
 
     @classmethod
     def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:
@@ -73,7 +79,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
         if isinstance(updates, SlotUpdates):
             return updates
         return cls([u.slot for u in updates], [u.grad for u in updates], [u.multiplier for u in updates],
-                   [u.output for u in updates], [u.shard_groups for u in updates])
+                   [u.output for u in updates], [u.shard_groups for u in updates], [u.stream for u in updates])
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
@@ -90,7 +96,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
         if isinstance(index, slice):
             return self.take(range(len(self))[index])
         return SlotUpdate(self.slots[index], self.grads[index], self.multipliers[index], self.outputs[index],
-                          self.shard_groups[index])
+                          self.shard_groups[index], self.streams[index])
 
 
 class SteadyList(list[Tensor]):
@@ -166,6 +172,11 @@ def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
     group = param_groups[slot.group]
     names: Sequence[str] | None = group.get("param_names") or group.get("fqns")
     return names[slot.position] if names else f"group{slot.group}.param{slot.position}"
+
+
+def stream_of(name: str) -> int:
+    """The stream of random numbers of a parameter, from its name."""
+    return zlib.crc32(name.encode())
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -26,6 +26,7 @@ class SlotColumns:
         separate: whether it is stepped on another tensor, its main param.
         bound: whether it was trainable when its group was added or since, and so has state.
         keys: which norm its gradient counts in.
+        streams: what tells its random numbers from others'.
         first: index of each group's first slot.
     """
 
@@ -36,6 +37,7 @@ class SlotColumns:
     separate: list[bool] = field(default_factory=list)
     bound: list[bool] = field(default_factory=list)
     keys: list[NormKey] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
 
     def index(self, slot: Slot) -> int:
@@ -93,7 +95,7 @@ class SlotColumns:
             slots=[self.slots[index] for index in indices], grads=grads,
             multipliers=[multipliers[key.group] for key in keys],
             outputs=[param if self.separate[index] else None for index, param in zip(indices, writable, strict=True)],
-            shard_groups=[key.shard_groups for key in keys])
+            shard_groups=[key.shard_groups for key in keys], streams=[self.streams[index] for index in indices])
 
 
 def _versions(params: Sequence[Tensor]) -> list[int]:

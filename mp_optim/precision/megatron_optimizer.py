@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.columns import SlotColumns
@@ -41,9 +42,12 @@ from mp_optim.slots import (
     iter_slots,
     local_tensor,
     same_memory,
+    stream_of,
     with_names,
 )
 from mp_optim.update import as_slot_optimizer, choose_backend
+from mp_optim.update.lists import REMAINDER, scale_key
+from mp_optim.update.stored import MASTER, joined
 
 __all__ = ["MegatronOptimizer"]
 
@@ -102,6 +106,7 @@ class MegatronOptimizer(SlotOptimizer):
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
             seen.keys.append(keys.setdefault(key, key))
+            seen.streams.append(stream_of(self.slot_name(slot)))
         self._norm_groups = None
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:
@@ -145,6 +150,12 @@ class MegatronOptimizer(SlotOptimizer):
         """Whether a slot is stepped on a tensor other than the model's parameter."""
         return self._seen.separate[self._seen.index(slot)]
 
+    def _has_master(self, slot: Slot) -> bool:
+        """Whether a slot of 16 bits is stepped on an FP32 tensor; else it is FP32 itself, or has a remainder."""
+        param = self.param_groups[slot.group]["params"][slot.position]
+        return (self.has_separate_main(slot) and param.dtype != torch.float32
+                and self._main(slot).dtype == torch.float32)
+
     def has_state(self, slot: Slot) -> bool:
         """Whether a slot has ever been trainable; one that has not costs nothing."""
         return self._seen.bound[self._seen.index(slot)]
@@ -166,9 +177,11 @@ class MegatronOptimizer(SlotOptimizer):
         if self._seen.separate[index]:
             param.main_param = main  # type: ignore[attr-defined]
             self._counts["reloaded_params"] += follow(main, local, self.slot_name(slot))
+            self.inner.written_outside(slot)
         elif param.dtype == main.dtype:
             self.inner.param_groups[slot.group]["params"][slot.position] = local
             param.main_param = local  # type: ignore[attr-defined]
+            self.inner.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
             self._seen.separate[index] = self._bind(slot, param)
 
@@ -183,17 +196,19 @@ class MegatronOptimizer(SlotOptimizer):
         """
         seen = self._seen
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
-            local = local_tensor(param)
-            if seen.separate[index]:
-                source = (state_dict or {}).get(self.slot_name(slot), local)
-                self._main(slot).copy_(local_tensor(source))
+            if seen.separate[index] or (seen.bound[index] and param.dtype != torch.float32):
+                source = (state_dict or {}).get(self.slot_name(slot), param)
+                self.inner.set_main_param(slot, local_tensor(source))
         seen.look(self._params())
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(FQN, FP32 tensor of the parameter's shape; a DTensor if the parameter is one), in slot order."""
+        """(FQN, FP32 tensor of the parameter's shape; a DTensor if the parameter is one), in slot order.
+
+        The tensor is the live one, or a copy if the main param is stored as a remainder.
+        """
         for slot, param in iter_slots(self.param_groups):
-            yield self.slot_name(slot), (
-                as_sharded(self._main(slot), param) if self.has_separate_main(slot) else param)
+            whole = not self.has_state(slot) or (param.dtype == torch.float32 and not self.has_separate_main(slot))
+            yield self.slot_name(slot), param if whole else as_sharded(self.inner.main_param(slot), param)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -305,19 +320,40 @@ class MegatronOptimizer(SlotOptimizer):
         if not self.has_state(slot):
             return {}
         state = dict(self.inner.slot_state(slot))
-        if self.has_separate_main(slot) and param.dtype != torch.float32:
-            state["master_param"] = self._main(slot)
+        if isinstance(param, DTensor):  # blocks are a shard's own: no other layout could read them
+            full = self.inner.full_slot_state(slot)
+            state = {key: full[key] if scale_key(key) in state else value for key, value in state.items()
+                     if not key.endswith(scale_key(""))}
+        if self._has_master(slot):
+            state[MASTER] = self._main(slot)
         return {key: as_sharded(value, param) for key, value in state.items()}
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        param = self.param_groups[slot.group]["params"][slot.position]
+        if not self.has_state(slot):
+            return {}
+        state = self.inner.full_slot_state(slot)
+        if self._has_master(slot):
+            state[MASTER] = self._main(slot)
+        return {key: as_sharded(value, param) for key, value in state.items()}
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        if not self.has_state(slot):
+            return state
+        state = as_local_state(state)
+        if REMAINDER in state and self._has_master(slot):
+            param = local_tensor(self.param_groups[slot.group]["params"][slot.position])
+            state[MASTER] = joined(self.slot_name(slot), param, state.pop(REMAINDER))
+        rest, master = self._split(slot, state)
+        fit = self.inner.fit_slot_state(slot, rest, convert)
+        return fit if master is None else {**fit, MASTER: master}
 
     def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         rest = as_local_state(state)
-        param = self.param_groups[slot.group]["params"][slot.position]
-        owns = self.has_separate_main(slot) and param.dtype != torch.float32
-        return rest, rest.pop("master_param", None) if owns else None
+        return rest, rest.pop(MASTER, None) if self._has_master(slot) else None
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        mine = self.slot_state(slot)
-        if "master_param" in mine and "master_param" not in state:
+        if self._has_master(slot) and MASTER not in state:
             raise ValueError(f"state of {self.slot_name(slot)}: master_param is missing, so its full-precision value "
                              "is lost; to start from the model's values, add them to the state dict under that key")
         rest, master = self._split(slot, state)
@@ -332,17 +368,17 @@ class MegatronOptimizer(SlotOptimizer):
         if master is not None:
             self._main(slot).copy_(master)
 
-    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+    def state_dict(self, is_loading: bool = False, *, full_precision: bool = False) -> dict[str, Any]:
         """Torch-shaped, plus ``grad_scaler`` if there is one. ``is_loading`` is accepted and not needed."""
-        state_dict = super().state_dict()
+        state_dict = super().state_dict(full_precision=full_precision)
         if self.grad_scaler is not None:
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
         return state_dict
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         self._sync()
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, convert=convert)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mp_optim.slot_optimizer import Closure, SlotOptimizer
+from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_fits
 from mp_optim.slots import (
     Slot,
     SlotUpdate,
@@ -22,20 +22,21 @@ from mp_optim.slots import (
     current_grad,
     iter_slots,
     local_tensor,
+    stream_of,
 )
 from mp_optim.update.backends import Backend, choose_backend
-from mp_optim.update.lists import TensorLists
+from mp_optim.update.formats import Noise, is_blocked, join, keep_valid, mix, split_
+from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
+from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, new_moment
 
-__all__ = ["MOMENT_DTYPES", "RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
-
-
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+__all__ = ["RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
 
 
 class _Launch(NamedTuple):
     """Updates of one group with equal keys go into one backend call."""
 
     device: torch.device
+    dtype: torch.dtype
     step: float
     multiplier: float
 
@@ -84,25 +85,24 @@ class _GroupState:
 
 
 class RuleOptimizer(SlotOptimizer):
-    """A rule over FP32 tensors. State per slot: ``step`` (0-d FP32 on the CPU) and the rule's moments.
+    """A rule over FP32 tensors, and over bfloat16 ones beside remainders. State per slot: ``step`` (0-d FP32 on the
+    CPU), the rule's moments, with ``<moment>_scale`` if they are stored in blocks, and ``remainder`` if there is one.
 
     Args:
         backend: ``fused_backend`` of the config.
-        dtypes: dtype of each moment by name, float32 or bfloat16; float32 where nothing is said.
+        precision: how state is stored.
 
     Raises:
-        ValueError: a dtype that a moment cannot have.
+        ValueError: the backend does not store state so.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto",
-                 dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+                 precision: StatePrecision | None = None) -> None:
         choose_backend(backend, torch.device("cpu"))
         self._backend = backend
-        self._dtypes = dict(dtypes or {})
-        for name, dtype in self._dtypes.items():
-            if dtype not in MOMENT_DTYPES or (backend == "torch" and dtype != torch.float32):
-                raise ValueError(f"{name}_dtype={dtype}: moments are {MOMENT_DTYPES[0]} or {MOMENT_DTYPES[1]} (with "
-                                 f"backend='torch' only the former); backend={backend!r}")
+        self.precision = precision or StatePrecision()
+        if backend == "torch" and not self.precision.is_plain:
+            raise ValueError(f"backend='torch' keeps state in float32, not as {self.precision}; choose another backend")
         self._groups: list[_GroupState] = []
         super().__init__(params, defaults)
 
@@ -145,26 +145,84 @@ class RuleOptimizer(SlotOptimizer):
         main = local_tensor(tensor)
         if not state:
             state["step"] = own.steps[slot.position]
-        for name in self.moments(group):
-            if name not in state:
-                dtype = self._dtypes.get(name, torch.float32)
-                state[name] = torch.zeros(main.shape, dtype=dtype, device=main.device)
-                own.replaced()
-            elif state[name].shape != main.shape:
-                raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
-                                 f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
-            elif state[name].device != main.device:
-                state[name] = state[name].to(main.device)
-                own.replaced()
+        if new := self._new_tensors(slot, state, main):
+            state.update(new)
+            own.replaced()
+        if not self._is_split(main):
+            state.pop(REMAINDER, None)  # the parameter was bfloat16 once
         if own.mains[slot.position] is not tensor:
             own.mains[slot.position] = tensor
             own.steady_mains = None
         return state
 
+    def _new_tensors(self, slot: Slot, state: dict[str, Tensor], main: Tensor) -> dict[str, Tensor]:
+        """State that a main param lacks, or that is on another device."""
+        new: dict[str, Tensor] = {}
+        for name in self.moments(self.param_groups[slot.group]):
+            if name not in state:
+                new |= new_moment(name, main, self.precision.stored_dtype(name))
+            elif state[name].shape != main.shape:
+                raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
+                                 f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
+        if self._is_split(main) and REMAINDER not in state:
+            new[REMAINDER] = torch.zeros_like(main, dtype=self.precision.remainder_dtype)
+        return new | {key: value.to(main.device) for key, value in state.items()
+                      if key != "step" and value.device != main.device}
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        return full_precision(self.slot_state(slot), self._local(slot))
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        return fitted(self.slot_name(slot), self.slot_state(slot), self._local(slot), state, convert)
+
+    def _without_master(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """A state to load, and the FP32 main param in it that stands for a remainder."""
+        mine = self.slot_state(slot)
+        if MASTER not in state or REMAINDER not in mine:
+            return state, None
+        rest = {key: value for key, value in state.items() if key != MASTER}
+        return {**rest, REMAINDER: mine[REMAINDER]}, state[MASTER]
+
+    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        rest, master = self._without_master(slot, state)
+        if master is not None:
+            check_fits(f"{self.slot_name(slot)}.{MASTER}", self.main_param(slot), master)
+        super().check_slot_state(slot, rest)
+
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         self.check_slot_state(slot, state)
+        rest, master = self._without_master(slot, state)
         for key, own in self.slot_state(slot).items():
-            own.copy_(torch.as_tensor(state[key]))
+            own.copy_(torch.as_tensor(rest[key]))
+        if master is not None:
+            self.set_main_param(slot, master)
+
+    # -- main params ----------------------------------------------------------------------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.precision.main_dtype(dtype)
+
+    def _local(self, slot: Slot) -> Tensor:
+        return local_tensor(self.param_groups[slot.group]["params"][slot.position])
+
+    def _is_split(self, main: Tensor) -> bool:
+        return main.dtype != torch.float32 and self.precision.main_dtype(main.dtype) == main.dtype
+
+    def main_param(self, slot: Slot) -> Tensor:
+        main = self._local(slot)
+        return join(main, self.slot_state(slot)[REMAINDER]) if self._is_split(main) else super().main_param(slot)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        main = self._local(slot)
+        if self._is_split(main):
+            split_(value.to(main.device, torch.float32), main, self.slot_state(slot)[REMAINDER])
+        else:
+            main.copy_(value)
+
+    def written_outside(self, slot: Slot) -> None:
+        main = self._local(slot)
+        if self._is_split(main):
+            keep_valid(main, self.slot_state(slot)[REMAINDER])
 
     # -- stepping -------------------------------------------------------------------------------
 
@@ -207,15 +265,17 @@ class RuleOptimizer(SlotOptimizer):
         steps = own.steps.tolist()
         multipliers = {value: self.effective_multiplier(group, value, grad_norm) for value in set(updates.multipliers)}
         counts = [steps[position] for position in positions]
-        if len(mains.devices) == len(set(counts)) == len(multipliers) == 1:
-            launch = _Launch(mains[0].device, counts[0], multipliers[updates.multipliers[0]])
+        if len(mains.devices) == len(mains.dtypes) == len(set(counts)) == len(multipliers) == 1:
+            launch = _Launch(mains[0].device, mains[0].dtype, counts[0], multipliers[updates.multipliers[0]])
             self._launch(index, launch, updates, positions, mains)
         else:
-            keys = list(zip((main.device for main in mains), counts, updates.multipliers, strict=True))
-            for key in dict.fromkeys(keys):
-                members = [at for at, other in enumerate(keys) if other == key]
-                self._launch(index, _Launch(key[0], key[1], multipliers[key[2]]), updates.take(members),
-                             [positions[at] for at in members], SteadyList(mains[at] for at in members))
+            values = [multipliers[value] for value in updates.multipliers]
+            launches = [_Launch(main.device, main.dtype, count, value)
+                        for main, count, value in zip(mains, counts, values, strict=True)]
+            for launch in dict.fromkeys(launches):
+                members = [at for at, other in enumerate(launches) if other == launch]
+                self._launch(index, launch, updates.take(members), [positions[at] for at in members],
+                             SteadyList(mains[at] for at in members))
         own.count(positions)
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
@@ -227,7 +287,7 @@ class RuleOptimizer(SlotOptimizer):
         return multiplier
 
     def _mains(self, index: int, positions: Sequence[int]) -> SteadyList:
-        """The plain FP32 tensors at some positions of a group, with state that fits them."""
+        """The plain tensors to step at some positions of a group, with state that fits them."""
         params, own = self.param_groups[index]["params"], self._groups[index]
         whole = own.is_whole(positions)
         tensors = list(params) if whole else [params[position] for position in positions]
@@ -238,10 +298,12 @@ class RuleOptimizer(SlotOptimizer):
             for position in positions:
                 self.slot_state(Slot(index, position))
         mains = SteadyList(tensors if are_plain(tensors) else map(local_tensor, tensors))
-        if mains.dtypes - {torch.float32}:
-            position, main = next((p, m) for p, m in zip(positions, mains, strict=True) if m.dtype != torch.float32)
-            raise TypeError(f"{self.slot_name(Slot(index, position))} is {main.dtype}: {type(self).__name__} steps "
-                            "float32; wrap it in Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
+        for dtype in mains.dtypes:
+            if dtype != self.precision.main_dtype(dtype):
+                position = next(p for p, main in zip(positions, mains, strict=True) if main.dtype == dtype)
+                raise TypeError(f"{self.slot_name(Slot(index, position))} is {dtype}: {type(self).__name__} steps "
+                                "float32, and bfloat16 with store_param_remainders=True; wrap it in "
+                                "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
         if whole and set(map(type, tensors)) == {Tensor}:
             own.steady_mains = mains.hold()
         return mains
@@ -252,13 +314,28 @@ class RuleOptimizer(SlotOptimizer):
         outputs = list(updates.outputs)
         lists = TensorLists(
             main=_contiguous(mains), grad=_contiguous(SteadyList.of(updates.grads)),
-            state={name: own.tensors(name, positions) for name in self.moments(group)},
-            output=_contiguous_outputs(outputs))
+            state={key: own.tensors(key, positions) for key in self._stored_keys(group, launch.dtype)},
+            output=_contiguous_outputs(outputs), noise=self._noise(index, launch, updates))
         backend, _ = self.backend_for(launch.device)
         self.apply(backend, lists, group, int(launch.step) + 1, launch.multiplier, updates)
         for mine, stepped in ((mains, lists.main), (outputs, lists.output)):
             if mine is not stepped:
                 _copy_back(mine, stepped)
+
+
+    def _stored_keys(self, group: dict[str, Any], dtype: torch.dtype) -> list[str]:
+        """Keys of the state tensors that are stepped along with main params of a dtype."""
+        names = self.moments(group)
+        scales = [scale_key(name) for name in names if is_blocked(self.precision.stored_dtype(name))]
+        return [*names, *scales, *([REMAINDER] if dtype != torch.float32 else [])]
+
+    def _noise(self, index: int, launch: _Launch, updates: SlotUpdates) -> list[Noise] | None:
+        """Random bits that depend on seed, step and parameter alone."""
+        if not self.precision.stochastic_rounding:
+            return None
+        seed = mix(self.precision.seed ^ mix(int(launch.step) + 1))
+        return [Noise(seed, stream_of(self.slot_name(slot)) if stream is None else stream)
+                for slot, stream in zip(updates.slots, updates.streams, strict=True)]
 
 
 def _contiguous(tensors: SteadyList) -> SteadyList:
