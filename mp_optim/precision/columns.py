@@ -61,6 +61,12 @@ class SlotColumns:
         return [index for index, param in enumerate(params) if param is not self.params[index]
                 or versions[index] != self.versions[index] or addresses[index] != self.addresses[index]]
 
+    def see(self, param: Tensor) -> None:
+        """Take the tensor of one more slot as seen."""
+        self.params.append(param)
+        self.versions += _versions([param])
+        self.addresses += _addresses([param])
+
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
         self.params, self.versions, self.addresses = list(params), _versions(params), _addresses(params)
@@ -99,7 +105,8 @@ class SlotColumns:
 
 
 def _versions(params: Sequence[Tensor]) -> list[int]:
-    return [p._version if type(p) in (Tensor, Parameter) else local_tensor(p)._version for p in params]
+    """How often each was written: a DTensor counts what is done to it, its local tensor what is done to that."""
+    return [p._version if type(p) in (Tensor, Parameter) else p._version + local_tensor(p)._version for p in params]
 
 
 def _addresses(params: Sequence[Tensor]) -> list[int]:

@@ -121,12 +121,12 @@ def fitted(label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str
     """
     result = {key: value for key, value in saved.items() if not key.endswith("_scale")}
     for key, own in mine.items():
-        if key not in result or key in (REMAINDER, "step") or not isinstance(own, Tensor):
+        theirs, scale = saved.get(key), scale_key(key)
+        if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):
             continue
-        scale = scale_key(key)
-        if torch.as_tensor(saved[key]).dtype == own.dtype and (scale in saved) == (scale in mine):
+        if theirs.dtype == own.dtype and (scale in saved) == (scale in mine):
             result |= {scale: saved[scale]} if scale in mine else {}
-        elif saved[key].shape == own.shape:
+        elif theirs.shape == own.shape and (convert or theirs.dtype != torch.float64):
             result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key), convert)
     if REMAINDER in saved and (REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype):
         result[MASTER] = joined(label, main, result.pop(REMAINDER))
@@ -138,6 +138,9 @@ def fitted(label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str
 
 def _decoded(state: Mapping[str, Any], key: str) -> Tensor:
     stored, scale = state[key], state.get(scale_key(key))
+    if scale is not None and scale.numel() != blocks_of(stored.numel()):
+        raise ValueError(f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, expected "
+                         f"{blocks_of(stored.numel())}; was it saved in another layout? Save with full_precision=True")
     return decode(stored.reshape(-1), scale, key == SECOND).view(stored.shape)
 
 
