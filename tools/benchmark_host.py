@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import tyro
-from benchmarks import report, sections
+from benchmarks import allocator, report, sections
 from rich.console import Console
 
 
@@ -31,6 +31,7 @@ class Options:
 
 def main(options: Options) -> None:
     console = Console()
+    allocator.keep_freed()
     numel = int(options.params)
     most = torch.get_num_threads()
     memory, limit = sections.memory_limit(numel, options.rounds)
@@ -49,6 +50,7 @@ def main(options: Options) -> None:
             found.append(measure())
             report.show(console, found[-1])
             gc.collect()
+            allocator.release()
     if options.output is not None:
         report.write(options.output, found, limit, regime)
         console.print(f"written to {options.output}")
