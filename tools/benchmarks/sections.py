@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import opponents
+from benchmarks import megatron, opponents
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Composite
 from benchmarks.timing import Timing, alternate, ratio
-from mp_optim import FusedAdam, Lion, OptimizerConfig, get_megatron_optimizer
+from mp_optim import FusedAdam, Lion, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import set_host_threads
 
@@ -87,25 +87,31 @@ def tensors(numel: int, count: int, dtype: torch.dtype, value: float | None = No
     return [(torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)]
 
 
-def our_kernel(mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None) -> Callable[[], object]:
+def our_kernel(mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None,
+               **settings: Any) -> Callable[[], object]:
     """``FusedAdam.step_slots``: the update alone."""
-    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings)
     updates = [SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
                for index, grad in enumerate(grads)]
     return lambda: optimizer.step_slots(updates)
 
 
-def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
-    """The whole mixed-precision step through ``get_megatron_optimizer``, clipping on."""
+def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) -> MegatronOptimizer:
+    """What ``get_megatron_optimizer`` makes of params that have these gradients; clipping is on, all are decayed."""
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
     scale = {"loss_scale": 1.0} if half == "fp16" else {}
     config = OptimizerConfig(lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=DECAY,
                              clip_grad=CLIP, **{half: True}, **scale, **settings)
     model = nn.ParameterList([nn.Parameter(param) for param in params])
-    optimizer = get_megatron_optimizer(config, model)
+    optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param, grad in zip(model, grads, strict=True):
         param.grad = grad
-    return optimizer.step
+    return optimizer
+
+
+def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
+    """The whole mixed-precision step."""
+    return our_optimizer(params, grads, **settings).step
 
 
 def memory_limit(numel: int, rounds: int) -> tuple[Section, float]:
@@ -160,7 +166,29 @@ def full_step(numel: int, rounds: int, limit: float) -> Section:
                      times_ours=lambda name, t, ours=ours, timings=timings: ratio(t, timings[ours]))  # type: ignore[misc]
         del composite, params, grads, steps
         gc.collect()
+    with megatron.job_ended():
+        _add_megatron(section, numel, rounds, limit)
     return section
+
+
+def _add_megatron(section: Section, numel: int, rounds: int, limit: float) -> None:
+    """Rows of Megatron-core: each variant in turn with our step, as memory would not hold all of them at once."""
+    count = numel // PIECE
+    params, grads = (tensors(PIECE, count, torch.bfloat16) for _ in range(2))
+    ours = our_step([param.clone() for param in params], grads)
+    for name, fused, dtype in (("as built", False, torch.bfloat16), ("AdamW fused", True, torch.bfloat16),
+                               ("AdamW fused, FP32 main_grad", True, torch.float32)):
+        field_ = Contenders()
+        field_.add(f"Megatron-core, {name}", lambda fused=fused, dtype=dtype: megatron.megatron_step(  # type: ignore[misc]
+            [param.clone() for param in params], [grad.to(dtype) for grad in grads], fused=fused))
+        section.missing |= field_.missing
+        if field_.steps:
+            timings = alternate({OURS: ours, **field_.steps}, rounds, "Megatron-core")
+            first = timings.pop(OURS)
+            section.take(timings, of_limit=lambda _, t: STEP_BYTES * count * PIECE / t.median / limit,
+                         times_ours=lambda _, t, first=first: ratio(t, first))  # type: ignore[misc]
+        del field_
+        gc.collect()
 
 
 def compact_states(numel: int, rounds: int) -> Section:
