@@ -24,7 +24,7 @@ class Options:
     """Elements of the model."""
     rounds: int = 15
     only: tuple[str, ...] = ()
-    """Of update, full, compact, many, threads; all if empty."""
+    """Of update, full, compact, eight_bit, many, threads; all if empty."""
     output: Path | None = None
     """Folder for host.json, host.md and host.png; none are written without it."""
 
@@ -42,6 +42,7 @@ def main(options: Options) -> None:
         "update": lambda: sections.update_kernels(numel, options.rounds, limit),
         "full": lambda: sections.full_step(numel, options.rounds, limit),
         "compact": lambda: sections.compact_states(numel, options.rounds),
+        "eight_bit": lambda: sections.eight_bit(numel, options.rounds),
         "many": lambda: sections.many_tensors(numel, options.rounds),
         "threads": lambda: sections.thread_scaling(numel, options.rounds, most),
     }

@@ -37,6 +37,21 @@ def deepspeed_cpu_adam(mains: Sequence[Tensor], grads: Sequence[Tensor]) -> Step
     return step
 
 
+def low_bit_adam(kind: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
+    """An AdamW with compact moments, over FP32 or bfloat16 params with gradients of the same dtype.
+
+    Args:
+        kind: ``torchao`` or ``bitsandbytes`` and the name of a class in its ``optim``. torchao rounds bfloat16 params
+            stochastically here, as they have no FP32 main param to gather small updates in; its first step compiles
+            (``torch.compile``, which needs a C++ compiler).
+    """
+    library, name = kind.split()
+    rounding = {"bf16_stochastic_round": params[0].dtype == torch.bfloat16} if library == "torchao" else {}
+    adam = getattr(importlib.import_module(f"{library}.optim"), name)
+    step: Step = adam(_params(params, grads), **SETTINGS, **rounding).step
+    return step
+
+
 class Composite:
     """FP32 main params, moments and gradients beside 16-bit params: what people write around a fused optimizer."""
 

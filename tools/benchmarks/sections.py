@@ -27,6 +27,8 @@ ADAM_BYTES = 28
 TORCH_BYTES = 28
 """FP32 p, m, v read and written, FP32 gradient read."""
 STEP_BYTES = 30
+FEW = 4
+"""Pieces for contenders that are slow, and for those compared with them."""
 
 
 @dataclass
@@ -191,20 +193,79 @@ def _add_megatron(section: Section, numel: int, rounds: int, limit: float) -> No
         gc.collect()
 
 
+def _kind(moments: str, remainder_bits: int | None) -> dict[str, Any]:
+    """Config fields for moments of a dtype, and main params in FP32 or as a remainder beside the model's."""
+    mains = {"store_param_remainders": False} if remainder_bits is None else {"param_remainder_bits": remainder_bits}
+    return {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, **mains}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "FP32 moments": {},
+    "FP32 moments, 16-bit remainder": _kind("float32", 16),
+    "bf16 moments": _kind("bfloat16", None),
+    "bf16 moments, 16-bit remainder": _kind("bfloat16", 16),
+    "fp16 moments, 16-bit remainder": _kind("float16", 16),
+    "8-bit moments, 16-bit remainder": _kind("uint8", 16),
+    "8-bit moments, 8-bit remainder": _kind("uint8", 8),
+}
+"""Ways to keep optimizer state; main params are FP32 where there is no remainder. The first is what others are
+compared with."""
+
+
 def compact_states(numel: int, rounds: int) -> Section:
     """The full step with optimizer state in fewer bytes."""
     count = numel // PIECE
     params, grads = (tensors(PIECE, count, torch.bfloat16) for _ in range(2))
-    kinds: dict[str, dict[str, Any]] = {
-        "FP32 moments": {}, "bf16 moments": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}}
-    steps = {f"{OURS}, {name}": our_step([param.clone() for param in params], grads,
-                                         use_precision_aware_optimizer=bool(kind), **kind)
-             for name, kind in kinds.items()}
-    timings = alternate(steps, rounds, "compact")
-    section = Section("Compact states: the full step")
-    first = next(iter(timings))
-    section.take(timings, speedup=lambda name, t: ratio(timings[first], t),
-                 state_bytes=lambda name, t: 12.0 if name == first else 8.0)
+    optimizers: dict[str, MegatronOptimizer] = {}
+    field_ = Contenders()
+
+    def build(name: str, kind: dict[str, Any]) -> Callable[[], object]:
+        optimizers[name] = our_optimizer([param.clone() for param in params], grads, **kind)
+        return optimizers[name].step
+
+    for kind_name, kind in KINDS.items():
+        name = f"{OURS}, {kind_name}"
+        field_.add(name, lambda name=name, kind=kind: build(name, kind))  # type: ignore[misc]
+    timings = alternate(field_.steps, rounds, "compact")
+    section = Section("Compact states: the full step", missing=field_.missing)
+    first = next(iter(timings.values()))
+    section.take(timings, speedup=lambda name, t: ratio(first, t),
+                 state_bytes=lambda name, t: _state_bytes(optimizers[name]))
+    return section
+
+
+def _state_bytes(optimizer: MegatronOptimizer) -> float:
+    """Bytes of main params (or remainders) and moments for each parameter, as the tensors are."""
+    rows = optimizer.describe().rows
+    return sum(row.bytes for row in rows) / sum(row.params for row in rows)
+
+
+LOW_BIT = (("torchao AdamW8bit", "FP32"), ("torchao AdamWFp8", "FP32"), ("torchao AdamW4bit", "FP32"),
+           ("bitsandbytes AdamW8bit", "FP32"), ("torchao AdamW8bit", "bf16"), ("torchao AdamWFp8", "bf16"),
+           ("torchao _AdamW", "bf16"), ("bitsandbytes AdamW8bit", "bf16"))
+"""Optimizers of others and the dtype of the params they step; ``_AdamW`` has moments of the dtype of the params."""
+
+
+def eight_bit(numel: int, rounds: int) -> Section:
+    """The update alone with moments of 8 bits or few: ours and those of others, on a few pieces, as most are slow."""
+    count = max(1, min(numel // PIECE, FEW))
+    mains, grads = tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32)
+    half_mains, half_grads = tensors(PIECE, count, torch.bfloat16), tensors(PIECE, count, torch.bfloat16)
+    field_ = Contenders()
+    for name, dtype in (("8-bit", torch.uint8), ("bf16", torch.bfloat16), ("FP32", torch.float32)):
+        field_.add(f"{OURS}, {name} moments", lambda dtype=dtype: our_kernel(  # type: ignore[misc]
+            [main.clone() for main in mains], half_grads, [half.clone() for half in half_mains],
+            exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype))
+    pairs = {"FP32": (mains, grads), "bf16": (half_mains, half_grads)}
+    for kind, label in LOW_BIT:
+        field_.add(f"{kind}, {label} params", lambda kind=kind, pair=pairs[label]: opponents.low_bit_adam(  # type: ignore[misc]
+            kind, [param.clone() for param in pair[0]], pair[1]))
+    timings = alternate(field_.steps, max(3, min(rounds, 5)), "eight bit")
+    section = Section("8-bit and other compact moments, the update alone", missing=field_.missing)
+    columns: dict[str, Callable[[str, Timing], float]] = {"gparams": lambda _, t: count * PIECE / t.median / 1e9}
+    if (ours := timings.get(f"{OURS}, 8-bit moments")) is not None:
+        columns["of_ours"] = lambda _, t: ratio(ours, t)
+    section.take(timings, **columns)
     return section
 
 
