@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "SteadyList", "all_same", "are_plain",
-    "current_grad", "current_grads", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "stream_of",
+    "current_grad", "follow", "have_grad_only", "iter_slots", "local_tensor", "same_memory", "slot_name", "stream_of",
     "with_names",
 ]
 
@@ -83,7 +83,9 @@ class SlotUpdates(Sequence[SlotUpdate]):
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
-        return SlotUpdates.of([self[index] for index in indices])
+        return SlotUpdates([self.slots[i] for i in indices], [self.grads[i] for i in indices],
+                           [self.multipliers[i] for i in indices], [self.outputs[i] for i in indices],
+                           [self.shard_groups[i] for i in indices], [self.streams[i] for i in indices])
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -112,6 +114,12 @@ class SteadyList(list[Tensor]):
     """
 
     held: tuple[object, ...] = ()
+
+    def gradients_of(self, params: SteadyList) -> SteadyList:
+        """The same tensors, known to be what is in ``params``' ``grad``: torch allows only the shapes and devices of
+        the parameters there."""
+        self.__dict__.update(sizes=params.sizes, devices=params.devices)
+        return self
 
     def hold(self) -> SteadyList:
         """Keep the present memory, for a list used over many steps: should somebody give one of the tensors other
@@ -143,6 +151,14 @@ class SteadyList(list[Tensor]):
     @cached_property
     def contiguous(self) -> bool:
         return all(map(Tensor.is_contiguous, self))
+
+    @property
+    def strided(self) -> bool:
+        """Whether all are dense tensors with strides; one that is not has no answer to whether it is contiguous."""
+        try:
+            return self.contiguous or all(tensor.layout == torch.strided for tensor in self)
+        except RuntimeError:
+            return False
 
 
 def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
@@ -180,6 +196,7 @@ def stream_of(name: str) -> int:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_ATTRIBUTES = operator.attrgetter("__dict__")
 
 
 def current_grad(param: Tensor) -> Tensor | None:
@@ -191,10 +208,9 @@ def current_grad(param: Tensor) -> Tensor | None:
     return None
 
 
-def current_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
-    """:func:`current_grad` of each; most parameters are plain and have nothing but ``grad``."""
-    return [param.grad if type(param) in _PLAIN and "main_grad" not in (own := param.__dict__)
-            and "decoupled_grad" not in own else current_grad(param) for param in params]
+def have_grad_only(params: Sequence[Tensor]) -> bool:
+    """Whether the gradient of every one of these plain parameters can only be its ``grad``."""
+    return not [True for own in map(_ATTRIBUTES, params) if "main_grad" in own or "decoupled_grad" in own]
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:

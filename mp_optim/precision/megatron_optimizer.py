@@ -95,15 +95,11 @@ class MegatronOptimizer(SlotOptimizer):
     def _bind_group(self, index: int) -> None:
         seen = self._seen
         seen.first.append(len(seen.slots))
-        keys = {key: key for key in seen.distinct_keys}
         for position, param in enumerate(self.param_groups[index]["params"]):
             slot = Slot(index, position)
-            key = self._norm_key(slot, param)
-            seen.slots.append(slot)
-            seen.see(param)
+            seen.see(slot, param, self._norm_key(slot, param))
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
-            seen.keys.append(keys.setdefault(key, key))
             seen.streams.append(stream_of(self.slot_name(slot)))
         self._norm_groups = None
 
@@ -166,7 +162,7 @@ class MegatronOptimizer(SlotOptimizer):
             slot, param = seen.slots[index], params[index]
             if seen.bound[index]:
                 self._rebind(index, slot, param)
-            seen.keys[index] = seen.shared_key(self._norm_key(slot, param))
+            seen.keys[index] = self._norm_key(slot, param)
         if changed:
             seen.look(params)
 
@@ -181,7 +177,7 @@ class MegatronOptimizer(SlotOptimizer):
             param.main_param = local  # type: ignore[attr-defined]
             self.inner.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
-            self._seen.separate[index] = self._bind(slot, param)
+            self._seen.trained(index, self._bind(slot, param))
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -253,12 +249,11 @@ class MegatronOptimizer(SlotOptimizer):
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self._sync()
         all_keys = self._seen.distinct_keys
-        indices, grads = self._grads = self._seen.grads(self._params(), self.slot_name)
-        for index in indices:
-            if not self._seen.bound[index]:  # it was frozen when its group was added
-                self._seen.separate[index] = self._bind(self._seen.slots[index], self._seen.params[index])
-                self._seen.bound[index] = True
-        keys = [self._seen.keys[index] for index in indices]
+        indices, grads = self._grads = self._seen.grads(self.slot_name)
+        if not all(self._seen.bound):
+            for index in (i for i in indices if not self._seen.bound[i]):  # it was frozen when its group was added
+                self._seen.trained(index, self._bind(self._seen.slots[index], self._seen.params[index]))
+        keys = self._seen.keys_of(indices)
         device = self.device
         sums = measure(grads, keys, all_keys, self._sum_of_squares, device)
         zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None
@@ -275,15 +270,17 @@ class MegatronOptimizer(SlotOptimizer):
         """Step the slots that have a gradient, unless the verdict says skip."""
         self._verdict = verdict
         self._counts["steps"] += 1
-        indices, grads = self._grads or self._seen.grads(self._params(), self.slot_name)
-        self._grads = None
+        if self._grads is None:
+            self._sync()
+            self._grads = self._seen.grads(self.slot_name)
+        (indices, grads), self._grads = self._grads, None
         if verdict.skip:
             self._counts["skipped_steps"] += 1
             return
         norm = verdict.norms.get(MAIN)
         clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
         self.step_slots(self._seen.updates(indices, grads, verdict.multipliers), grad_norm=clipped)
-        self._seen.look(self._seen.params)
+        self._seen.stepped()
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""

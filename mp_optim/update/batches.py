@@ -66,6 +66,7 @@ def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int
     batch.owners.append(index)
     batch.lists.main.append(cut(lists.main[index]))
     batch.lists.grad.append(cut(lists.grad[index]))
+    assert isinstance(batch.lists.output, list)
     batch.lists.output.append(None if output is None else cut(output))
     scales = {scale_key(name) for name in lists.state}
     for key, tensors in lists.state.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class TensorLists:
     main: list[Tensor]
     grad: list[Tensor]
     state: dict[str, list[Tensor]]
-    output: list[Tensor | None]
+    output: Sequence[Tensor | None]
     noise: list[Noise] | None = None
 
 

@@ -41,6 +41,23 @@ class _Launch(NamedTuple):
     multiplier: float
 
 
+class _Share(NamedTuple):
+    """The slots of a step that are in one group: which of the updates, and at which positions."""
+
+    group: int
+    members: list[int]
+    positions: list[int]
+
+
+def _shares(slots: Sequence[Slot]) -> list[_Share]:
+    found: dict[int, _Share] = {}
+    for at, slot in enumerate(slots):
+        share = found.setdefault(slot.group, _Share(slot.group, [], []))
+        share.members.append(at)
+        share.positions.append(slot.position)
+    return list(found.values())
+
+
 class _GroupState:
     """State of one param group.
 
@@ -58,10 +75,11 @@ class _GroupState:
         self.mains: list[Tensor | None] = [None] * count
         self.steady_mains: SteadyList | None = None
         self._whole: dict[str, SteadyList] = {}
+        self._positions = list(range(count))
 
     def is_whole(self, positions: Sequence[int]) -> bool:
         """Whether these are all positions, in order."""
-        return len(positions) == len(self.slots) and positions == list(range(len(self.slots)))
+        return positions == self._positions
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
         """State tensors of that name; the same list every time as long as all slots are asked for."""
@@ -104,6 +122,7 @@ class RuleOptimizer(SlotOptimizer):
         if backend == "torch" and not self.precision.is_plain:
             raise ValueError(f"backend='torch' keeps state in float32, not as {self.precision}; choose another backend")
         self._groups: list[_GroupState] = []
+        self._shares: tuple[Sequence[Slot], list[_Share]] | None = None
         super().__init__(params, defaults)
 
     # -- what a rule provides -------------------------------------------------------------------
@@ -252,19 +271,21 @@ class RuleOptimizer(SlotOptimizer):
     @torch.no_grad()
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         columns = SlotUpdates.of(updates)
-        groups = [slot.group for slot in columns.slots]
-        found = dict.fromkeys(groups)
-        for index in found:
-            part = columns if len(found) == 1 else columns.take([at for at, g in enumerate(groups) if g == index])
-            self._step_group(index, part, grad_norm)
+        if self._shares is None or self._shares[0] is not columns.slots:
+            self._shares = (columns.slots, _shares(columns.slots))
+        shares = self._shares[1]
+        for share in shares:
+            part = columns if len(shares) == 1 else columns.take(share.members)
+            self._step_group(share.group, share.positions, part, grad_norm)
+        if not isinstance(columns.slots, tuple):  # a list may be another one at the next step
+            self._shares = None
 
-    def _step_group(self, index: int, updates: SlotUpdates, grad_norm: float | None) -> None:
+    def _step_group(self, index: int, positions: list[int], updates: SlotUpdates, grad_norm: float | None) -> None:
         group, own = self.param_groups[index], self._groups[index]
-        positions = [slot.position for slot in updates.slots]
         mains = self._mains(index, positions)
         steps = own.steps.tolist()
         multipliers = {value: self.effective_multiplier(group, value, grad_norm) for value in set(updates.multipliers)}
-        counts = [steps[position] for position in positions]
+        counts = steps if own.is_whole(positions) else [steps[position] for position in positions]
         if len(mains.devices) == len(mains.dtypes) == len(set(counts)) == len(multipliers) == 1:
             launch = _Launch(mains[0].device, mains[0].dtype, counts[0], multipliers[updates.multipliers[0]])
             self._launch(index, launch, updates, positions, mains)
@@ -311,7 +332,7 @@ class RuleOptimizer(SlotOptimizer):
     def _launch(self, index: int, launch: _Launch, updates: SlotUpdates, positions: Sequence[int],
                 mains: SteadyList) -> None:
         group, own = self.param_groups[index], self._groups[index]
-        outputs = list(updates.outputs)
+        outputs = updates.outputs if isinstance(updates.outputs, SteadyList) else list(updates.outputs)
         lists = TensorLists(
             main=_contiguous(mains), grad=_contiguous(SteadyList.of(updates.grads)),
             state={key: own.tensors(key, positions) for key in self._stored_keys(group, launch.dtype)},
@@ -343,8 +364,10 @@ def _contiguous(tensors: SteadyList) -> SteadyList:
     return tensors if tensors.contiguous else SteadyList(tensor.contiguous() for tensor in tensors)
 
 
-def _contiguous_outputs(outputs: list[Tensor | None]) -> list[Tensor | None]:
+def _contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The list itself if every tensor in it is contiguous, else one with memory of its own for those that are not."""
+    if isinstance(outputs, SteadyList) and outputs.contiguous:
+        return outputs
     if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
         return outputs
     return [output if output is None or output.is_contiguous()
