@@ -30,6 +30,7 @@ from mp_optim.precision.measure import (
     measure,
     norm_groups,
 )
+from mp_optim.precision.parking import Parking
 from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_of
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
@@ -80,7 +81,7 @@ class MegatronOptimizer(SlotOptimizer):
         self._norm_groups: list[str] | None = None
         self._verdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0, "reloaded_params": 0}
-        self._parked: list[tuple[Tensor, torch.device]] = []
+        self._parking = Parking()
         super().__init__([with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults))
         for index in range(len(self.param_groups)):
             self._bind_group(index)
@@ -245,7 +246,7 @@ class MegatronOptimizer(SlotOptimizer):
 
     def measure(self) -> Measurement:
         """Sums of squares of this step's gradients, agreed with the other ranks."""
-        if self._parked:
+        if self._parking.occupied:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self._sync()
         all_keys = self._seen.distinct_keys
@@ -378,27 +379,19 @@ class MegatronOptimizer(SlotOptimizer):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
     def _accelerator_tensors(self) -> Iterator[Tensor]:
-        for slot in self.slots():
-            if not self.has_state(slot):
-                continue
+        for slot in filter(self.has_state, self.slots()):
             tensors = list(self.inner.slot_state(slot).values())
             if self.has_separate_main(slot):
                 tensors.append(self._main(slot))
             yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
 
-    @torch.no_grad()
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator; gradients are the caller's to clear."""
-        for tensor in self._accelerator_tensors():
-            self._parked.append((tensor, tensor.device))
-            tensor.data = tensor.data.cpu()
+        self._parking.park(self._accelerator_tensors())
 
-    @torch.no_grad()
     def restore_from_cpu(self) -> None:
         """Undo :meth:`offload_to_cpu`; what is stepped on the host stays there."""
-        for tensor, device in self._parked:
-            tensor.data = tensor.data.to(device)
-        self._parked.clear()
+        self._parking.restore()
 
     # -- what is going on -----------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from mp_optim.slots import (
 )
 from mp_optim.update.backends import Backend, choose_backend
 from mp_optim.update.formats import Noise, is_blocked, join, keep_valid, mix, split_
+from mp_optim.update.group_state import GroupState, Share, shares_of
 from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
 from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, new_moment
 
@@ -39,67 +40,6 @@ class _Launch(NamedTuple):
     dtype: torch.dtype
     step: float
     multiplier: float
-
-
-class _Share(NamedTuple):
-    """The slots of a step that are in one group: which of the updates, and at which positions."""
-
-    group: int
-    members: list[int]
-    positions: list[int]
-
-
-def _shares(slots: Sequence[Slot]) -> list[_Share]:
-    found: dict[int, _Share] = {}
-    for at, slot in enumerate(slots):
-        share = found.setdefault(slot.group, _Share(slot.group, [], []))
-        share.members.append(at)
-        share.positions.append(slot.position)
-    return list(found.values())
-
-
-class _GroupState:
-    """State of one param group.
-
-    Attributes:
-        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step`` is a view of it.
-        slots: state tensors of each slot; empty until somebody looks.
-        mains: the tensor each slot's state was last found to fit.
-        steady_mains: all of them, if they are this package's own tensors and not a model's parameters, whose memory
-            others may move (``param.data = ...``).
-    """
-
-    def __init__(self, count: int) -> None:
-        self.steps = torch.zeros(count, dtype=torch.float32)
-        self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
-        self.mains: list[Tensor | None] = [None] * count
-        self.steady_mains: SteadyList | None = None
-        self._whole: dict[str, SteadyList] = {}
-        self._positions = list(range(count))
-
-    def is_whole(self, positions: Sequence[int]) -> bool:
-        """Whether these are all positions, in order."""
-        return positions == self._positions
-
-    def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
-        """State tensors of that name; the same list every time as long as all slots are asked for."""
-        if not self.is_whole(positions):
-            return [self.slots[position][name] for position in positions]
-        if name not in self._whole:
-            self._whole[name] = SteadyList(slot[name] for slot in self.slots).hold()
-        return self._whole[name]
-
-    def replaced(self) -> None:
-        """Forget lists of tensors: one of them is another tensor now."""
-        self._whole.clear()
-        self.steady_mains = None
-
-    def count(self, positions: Sequence[int]) -> None:
-        """Add a step to the given slots."""
-        if len(positions) == len(self.slots):
-            self.steps += 1
-        else:
-            self.steps[torch.tensor(positions)] += 1
 
 
 class RuleOptimizer(SlotOptimizer):
@@ -121,8 +61,8 @@ class RuleOptimizer(SlotOptimizer):
         self.precision = precision or StatePrecision()
         if backend == "torch" and not self.precision.is_plain:
             raise ValueError(f"backend='torch' keeps state in float32, not as {self.precision}; choose another backend")
-        self._groups: list[_GroupState] = []
-        self._shares: tuple[Sequence[Slot], list[_Share]] | None = None
+        self._groups: list[GroupState] = []
+        self._shares: tuple[Sequence[Slot], list[Share]] | None = None
         super().__init__(params, defaults)
 
     # -- what a rule provides -------------------------------------------------------------------
@@ -155,7 +95,7 @@ class RuleOptimizer(SlotOptimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._groups.append(_GroupState(len(group["params"])))
+        self._groups.append(GroupState(len(group["params"])))
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         own, group = self._groups[slot.group], self.param_groups[slot.group]
@@ -272,7 +212,7 @@ class RuleOptimizer(SlotOptimizer):
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         columns = SlotUpdates.of(updates)
         if self._shares is None or self._shares[0] is not columns.slots:
-            self._shares = (columns.slots, _shares(columns.slots))
+            self._shares = (columns.slots, shares_of(columns.slots))
         shares = self._shares[1]
         for share in shares:
             part = columns if len(shares) == 1 else columns.take(share.members)
