@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from mp_optim.capabilities import BACKENDS, RULES, refusal
+
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
 
-OPTIMIZERS = ("adam", "sgd", "lamb", "lion")
-BACKENDS = ("auto", "native", "reference", "torch")
 DTYPE_FIELDS = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -114,7 +114,8 @@ class OptimizerConfig:
     pin_cpu_params: bool = True
     """Page-lock main params on the host."""
     fused_backend: str = "auto"
-    """What carries the rule out: auto, native, reference or torch."""
+    """What carries the rule out: auto (the fastest that has the bits of ``reference``), native (on the host),
+    reference, torch, triton, apex or transformer_engine (their own bits; see docs/numerics.md)."""
     host_threads: int | None = None
     """Threads of the native host kernels, for the whole process; by default ``torch.get_num_threads()``."""
     host_cores: tuple[int, ...] | None = None
@@ -226,7 +227,7 @@ def _check_types(config: OptimizerConfig) -> None:
 
 
 def _check_choices(config: OptimizerConfig) -> None:
-    for name, choices in (("optimizer", OPTIMIZERS), ("fused_backend", BACKENDS)):
+    for name, choices in (("optimizer", RULES), ("fused_backend", BACKENDS)):
         value = getattr(config, name)
         if value not in choices:
             _fail(config, name, f"must be one of {list(choices)}{_nearest(str(value), list(choices))}")
@@ -274,11 +275,11 @@ def _check_precision(config: OptimizerConfig) -> None:
         value = getattr(config, name)
         if value not in choices:
             _fail(config, name, f"must be one of {list(choices)} in this version")
-        if value != torch.float32 and config.fused_backend == "torch":
-            _fail(config, name, "fused_backend='torch' keeps moments in torch.float32; choose another backend")
-    if config.keeps_remainders and config.fused_backend == "torch":
-        _fail(config, "store_param_remainders", "fused_backend='torch' keeps main params in float32; set "
-              "store_param_remainders=False, or choose another backend")
+    moments = [dtype for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype) if isinstance(dtype, torch.dtype)]
+    refused = refusal(config.fused_backend, config.optimizer, moments,
+                      config.param_remainder_bits if config.keeps_remainders else None, config.stochastic_rounding)
+    if refused is not None:
+        _fail(config, *refused)
     if config.param_remainder_bits not in (8, 16):
         _fail(config, "param_remainder_bits", "must be 16 or 8")
     if not 0 <= config.stochastic_rounding_seed < 2**32:

@@ -23,7 +23,7 @@ from mp_optim.precision import (
 )
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, set_host_cores, set_host_threads
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, check_serves, set_host_cores, set_host_threads
 
 __all__ = ["get_megatron_optimizer"]
 
@@ -57,6 +57,7 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     if not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise TypeError("model must be a module or a list of modules; parameters of your own choosing go into "
                         "param_groups=")
+    check_serves(config.fused_backend, _device(chunks))
     _set_up_host(config)
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:

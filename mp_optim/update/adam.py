@@ -24,6 +24,8 @@ class FusedAdam(RuleOptimizer):
         **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
     """
 
+    rule = "adam"
+
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
                  adam_w_mode: bool = True, backend: str = "auto", **precision: Any) -> None:

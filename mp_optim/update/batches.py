@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -27,8 +28,8 @@ class Batch:
     lists: TensorLists
 
 
-def batches(lists: TensorLists) -> Iterator[Batch]:
-    """Flat views of many small tensors or of pieces of large ones, at most :func:`piece_elements` together.
+def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
+    """Flat views of at most ``most`` small tensors or of pieces of large ones, at most :func:`piece_elements` together.
 
     A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
     :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors are skipped.
@@ -38,7 +39,7 @@ def batches(lists: TensorLists) -> Iterator[Batch]:
     for index, main in enumerate(lists.main):
         for start in range(0, main.numel(), limit):
             count = min(main.numel() - start, limit)
-            if filled + count > limit:
+            if filled + count > limit or len(batch.owners) == most:
                 yield batch
                 batch, filled = _empty(lists), 0
             _append(batch, lists, index, start, count)

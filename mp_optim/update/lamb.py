@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,6 +34,8 @@ class FusedLAMB(RuleOptimizer):
         **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
     """
 
+    rule = "lamb"
+
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-6, weight_decay: float = 0.01, *, bias_correction: bool = True,
                  adam_w_mode: bool = True, grad_averaging: bool = True, max_grad_norm: float = 1.0,
@@ -60,15 +61,11 @@ class FusedLAMB(RuleOptimizer):
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
               updates: SlotUpdates) -> None:
         scalars = LambScalars.at(group, step)
-        sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups)
-        backend.lamb_apply(lists, scalars, [_ratio(scalars, *row) for row in sums.tolist()])
-
-
-def _ratio(scalars: LambScalars, param_square: float, update_square: float) -> float:
-    """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr."""
-    if not scalars.adapts or param_square == 0.0 or update_square == 0.0:
-        return fp32(scalars.lr)
-    return fp32(scalars.lr * math.sqrt(param_square) / math.sqrt(update_square))
+        if any(updates.shard_groups):
+            sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups)
+            backend.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
+        else:
+            backend.lamb(lists, scalars, multiplier)
 
 
 def _reduced(sums: Tensor, shard_groups: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:

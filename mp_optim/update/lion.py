@@ -22,6 +22,8 @@ class Lion(RuleOptimizer):
         **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
     """
 
+    rule = "lion"
+
     def __init__(self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.95, 0.98),
                  weight_decay: float = 0.0, *, backend: str = "auto", **precision: Any) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, backend,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mp_optim.capabilities import refusal
 from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_fits
 from mp_optim.slots import (
     Slot,
@@ -24,7 +25,7 @@ from mp_optim.slots import (
     local_tensor,
     stream_of,
 )
-from mp_optim.update.backends import Backend, choose_backend
+from mp_optim.update.backends import Backend, choose_backend, rule_note
 from mp_optim.update.formats import Noise, is_blocked, join, keep_valid, mix, split_
 from mp_optim.update.group_state import GroupState, Share, shares_of
 from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
@@ -51,16 +52,23 @@ class RuleOptimizer(SlotOptimizer):
         precision: how state is stored.
 
     Raises:
-        ValueError: the backend does not store state so.
+        ValueError: the backend is not usable, has no kernels for the rule, or does not store state so.
     """
+
+    rule = "custom"
+    """The rule's name in the config."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto",
                  precision: StatePrecision | None = None) -> None:
         choose_backend(backend, torch.device("cpu"))
         self._backend = backend
         self.precision = precision or StatePrecision()
-        if backend == "torch" and not self.precision.is_plain:
-            raise ValueError(f"backend='torch' keeps state in float32, not as {self.precision}; choose another backend")
+        how = self.precision
+        if refused := refusal(backend, self.rule, (how.exp_avg_dtype, how.exp_avg_sq_dtype),
+                              how.param_remainder_bits if how.store_param_remainders else None,
+                              how.stochastic_rounding):
+            field, reason = refused
+            raise ValueError(f"{field}={backend if field == 'fused_backend' else getattr(how, field)!r}: {reason}")
         self._groups: list[GroupState] = []
         self._shares: tuple[Sequence[Slot], list[Share]] | None = None
         super().__init__(params, defaults)
@@ -241,7 +249,10 @@ class RuleOptimizer(SlotOptimizer):
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
         """What carries the rule out on a device, and why."""
-        return choose_backend(self._backend, device)
+        backend, why = choose_backend(self._backend, device)
+        if note := rule_note(backend.name, self.rule):
+            return choose_backend("reference", device)[0], f"{why}; {note}"
+        return backend, why
 
     def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
         """The multiplier after the rule's own clipping, if it has one."""

@@ -21,6 +21,8 @@ class SGD(RuleOptimizer):
         **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`; ``exp_avg_dtype`` is the buffer's.
     """
 
+    rule = "sgd"
+
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
                  weight_decay: float = 0.0, nesterov: bool = False, *, backend: str = "auto",
                  **precision: Any) -> None:
