@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mp_optim.update.formats import BLOCK, blocks_of
 from mp_optim.update.lists import TensorLists, scale_key
 
-__all__ = ["Batch", "batches", "piece_elements", "publish"]
+__all__ = ["Batch", "batches", "mark_written", "piece_elements", "publish"]
 
 
 def piece_elements(device: torch.device) -> int:
@@ -50,9 +51,16 @@ def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
 
 def publish(lists: TensorLists) -> None:
     """Copy main to output, rounding to nearest even into the output's dtype."""
-    for output, main in zip(lists.output, lists.main, strict=True):
-        if output is not None:
-            output.copy_(main)
+    pairs = [(output, main) for output, main in zip(lists.output, lists.main, strict=True) if output is not None]
+    if pairs:
+        torch._foreach_copy_([output for output, _ in pairs], [main for _, main in pairs])
+
+
+def mark_written(lists: TensorLists) -> None:
+    """Tell autograd, which cannot see a kernel write."""
+    for tensor in (*lists.main, *lists.output):
+        if tensor is not None:
+            increment_version(tensor)
 
 
 def _empty(lists: TensorLists) -> Batch:

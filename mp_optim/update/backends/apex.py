@@ -10,9 +10,9 @@ import importlib
 
 import torch
 
-from mp_optim.update.backends.multi_tensor import MOST_ELEMENTS, Kind, MultiTensorBackend, mark_written, publish, take
+from mp_optim.update.backends.multi_tensor import MOST_ELEMENTS, Kind, MultiTensorBackend, take
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.batches import piece_elements
+from mp_optim.update.batches import mark_written, piece_elements, publish
 from mp_optim.update.lists import AdamScalars, LambScalars, TensorLists
 
 __all__ = ["ApexBackend", "load"]

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.batches import batches
+from mp_optim.update.batches import batches, mark_written, publish
 from mp_optim.update.lists import REMAINDER, AdamScalars, SgdScalars, TensorLists
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
@@ -194,16 +193,3 @@ def _flat_pieces(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
                     for owner, main in zip(batch.owners, batch.lists.main, strict=True)), key=lambda pair: pair[:2])
     return [owner for owner, _, _ in pairs], [main for _, _, main in pairs]
 
-
-def publish(batch: TensorLists) -> None:
-    """Copy main params to outputs, rounding to nearest even."""
-    pairs = [(output, main) for output, main in zip(batch.output, batch.main, strict=True) if output is not None]
-    if pairs:
-        torch._foreach_copy_([output for output, _ in pairs], [main for _, main in pairs])
-
-
-def mark_written(lists: TensorLists) -> None:
-    """Tell autograd, which cannot see the kernels write."""
-    for tensor in (*lists.main, *lists.state.get(REMAINDER, ()), *lists.output):
-        if tensor is not None:
-            increment_version(tensor)

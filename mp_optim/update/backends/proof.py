@@ -117,7 +117,7 @@ def _values(count: int, phase: float, device: torch.device) -> Tensor:
 
 
 def _lists(rule: str, grad: torch.dtype, output: torch.dtype | None, device: torch.device) -> TensorLists:
-    mains = [_values(size, 0.1 * index, device) for index, size in enumerate(_SIZES)]
+    mains = [_values(size, 5.0 + 0.1 * index, device) for index, size in enumerate(_SIZES)]
     return TensorLists(mains, [_values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)],
                        {key: [torch.zeros_like(main) for main in mains] for key in _STATE[rule]},
                        [None if output is None else torch.zeros_like(main, dtype=output) for main in mains])

@@ -11,7 +11,8 @@ import importlib
 import torch
 from torch import Tensor
 
-from mp_optim.update.backends.multi_tensor import READABLE, Kind, MultiTensorBackend, publish
+from mp_optim.update.backends.multi_tensor import READABLE, Kind, MultiTensorBackend
+from mp_optim.update.batches import publish
 from mp_optim.update.lists import REMAINDER, AdamScalars, TensorLists
 
 __all__ = ["TransformerEngineBackend", "load"]

@@ -230,7 +230,7 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
 @pytest.mark.parametrize(("settings_", "names"), [
     ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype=torch.float64: must be one of"),
     ({"param_remainder_bits": 12}, "param_remainder_bits=12: must be 16 or 8"), ({"seed": -1}, "seed=-1"),
-    ({"backend": "torch", "store_param_remainders": True}, "backend='torch' keeps state in float32")])
+    ({"backend": "torch", "store_param_remainders": True}, "backend='torch' keeps main params in float32")])
 def test_forms_that_do_not_exist_are_refused(settings_: dict[str, object], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         FusedAdam([torch.ones(1)], **settings_)
