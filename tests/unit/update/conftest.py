@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from standins import amp_c, te
-from standins.gpu import GPU, Gpu
 
 from mp_optim.update.backends import forget, multi_tensor
+from standins import amp_c, te
+from standins.gpu import GPU, Gpu
 
 
 @pytest.fixture

@@ -90,7 +90,8 @@ def lists_of(rule: str, device: torch.device, grad: torch.dtype = torch.float32,
                        [None if output is None else torch.zeros(n, device=device, dtype=output) for n in sizes])
 
 
-def take_step(backend: Backend, rule: str, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float) -> None:
+def take_step(backend: Backend, rule: str, lists: TensorLists, group: dict[str, Any], step: int,
+              multiplier: float) -> None:
     scalars: Any = {"adam": AdamScalars, "lamb": LambScalars, "sgd": SgdScalars, "lion": LionScalars}[rule]
     getattr(backend, rule)(lists, scalars.at(group, step), multiplier)
 

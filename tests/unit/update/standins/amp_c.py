@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from standins import gpu
 from standins.gpu import GPU, F, Lists, SegmentationFaultError, as_float, as_int, fma, product, values
-from torch import Tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DEPTH = {1: 110, 2: 64, 3: 48, 4: 36}

@@ -46,7 +46,8 @@ GPU = Gpu()
 
 def fma(a: Any, b: Any, c: Any) -> Array:
     """a * b + c, rounded once: a product of two FP32 values is exact in FP64."""
-    return flushed((np.float64(a) * np.float64(b) + np.float64(c)).astype(F))
+    with np.errstate(invalid="ignore"):
+        return flushed((np.float64(a) * np.float64(b) + np.float64(c)).astype(F))
 
 
 def flushed(x: Array) -> Array:
@@ -62,7 +63,8 @@ def _rough(x: Array) -> Array:
 
 def divided(a: Any, b: Any) -> Array:
     """div.approx.ftz"""
-    exact = flushed((np.float64(a) / np.float64(b)).astype(F))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        exact = flushed((np.float64(a) / np.float64(b)).astype(F))
     return np.where(np.broadcast_to(np.asarray(b) == 1, exact.shape), exact, _rough(exact))
 
 
@@ -170,7 +172,9 @@ def adam(p: Array, g: Array, m: Array, v: Array, scalars: dict[str, Any]) -> tup
     return fma(-u, lr, p), m, v
 
 
-def adam_scalars(lr: Any, beta1: Any, beta2: Any, eps: Any, step: Any, mode: Any, bias: Any, decay: Any) -> dict[str, Any]:
+def adam_scalars(lr: Any, beta1: Any, beta2: Any, eps: Any, step: Any, mode: Any, bias: Any,
+                 decay: Any) -> dict[str, Any]:
+    """Adam's arguments as the kernels see them."""
     step, bias = as_int(step), as_int(bias)
     return {"lr": as_float(lr), "beta1": as_float(beta1), "beta2": as_float(beta2), "eps": as_float(eps),
             "mode": as_int(mode), "weight_decay": as_float(decay),

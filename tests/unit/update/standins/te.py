@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from standins import gpu
 from standins.gpu import GPU, F, Lists, SegmentationFaultError, as_float, as_int, product, values
-from torch import Tensor
 
 HANDLES = 20_000
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,7 +54,8 @@ def _multi_tensor_adam(chunk: int, flag: Tensor, lists: Lists, lr: Any, beta1: A
         _expect("Master param", lists[4], (torch.float32,))
 
     def kernel(_: int, g: Tensor, p: Tensor, m: Tensor, v: Tensor, master: Tensor | None = None) -> None:
-        new_p, new_m, new_v = gpu.adam(values(p if master is None else master), values(g), values(m), values(v), scalars)
+        old = values(p if master is None else master)
+        new_p, new_m, new_v = gpu.adam(old, values(g), values(m), values(v), scalars)
         for tensor, array in ((p, new_p), (m, new_m), (v, new_v), (master, new_p)):
             if tensor is not None:
                 gpu.store(tensor, array)
