@@ -5,22 +5,41 @@
 
 namespace mp {
 
-constexpr int64_t kBlock = 1024;        // elements that are summed together, see docs/numerics.md
+constexpr int64_t kBlock = 1024;          // elements that are summed together, see docs/numerics.md
 constexpr int64_t kPiece = 128 * kBlock;  // elements whose block sums are added by one thread
+constexpr int64_t kScaled = 256;          // elements of a moment that share a scale; a run starts at a multiple of both
 
-// Pointers of one tensor, moved to the first element of the run.
+constexpr int64_t size_of(int32_t dtype) {
+    return dtype == MP_NONE ? 0 : dtype == MP_F32 ? 4 : dtype == MP_I8 || dtype == MP_U8 ? 1 : 2;
+}
+
+constexpr bool is_blocked(int32_t dtype) { return dtype == MP_F16 || dtype == MP_I8 || dtype == MP_U8; }
+
+// The 32-bit finalizer of MurmurHash3, of an integer or of lanes of them.
+template <class Words>
+inline __attribute__((always_inline)) Words mix(Words x) {
+    x = (x ^ (x >> 16)) * 0x85ebca6bu;
+    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+    return x ^ (x >> 16);
+}
+
+// Elements in memory; null where a call has none.
+struct Stream {
+    char* data;
+    int32_t dtype;
+
+    char* at(int64_t i) const { return data + i * size_of(dtype); }
+};
+
+// One tensor, its pointers moved to the first element of the run.
 struct Run {
-    float* main;
-    const void* grad;
-    void* moment1;
-    void* moment2;
-    void* output;
+    Stream main, remainder, grad, moment1, moment2, output;
+    float *scale1, *scale2;  // of moments in blocks: one for each kScaled elements
     int64_t numel;
-    int32_t grad_dtype;
-    int32_t output_dtype;
-    int32_t moment1_dtype;
-    int32_t moment2_dtype;
-    bool stream;  // write the output past the caches: the launch is much larger than they are
+    uint32_t start;  // index of the first element in its tensor, modulo 2^32
+    uint32_t key;    // of the tensor's random bits
+    bool noisy;      // round stochastically
+    bool stream;     // write the output past the caches: the launch is much larger than they are
 };
 
 struct Level {

@@ -1,0 +1,239 @@
+// How elements are stored, sixty-four at a time: docs/numerics.md, "Compact states". One dtype holds for a whole
+// call, so the branches on it are free.
+// Included inside a level's namespace, after simd.inl.
+
+// Elements that are decoded, updated and encoded together: few enough that their divisions are still under way when
+// the next ones are decoded.
+constexpr int kChunk = 64;
+constexpr int kPair = 2 * kLanes;
+
+// -- random numbers -----------------------------------------------------------------------------------
+
+// Random bits for sixteen elements from `index` on.
+MP_INLINE u32x16 random_words(uint32_t key, uint32_t index) {
+    const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return mix((lane + index) * 0x9e3779b9u + key);
+}
+
+// The 16 bits that a moment is rounded with.
+template <bool second>
+MP_INLINE u32x16 sixteen_bits(uint32_t key, uint32_t index) {
+    u32x16 words = random_words(key, index);
+    return second ? words & 0xffff : words >> 16;
+}
+
+// -- reading ------------------------------------------------------------------------------------------
+
+template <int dtype>
+MP_INLINE f32x16 load_as_f32(const void* p, int64_t i) {
+    if (dtype == MP_BF16) return from_bf16(load<u16x16>((const uint16_t*)p + i));
+    if (dtype == MP_F16) return from_f16(load<u16x16>((const uint16_t*)p + i));
+    return load<f32x16>((const float*)p + i);
+}
+
+static void read_bf16(const char* from, float* to) {
+    for (int i = 0; i < kChunk; i += kLanes) store(to + i, load_as_f32<MP_BF16>(from, i));
+}
+
+static void read_f16(const char* from, float* to) {
+    for (int i = 0; i < kChunk; i += kLanes) store(to + i, load_as_f32<MP_F16>(from, i));
+}
+
+// FP32 values of a chunk of gradients: those in memory, or the buffer's.
+MP_INLINE const float* read_grad(Stream grad, int64_t i, float* buffer) {
+    if (grad.dtype == MP_F32) return (const float*)grad.at(i);
+    if (grad.dtype == MP_BF16)
+        read_bf16(grad.at(i), buffer);
+    else
+        read_f16(grad.at(i), buffer);
+    return buffer;
+}
+
+template <int dtype>
+static void read_block(const char* from, float scale, float* to) {
+    for (int i = 0; i < kChunk; i += kLanes) {
+        f32x16 code = dtype == MP_F16  ? load_as_f32<MP_F16>(from, i)
+                      : dtype == MP_I8 ? from_i8(from + i)
+                                       : from_u8(from + i);
+        store(to + i, code * scale);
+    }
+}
+
+static void square(float* x) {
+    for (int i = 0; i < kChunk; i += kLanes) store(x + i, load<f32x16>(x + i) * load<f32x16>(x + i));
+}
+
+// FP32 values of a chunk of a moment, to be changed in place: those in memory, or the buffer's.
+template <bool second>
+MP_INLINE float* read_moment(Stream moment, int64_t i, const float* scale, float* buffer) {
+    switch (moment.dtype) {
+        case MP_F32: return (float*)moment.at(i);
+        case MP_BF16: read_bf16(moment.at(i), buffer); return buffer;
+        case MP_F16: read_block<MP_F16>(moment.at(i), *scale, buffer); break;
+        default: read_block<second ? MP_U8 : MP_I8>(moment.at(i), *scale, buffer);
+    }
+    if (second) square(buffer);
+    return buffer;
+}
+
+template <class Rest, int shift>
+static void join(const char* main, const char* remainder, float* to) {
+    for (int i = 0; i < kChunk; i += kLanes) {
+        u32x16 high = shifted_up(load<u16x16>(main + 2 * i));
+        u32x16 low = as<u32x16>(__builtin_convertvector(load<Rest>(remainder + sizeof(Rest) / kLanes * i), i32x16)) << shift;
+        u32x16 has_rest = as<u32x16>((high & 0x7fffffff) != 0);
+        store(to + i, high + (low & has_rest));
+    }
+}
+
+// FP32 values of a chunk of main params, to be changed in place.
+MP_INLINE float* read_main(const Run& r, int64_t i, float* buffer) {
+    if (r.remainder.dtype == MP_NONE) return (float*)r.main.at(i);
+    if (r.remainder.dtype == MP_I16)
+        join<i16x16, 0>(r.main.at(i), r.remainder.at(i), buffer);
+    else
+        join<i8x16, 8>(r.main.at(i), r.remainder.at(i), buffer);
+    return buffer;
+}
+
+// -- writing ------------------------------------------------------------------------------------------
+
+static void write_bf16(const float* from, char* to, bool stream) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x32 bits = to_bf16(load<f32x16>(from + i), load<f32x16>(from + i + kLanes));
+        stream ? store_past_caches(to + 2 * i, bits) : store(to + 2 * i, bits);
+    }
+}
+
+static void write_f16(const float* from, char* to, bool stream) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x16 bits[2] = {to_f16(load<f32x16>(from + i)), to_f16(load<f32x16>(from + i + kLanes))};
+        stream ? store_past_caches(to + 2 * i, load<u16x32>(bits)) : store(to + 2 * i, load<u16x32>(bits));
+    }
+}
+
+// What is cut off after random bits were added; inf stays what it is.
+template <bool second>
+MP_INLINE u32x16 dithered(f32x16 x, uint32_t key, uint32_t index) {
+    u32x16 bits = quiet_bits(x), is_finite = as<u32x16>((bits & 0x7f800000) != 0x7f800000);
+    return bits + (sixteen_bits<second>(key, index) & is_finite);
+}
+
+template <bool second>
+static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint32_t index) {
+    for (int i = 0; i < kChunk; i += kPair)
+        store(to + 2 * i, upper(dithered<second>(load<f32x16>(from + i), key, index + i),
+                                dithered<second>(load<f32x16>(from + i + kLanes), key, index + i + kLanes)));
+}
+
+// A chunk of a moment that is not in blocks.
+template <bool second>
+MP_INLINE void write_moment(const Run& r, Stream moment, int64_t i, const float* values) {
+    if (moment.dtype != MP_BF16) return;  // FP32 was changed in place
+    if (r.noisy)
+        write_bf16_randomly<second>(values, moment.at(i), r.key, r.start + uint32_t(i));
+    else
+        write_bf16(values, moment.at(i), false);
+}
+
+// Upper halves rounded to nearest, ties away from zero, and what is missing: the lower halves, as signed integers.
+MP_INLINE u16x32 split(u32x16 a, u32x16 b, u16x32& low) {
+    low = lower(a, b);
+    return upper(a, b) + (low >> 15);
+}
+
+static void split_16(const float* from, char* main, char* remainder, char* output) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u32x16 a, b;
+        quiet_bits(load<f32x16>(from + i), load<f32x16>(from + i + kLanes), a, b);
+        u16x32 low, high = split(a, b, low);
+        store(main + 2 * i, high);
+        store(remainder + 2 * i, low);
+        if (output) store(output + 2 * i, high);
+    }
+}
+
+// Bits rounded to the upper 24, to nearest even or stochastically.
+MP_INLINE u32x16 upper_24(f32x16 x, bool noisy, uint32_t key, uint32_t index) {
+    u32x16 bits = quiet_bits(x);
+    u32x16 added = noisy ? mix(random_words(key, index) ^ 0x9e3779b9u) & 0xff : ((bits >> 8) & 1) + 0x7f;
+    return (bits + added) & 0xffffff00;  // inf and the quiet NaN end in zeros and stay what they are
+}
+
+static void split_8(const float* from, char* main, char* remainder, char* output, bool noisy, uint32_t key,
+                    uint32_t index) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x32 low, high = split(upper_24(load<f32x16>(from + i), noisy, key, index + i),
+                                 upper_24(load<f32x16>(from + i + kLanes), noisy, key, index + i + kLanes), low);
+        store(main + 2 * i, high);
+        u16x16 rest[2];
+        store(rest, low);
+        for (int k = 0; k < 2; ++k) store(remainder + i + k * kLanes, __builtin_convertvector(rest[k] >> 8, u8x16));
+        if (output) store(output + 2 * i, high);
+    }
+}
+
+// A chunk of main params, and of outputs where there are any.
+MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
+    if (r.remainder.dtype == MP_I16) return split_16(values, r.main.at(i), r.remainder.at(i), r.output.at(i));
+    if (r.remainder.dtype == MP_I8)
+        return split_8(values, r.main.at(i), r.remainder.at(i), r.output.at(i), r.noisy, r.key, r.start + uint32_t(i));
+    switch (r.output.dtype) {
+        case MP_F32: __builtin_memcpy(r.output.at(i), values, 4 * kChunk); break;
+        case MP_BF16: write_bf16(values, r.output.at(i), r.stream); break;
+        case MP_F16: write_f16(values, r.output.at(i), r.stream); break;
+    }
+}
+
+// -- blocks -------------------------------------------------------------------------------------------
+
+struct Scale {
+    float scale, inverse;
+    bool good;  // else all codes are 0
+};
+
+// From the bits of a block's largest magnitude.
+MP_INLINE Scale scale_of(uint32_t top, int32_t dtype) {
+    if (top >= 0x7f800000) return {as<float>(0x7fc00000), 0.0f, false};
+    if (top < uint32_t(127 - 100) << 23) return {0.0f, 0.0f, false};
+    if (dtype == MP_F16) {
+        uint32_t exponent = (top & 0x7f800000) - (14u << 23);
+        return {as<float>(exponent), as<float>((254u << 23) - exponent), true};
+    }
+    float exact = as<float>(top) / (dtype == MP_U8 ? 255.0f : 127.0f);
+    float scale = as<float>((as<uint32_t>(exact) + 0xff) & 0xffffff00);
+    return {scale, 1.0f / scale, true};
+}
+
+template <bool roots>
+static void write_bytes(const float* from, float inverse, char* to) {
+    i32x16 codes[kChunk / kLanes];
+    for (int k = 0; k < kChunk / kLanes; ++k) {
+        codes[k] = to_nearest(load<f32x16>(from + kLanes * k) * inverse);
+        if (roots) codes[k] = as<i32x16>(larger(as<u32x16>(codes[k]), u32x16{} + 1));
+    }
+    store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
+}
+
+template <bool roots>
+static void write_bytes_randomly(const float* from, float inverse, char* to, uint32_t key, uint32_t index) {
+    i32x16 codes[kChunk / kLanes];
+    for (int k = 0; k < kChunk / kLanes; ++k) {
+        u32x16 bits = sixteen_bits<roots>(key, index + kLanes * k);
+        f32x16 fraction = __builtin_convertvector(as<i32x16>(bits), f32x16) * 0x1p-16f;
+        codes[k] = within(to_floor(load<f32x16>(from + kLanes * k) * inverse + fraction), roots ? 1 : -127, roots ? 255 : 127);
+    }
+    store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
+}
+
+template <bool roots>
+static void write_halves(const float* from, float inverse, char* to) {
+    for (int i = 0; i < kChunk; i += kLanes) {
+        i16x16 bits = as<i16x16>(to_f16(load<f32x16>(from + i) * inverse));
+        if (roots) {
+            i16x16 is_less = bits < 1;  // -0 is, too
+            bits = (is_less & 1) | (~is_less & bits);
+        }
+        store(to + 2 * i, bits);
+    }
+}
