@@ -53,8 +53,8 @@ template <int dtype>
 static void read_block(const char* from, float scale, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 code = dtype == MP_F16  ? load_as_f32<MP_F16>(from, i)
-                      : dtype == MP_I8 ? from_i8(from + i)
-                                       : from_u8(from + i);
+                      : dtype == MP_I8 ? to_float(widen(load<i8x16>(from + i)))
+                                       : to_float(widen(load<u8x16>(from + i)));
         store(to + i, code * scale);
     }
 }
@@ -80,9 +80,8 @@ template <class Rest, int shift>
 static void join(const char* main, const char* remainder, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) {
         u32x16 high = shifted_up(load<u16x16>(main + 2 * i));
-        u32x16 low = as<u32x16>(__builtin_convertvector(load<Rest>(remainder + sizeof(Rest) / kLanes * i), i32x16)) << shift;
-        u32x16 has_rest = as<u32x16>((high & 0x7fffffff) != 0);
-        store(to + i, high + (low & has_rest));
+        u32x16 low = as<u32x16>(widen(load<Rest>(remainder + sizeof(Rest) / kLanes * i))) << shift;
+        store(to + i, add_unless_zero(high, low));
     }
 }
 
@@ -166,9 +165,7 @@ static void split_8(const float* from, char* main, char* remainder, char* output
         u16x32 low, high = split(upper_24(load<f32x16>(from + i), noisy, key, index + i),
                                  upper_24(load<f32x16>(from + i + kLanes), noisy, key, index + i + kLanes), low);
         store(main + 2 * i, high);
-        u16x16 rest[2];
-        store(rest, low);
-        for (int k = 0; k < 2; ++k) store(remainder + i + k * kLanes, __builtin_convertvector(rest[k] >> 8, u8x16));
+        store_upper_bytes(remainder + i, low);
         if (output) store(output + 2 * i, high);
     }
 }
@@ -220,7 +217,7 @@ static void write_bytes_randomly(const float* from, float inverse, char* to, uin
     i32x16 codes[kChunk / kLanes];
     for (int k = 0; k < kChunk / kLanes; ++k) {
         u32x16 bits = sixteen_bits<roots>(key, index + kLanes * k);
-        f32x16 fraction = __builtin_convertvector(as<i32x16>(bits), f32x16) * 0x1p-16f;
+        f32x16 fraction = to_float(as<i32x16>(bits)) * 0x1p-16f;
         codes[k] = within(to_floor(load<f32x16>(from + kLanes * k) * inverse + fraction), roots ? 1 : -127, roots ? 255 : 127);
     }
     store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);

@@ -87,31 +87,66 @@ MP_INLINE f64x8 load_as_f64(const float* p) {
 
 // -- whole numbers ------------------------------------------------------------------------------------
 
-MP_INLINE f32x16 from_i8(const void* p) {
+// Sixteen whole numbers of fewer bits. GCC's own conversion of so many lanes takes a detour.
+MP_INLINE u32x16 widen(u16x16 x) {
 #if defined(MP_AVX512)
-    return as<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))));
+    return as<u32x16>(_mm512_cvtepu16_epi32(as<__m256i>(x)));
 #elif defined(MP_AVX2)
-    f32x16 r;
-    for (int i = 0; i < 2; ++i)
-        _mm256_storeu_ps((float*)&r + 8 * i,
-                         _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)p + 8 * i)))));
-    return r;
+    __m256i halves[2] = {_mm256_cvtepu16_epi32(load<__m128i>(&x)), _mm256_cvtepu16_epi32(load<__m128i>((const char*)&x + 16))};
+    return load<u32x16>(halves);
 #else
-    return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16);
+    return __builtin_convertvector(x, u32x16);
 #endif
 }
 
-MP_INLINE f32x16 from_u8(const void* p) {
+MP_INLINE i32x16 widen(i16x16 x) {
 #if defined(MP_AVX512)
-    return as<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))));
+    return as<i32x16>(_mm512_cvtepi16_epi32(as<__m256i>(x)));
 #elif defined(MP_AVX2)
-    f32x16 r;
-    for (int i = 0; i < 2; ++i)
-        _mm256_storeu_ps((float*)&r + 8 * i,
-                         _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)p + 8 * i)))));
-    return r;
+    __m256i halves[2] = {_mm256_cvtepi16_epi32(load<__m128i>(&x)), _mm256_cvtepi16_epi32(load<__m128i>((const char*)&x + 16))};
+    return load<i32x16>(halves);
 #else
-    return __builtin_convertvector(__builtin_convertvector(load<u8x16>(p), i32x16), f32x16);
+    return __builtin_convertvector(x, i32x16);
+#endif
+}
+
+MP_INLINE i32x16 widen(i8x16 x) {
+#if defined(MP_AVX512)
+    return as<i32x16>(_mm512_cvtepi8_epi32(as<__m128i>(x)));
+#elif defined(MP_AVX2)
+    __m256i halves[2] = {_mm256_cvtepi8_epi32(as<__m128i>(x)), _mm256_cvtepi8_epi32(_mm_srli_si128(as<__m128i>(x), 8))};
+    return load<i32x16>(halves);
+#else
+    return __builtin_convertvector(x, i32x16);
+#endif
+}
+
+MP_INLINE i32x16 widen(u8x16 x) {
+#if defined(MP_AVX512)
+    return as<i32x16>(_mm512_cvtepu8_epi32(as<__m128i>(x)));
+#elif defined(MP_AVX2)
+    __m256i halves[2] = {_mm256_cvtepu8_epi32(as<__m128i>(x)), _mm256_cvtepu8_epi32(_mm_srli_si128(as<__m128i>(x), 8))};
+    return load<i32x16>(halves);
+#else
+    return __builtin_convertvector(x, i32x16);
+#endif
+}
+
+MP_INLINE f32x16 to_float(i32x16 x) {
+#if defined(MP_AVX512)
+    return as<f32x16>(_mm512_cvtepi32_ps(as<__m512i>(x)));
+#else
+    return __builtin_convertvector(x, f32x16);
+#endif
+}
+
+// x, + y in the lanes where x is neither 0 nor the sign bit alone.
+MP_INLINE u32x16 add_unless_zero(u32x16 x, u32x16 y) {
+#if defined(MP_AVX512)
+    __mmask16 here = _mm512_test_epi32_mask(as<__m512i>(x), _mm512_set1_epi32(0x7fffffff));
+    return as<u32x16>(_mm512_mask_add_epi32(as<__m512i>(x), here, as<__m512i>(x), as<__m512i>(y)));
+#else
+    return x + (y & as<u32x16>((x & 0x7fffffff) != 0));
 #endif
 }
 
@@ -132,7 +167,7 @@ MP_INLINE i32x16 to_nearest(f32x16 x) {
 // Whole numbers rounded down.
 MP_INLINE i32x16 to_floor(f32x16 x) {
     i32x16 cut = __builtin_convertvector(x, i32x16);
-    return cut + (__builtin_convertvector(cut, f32x16) > x);  // a true lane is -1
+    return cut + (to_float(cut) > x);  // a true lane is -1
 }
 
 MP_INLINE i32x16 choose(i32x16 where, i32x16 a, i32x16 b) { return (where & a) | (~where & b); }
@@ -201,6 +236,22 @@ MP_INLINE u16x32 upper(u32x16 a, u32x16 b) {
 #endif
 }
 
+// The upper halves of 32 lanes.
+MP_INLINE void store_upper_bytes(void* to, u16x32 x) {
+    x = x >> 8;
+#if defined(MP_AVX512)
+    store(to, _mm512_cvtepi16_epi8(as<__m512i>(x)));
+#elif defined(MP_AVX2)
+    const __m256i* halves = (const __m256i*)&x;
+    __m256i bytes = _mm256_packus_epi16(_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1));
+    _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(bytes, 0xd8));
+#else
+    u16x16 halves[2];
+    store(halves, x);
+    for (int i = 0; i < 2; ++i) store((char*)to + 16 * i, __builtin_convertvector(halves[i], u8x16));
+#endif
+}
+
 // Four times sixteen lanes as bytes: of numbers within the bounds of the byte, signed or not.
 template <bool is_signed>
 MP_INLINE void store_bytes(void* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
@@ -228,7 +279,7 @@ MP_INLINE void store_bytes(void* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
 // -- 16-bit floats ------------------------------------------------------------------------------------
 
 // FP32 bits whose upper halves are given.
-MP_INLINE u32x16 shifted_up(u16x16 bits) { return __builtin_convertvector(bits, u32x16) << 16; }
+MP_INLINE u32x16 shifted_up(u16x16 bits) { return widen(bits) << 16; }
 
 MP_INLINE f32x16 from_bf16(u16x16 bits) { return as<f32x16>(shifted_up(bits)); }
 
