@@ -59,13 +59,18 @@ MP_INLINE void for_each_chunk(const Run& run, int64_t start, int64_t n, bool wri
 // Elements ahead of use that are fetched: with four or five streams the hardware's own prefetching falls behind.
 constexpr int64_t kAhead = 512;
 
-MP_INLINE void fetch_ahead(Stream stream, int64_t i) {
-    const char* from = stream.at(i + kAhead);
-    for (int64_t line = 0; line < kChunk * size_of(stream.dtype); line += 64) __builtin_prefetch(from + line, 0, 3);
+MP_INLINE void fetch_ahead(const char* data, int32_t dtype, int64_t i) {
+    const char* from = data + (i + kAhead) * size_of(dtype);
+    for (int64_t line = 0; line < kChunk * size_of(dtype); line += 64) __builtin_prefetch(from + line, 0, 3);
 }
 
-MP_INLINE void fetch_ahead(const Run& run, int64_t i) {
-    for (int k = 0; k < kStreamCount - 1; ++k) fetch_ahead(run.*kStreams[k], i);
+template <class F>
+MP_INLINE void fetch_ahead(const Run& r, int64_t i) {
+    fetch_ahead(r.main.data, F::rest(r) == MP_NONE ? MP_F32 : MP_BF16, i);
+    fetch_ahead(r.remainder.data, F::rest(r), i);
+    fetch_ahead(r.grad.data, r.grad.dtype, i);
+    fetch_ahead(r.moment1.data, F::template moment<false>(r), i);
+    fetch_ahead(r.moment2.data, F::template moment<true>(r), i);
 }
 
 // -- blocks -------------------------------------------------------------------------------------------
@@ -76,7 +81,7 @@ MP_INLINE const float* scale_at(const float* scales, int64_t start) {
 
 // Writes a moment's blocks as codes, one block behind the update: a block's scale is known after its last element,
 // and the next block's divisions leave the time to write them.
-template <bool second>
+template <bool second, class F>
 class Coder {
 public:
     explicit Coder(const Run& run)
@@ -90,7 +95,7 @@ public:
     }
 
     // Write the next chunk of the block taken last.
-    void write_chunk() {
+    MP_MEMBER void write_chunk() {
         if (left_ <= 0) return;
         int64_t i = start_ + done_;
         if (left_ >= kChunk) {
@@ -109,9 +114,10 @@ public:
 
 private:
     MP_MEMBER void encode(const float* from, char* to, int64_t i) {
+        const int32_t dtype = F::template moment<second>(run_);
         if (!scale_.good)
-            __builtin_memset(to, 0, kChunk * size_of(moment_.dtype));
-        else if (moment_.dtype == MP_F16)
+            __builtin_memset(to, 0, kChunk * size_of(dtype));
+        else if (dtype == MP_F16)
             write_halves<second>(from, scale_.inverse, to);
         else if (run_.noisy)
             write_bytes_randomly<second>(from, scale_.inverse, to, run_.key, run_.start + uint32_t(i));
@@ -150,11 +156,11 @@ MP_INLINE void update(const Rule& rule, const float* grad, float* main, float* f
     }
 }
 
-template <bool blocked1, bool blocked2, class Rule>
+template <bool blocked1, bool blocked2, class F, class Rule>
 static void run_blocks(const Run& run, const Rule& given) {
     const Rule rule = given;
-    Coder<false> coder1(run);
-    Coder<true> coder2(run);
+    Coder<false, F> coder1(run);
+    Coder<true, F> coder2(run);
     Tile tiles[2];
     alignas(64) float main_buffer[kChunk], grad_buffer[kChunk];
     for (int64_t start = 0; start < run.numel; start += kScaled) {
@@ -163,17 +169,17 @@ static void run_blocks(const Run& run, const Rule& given) {
         const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
         u32x16 top1 = {}, top2 = {};
         for_each_chunk(run, start, n, true, [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
-            fetch_ahead(r, i);
-            float *main = read_main(r, i, main_buffer), *first = nullptr, *second = nullptr;
+            fetch_ahead<F>(r, i);
+            float *main = read_main<F>(r, i, main_buffer), *first = nullptr, *second = nullptr;
             const float* grad = Rule::kGrad ? read_grad(r.grad, i, grad_buffer) : nullptr;
-            if (Rule::kFirst) first = read_moment<false>(r.moment1, i, scale1, tile.first + at);
-            if (Rule::kSecond) second = read_moment<true>(r.moment2, i, scale2, tile.second + at);
+            if (Rule::kFirst) first = read_moment<false, F>(r, i, scale1, tile.first + at);
+            if (Rule::kSecond) second = read_moment<true, F>(r, i, scale2, tile.second + at);
             update<blocked1, blocked2>(rule, grad, main, first, second, top1, top2);
             if (blocked1) coder1.write_chunk();
             if (blocked2) coder2.write_chunk();
-            if (Rule::kMain) write_main(r, i, main);
-            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false>(r, r.moment1, i, first);
-            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true>(r, r.moment2, i, second);
+            if (Rule::kMain) write_main<F>(r, i, main);
+            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(r, i, first);
+            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(r, i, second);
         });
         if (blocked1) coder1.finish(), coder1.take(tile.first, start, n, top1);
         if (blocked2) coder2.finish(), coder2.take(tile.second, start, n, top2);
@@ -190,8 +196,18 @@ MP_INLINE void run_rule(const Run& given, const Rule& rule) {
     run.stream = given.stream && given.output.data && uintptr_t(given.output.data) % 32 == 0;
     constexpr bool first = Rule::kMoments && Rule::kFirst, second = Rule::kMoments && Rule::kSecond;
     const bool blocked1 = first && is_blocked(run.moment1.dtype), blocked2 = second && is_blocked(run.moment2.dtype);
-    if (blocked1 && blocked2) return run_blocks<first, second>(run, rule);
-    if (blocked1) return run_blocks<first, false>(run, rule);
-    if (blocked2) return run_blocks<false, second>(run, rule);
-    run_blocks<false, false>(run, rule);
+    if (blocked1 && blocked2) return run_blocks<first, second, AnyFormats>(run, rule);
+    if (blocked1) return run_blocks<first, false, AnyFormats>(run, rule);
+    if (blocked2) return run_blocks<false, second, AnyFormats>(run, rule);
+    run_blocks<false, false, AnyFormats>(run, rule);
+}
+
+// The same where the dtypes are these, which are worth code of their own.
+template <int32_t rest, int32_t first, int32_t second, class Rule>
+MP_INLINE bool run_special(const Run& given, const Rule& rule) {
+    if (given.remainder.dtype != rest || given.moment1.dtype != first || given.moment2.dtype != second) return false;
+    Run run = given;
+    run.stream = given.stream && given.output.data && uintptr_t(given.output.data) % 32 == 0;
+    run_blocks<is_blocked(first), is_blocked(second), Formats<rest, first, second>>(run, rule);
+    return true;
 }

@@ -7,6 +7,22 @@
 constexpr int kChunk = 64;
 constexpr int kPair = 2 * kLanes;
 
+// Dtypes of a run: looked up, or known when compiled.
+struct AnyFormats {
+    static constexpr bool kKnown = false;
+    MP_INLINE int32_t rest(const Run& r) { return r.remainder.dtype; }
+    template <bool second>
+    MP_INLINE int32_t moment(const Run& r) { return second ? r.moment2.dtype : r.moment1.dtype; }
+};
+
+template <int32_t rest_dtype, int32_t first_dtype, int32_t second_dtype>
+struct Formats {
+    static constexpr bool kKnown = true;
+    MP_INLINE int32_t rest(const Run&) { return rest_dtype; }
+    template <bool second>
+    MP_INLINE int32_t moment(const Run&) { return second ? second_dtype : first_dtype; }
+};
+
 // -- random numbers -----------------------------------------------------------------------------------
 
 // Random bits for sixteen elements from `index` on.
@@ -31,7 +47,7 @@ MP_INLINE f32x16 load_as_f32(const void* p, int64_t i) {
     return load<f32x16>((const float*)p + i);
 }
 
-static void read_bf16(const char* from, float* to) {
+MP_INLINE void read_bf16(const char* from, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) store(to + i, load_as_f32<MP_BF16>(from, i));
 }
 
@@ -50,7 +66,7 @@ MP_INLINE const float* read_grad(Stream grad, int64_t i, float* buffer) {
 }
 
 template <int dtype>
-static void read_block(const char* from, float scale, float* to) {
+MP_INLINE void read_block(const char* from, float scale, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 code = dtype == MP_F16  ? load_as_f32<MP_F16>(from, i)
                       : dtype == MP_I8 ? to_float(widen(load<i8x16>(from + i)))
@@ -64,13 +80,15 @@ static void square(float* x) {
 }
 
 // FP32 values of a chunk of a moment, to be changed in place: those in memory, or the buffer's.
-template <bool second>
-MP_INLINE float* read_moment(Stream moment, int64_t i, const float* scale, float* buffer) {
-    switch (moment.dtype) {
-        case MP_F32: return (float*)moment.at(i);
-        case MP_BF16: read_bf16(moment.at(i), buffer); return buffer;
-        case MP_F16: read_block<MP_F16>(moment.at(i), *scale, buffer); break;
-        default: read_block<second ? MP_U8 : MP_I8>(moment.at(i), *scale, buffer);
+template <bool second, class F>
+MP_INLINE float* read_moment(const Run& r, int64_t i, const float* scale, float* buffer) {
+    const int32_t dtype = F::template moment<second>(r);
+    char* from = (second ? r.moment2 : r.moment1).data + i * size_of(dtype);
+    switch (dtype) {
+        case MP_F32: return (float*)from;
+        case MP_BF16: read_bf16(from, buffer); return buffer;
+        case MP_F16: read_block<MP_F16>(from, *scale, buffer); break;
+        default: read_block<second ? MP_U8 : MP_I8>(from, *scale, buffer);
     }
     if (second) square(buffer);
     return buffer;
@@ -86,25 +104,28 @@ static void join(const char* main, const char* remainder, float* to) {
 }
 
 // FP32 values of a chunk of main params, to be changed in place.
+template <class F>
 MP_INLINE float* read_main(const Run& r, int64_t i, float* buffer) {
-    if (r.remainder.dtype == MP_NONE) return (float*)r.main.at(i);
-    if (r.remainder.dtype == MP_I16)
-        join<i16x16, 0>(r.main.at(i), r.remainder.at(i), buffer);
+    if (F::rest(r) == MP_NONE) return (float*)r.main.data + i;
+    if (F::rest(r) == MP_I16)
+        join<i16x16, 0>(r.main.data + 2 * i, r.remainder.data + 2 * i, buffer);
     else
-        join<i8x16, 8>(r.main.at(i), r.remainder.at(i), buffer);
+        join<i8x16, 8>(r.main.data + 2 * i, r.remainder.data + i, buffer);
     return buffer;
 }
 
 // -- writing ------------------------------------------------------------------------------------------
 
-static void write_bf16(const float* from, char* to, bool stream) {
+template <bool stream>
+MP_INLINE void write_bf16(const float* from, char* to) {
     for (int i = 0; i < kChunk; i += kPair) {
         u16x32 bits = to_bf16(load<f32x16>(from + i), load<f32x16>(from + i + kLanes));
         stream ? store_past_caches(to + 2 * i, bits) : store(to + 2 * i, bits);
     }
 }
 
-static void write_f16(const float* from, char* to, bool stream) {
+template <bool stream>
+static void write_f16(const float* from, char* to) {
     for (int i = 0; i < kChunk; i += kPair) {
         u16x16 bits[2] = {to_f16(load<f32x16>(from + i)), to_f16(load<f32x16>(from + i + kLanes))};
         stream ? store_past_caches(to + 2 * i, load<u16x32>(bits)) : store(to + 2 * i, load<u16x32>(bits));
@@ -126,13 +147,14 @@ static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint3
 }
 
 // A chunk of a moment that is not in blocks.
-template <bool second>
-MP_INLINE void write_moment(const Run& r, Stream moment, int64_t i, const float* values) {
-    if (moment.dtype != MP_BF16) return;  // FP32 was changed in place
+template <bool second, class F>
+MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
+    if (F::template moment<second>(r) != MP_BF16) return;  // FP32 was changed in place
+    char* to = (second ? r.moment2 : r.moment1).data + 2 * i;
     if (r.noisy)
-        write_bf16_randomly<second>(values, moment.at(i), r.key, r.start + uint32_t(i));
+        write_bf16_randomly<second>(values, to, r.key, r.start + uint32_t(i));
     else
-        write_bf16(values, moment.at(i), false);
+        write_bf16<false>(values, to);
 }
 
 // Upper halves rounded to nearest, ties away from zero, and what is missing: the lower halves, as signed integers.
@@ -141,7 +163,7 @@ MP_INLINE u16x32 split(u32x16 a, u32x16 b, u16x32& low) {
     return upper(a, b) + (low >> 15);
 }
 
-static void split_16(const float* from, char* main, char* remainder, char* output) {
+MP_INLINE void split_16(const float* from, char* main, char* remainder, char* output) {
     for (int i = 0; i < kChunk; i += kPair) {
         u32x16 a, b;
         quiet_bits(load<f32x16>(from + i), load<f32x16>(from + i + kLanes), a, b);
@@ -171,14 +193,16 @@ static void split_8(const float* from, char* main, char* remainder, char* output
 }
 
 // A chunk of main params, and of outputs where there are any.
+template <class F>
 MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
-    if (r.remainder.dtype == MP_I16) return split_16(values, r.main.at(i), r.remainder.at(i), r.output.at(i));
-    if (r.remainder.dtype == MP_I8)
-        return split_8(values, r.main.at(i), r.remainder.at(i), r.output.at(i), r.noisy, r.key, r.start + uint32_t(i));
+    char *main = r.main.data + 2 * i, *output = r.output.at(i);
+    if (F::rest(r) == MP_I16) return split_16(values, main, r.remainder.data + 2 * i, output);
+    if (F::rest(r) == MP_I8)
+        return split_8(values, main, r.remainder.data + i, output, r.noisy, r.key, r.start + uint32_t(i));
     switch (r.output.dtype) {
-        case MP_F32: __builtin_memcpy(r.output.at(i), values, 4 * kChunk); break;
-        case MP_BF16: write_bf16(values, r.output.at(i), r.stream); break;
-        case MP_F16: write_f16(values, r.output.at(i), r.stream); break;
+        case MP_F32: __builtin_memcpy(output, values, 4 * kChunk); break;
+        case MP_BF16: r.stream ? write_bf16<true>(values, output) : write_bf16<false>(values, output); break;
+        case MP_F16: r.stream ? write_f16<true>(values, output) : write_f16<false>(values, output); break;
     }
 }
 
@@ -203,7 +227,7 @@ MP_INLINE Scale scale_of(uint32_t top, int32_t dtype) {
 }
 
 template <bool roots>
-static void write_bytes(const float* from, float inverse, char* to) {
+MP_INLINE void write_bytes(const float* from, float inverse, char* to) {
     i32x16 codes[kChunk / kLanes];
     for (int k = 0; k < kChunk / kLanes; ++k) {
         codes[k] = to_nearest(load<f32x16>(from + kLanes * k) * inverse);

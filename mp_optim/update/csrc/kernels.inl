@@ -6,7 +6,12 @@
 #include "drivers.inl"
 #include "sums.inl"
 
-static void adam(const Run& run, const MpAdam& s) { run_rule(run, AdamRule{{}, s}); }
+static void adam(const Run& run, const MpAdam& s) {
+    const AdamRule rule{{}, s};
+    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special<MP_I16, MP_BF16, MP_BF16>(run, rule) &&
+        !run_special<MP_I16, MP_I8, MP_U8>(run, rule))
+        run_rule(run, rule);
+}
 
 static void sgd(const Run& run, const MpSgd& s) {
     if (run.moment1.data)
@@ -29,9 +34,9 @@ struct Directions {
         for (int64_t start = 0; start < run.numel; start += kScaled) {
             int64_t n = run.numel - start < kScaled ? run.numel - start : kScaled;
             for_each_chunk(run, start, n, false, [&](const Run& r, int64_t i, int64_t at) {
-                const float* main = read_main(r, i, p);
-                const float* first = read_moment<false>(r.moment1, i, scale_at(run.scale1, start), m);
-                const float* second = read_moment<true>(r.moment2, i, scale_at(run.scale2, start), v);
+                const float* main = read_main<AnyFormats>(r, i, p);
+                const float* first = read_moment<false, AnyFormats>(r, i, scale_at(run.scale1, start), m);
+                const float* second = read_moment<true, AnyFormats>(r, i, scale_at(run.scale2, start), v);
                 find_chunk(main, first, second, s, start + at);
             });
         }
