@@ -237,7 +237,7 @@ int32_t mp_lamb_moments(const MpTensors* t, const MpLamb* s, double* sums, int32
     if (!t || !s || !sums || !valid(*t, true, true, true, threads)) return MP_BAD_ARGUMENT;
     return guarded([&] {
         reduce_pieces(*t, 2, sums, threads, [&](const Run& run, int64_t, double* piece) {
-            level().lamb_moments(run, *s, piece, piece + 1);
+            level().lamb_moments(run, *s, piece);
         });
     });
 }

@@ -140,19 +140,20 @@ struct Tile {
 
 // Updates a chunk in place. Of a second moment in blocks the root is left, and of both the largest magnitude is kept.
 template <bool blocked1, bool blocked2, class Rule>
-MP_INLINE void update(const Rule& rule, const float* grad, float* main, float* first, float* second, u32x16& top1,
-                      u32x16& top2) {
+MP_INLINE void update(const Rule& rule, int64_t start, const float* grad, float* main, float* first, float* second,
+                      u32x16& top1, u32x16& top2) {
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 g = {}, p = load<f32x16>(main + i), m = {}, v = {}, root = {};
         if (Rule::kGrad) g = load<f32x16>(grad + i);
         if (Rule::kFirst) m = load<f32x16>(first + i);
         if (Rule::kSecond) v = load<f32x16>(second + i);
         rule(g, p, m, v, root);
+        rule.look(start + i, p, m, v);
         if (Rule::kMain) store(main + i, p);
         if (Rule::kMoments && Rule::kFirst) store(first + i, m);
         if (Rule::kMoments && Rule::kSecond) store(second + i, blocked2 ? root : v);
         if (blocked1) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
-        if (blocked2) top2 = larger(top2, as<u32x16>(root) & 0x7fffffff);
+        if (blocked2) top2 = larger(top2, as<u32x16>(root));  // not negative, unless it is NaN
     }
 }
 
@@ -174,7 +175,7 @@ static void run_blocks(const Run& run, const Rule& given) {
             const float* grad = Rule::kGrad ? read_grad(r.grad, i, grad_buffer) : nullptr;
             if (Rule::kFirst) first = read_moment<false, F>(r, i, scale1, tile.first + at);
             if (Rule::kSecond) second = read_moment<true, F>(r, i, scale2, tile.second + at);
-            update<blocked1, blocked2>(rule, grad, main, first, second, top1, top2);
+            update<blocked1, blocked2>(rule, start + at, grad, main, first, second, top1, top2);
             if (blocked1) coder1.write_chunk();
             if (blocked2) coder2.write_chunk();
             if (Rule::kMain) write_main<F>(r, i, main);

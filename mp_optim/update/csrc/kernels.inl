@@ -7,7 +7,7 @@
 #include "sums.inl"
 
 static void adam(const Run& run, const MpAdam& s) {
-    const AdamRule rule{{}, s};
+    const AdamRule rule(s);
     if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special<MP_I16, MP_BF16, MP_BF16>(run, rule) &&
         !run_special<MP_I16, MP_I8, MP_U8>(run, rule))
         run_rule(run, rule);
@@ -15,55 +15,66 @@ static void adam(const Run& run, const MpAdam& s) {
 
 static void sgd(const Run& run, const MpSgd& s) {
     if (run.moment1.data)
-        run_rule(run, SgdRule<true>{{}, s});
+        run_rule(run, SgdRule<true>(s));
     else
-        run_rule(run, SgdRule<false>{{}, s});
+        run_rule(run, SgdRule<false>(s));
 }
 
-static void lion(const Run& run, const MpLion& s) { run_rule(run, LionRule{{}, s}); }
+static void lion(const Run& run, const MpLion& s) { run_rule(run, LionRule(s)); }
 
-static void lamb_apply(const Run& run, const MpLamb& s, float ratio) { run_rule(run, LambApplyRule{{}, s, ratio}); }
+static void lamb_apply(const Run& run, const MpLamb& s, float ratio) { run_rule(run, LambApplyRule(s, ratio)); }
 
 // Params and directions of at most kBlock elements, in FP32, filled up with zeros.
 struct Directions {
     alignas(64) float params[kBlock], updates[kBlock];
 
     void find(const Run& run, const MpLamb& s) {
-        if (run.numel < kBlock) __builtin_memset(this, 0, sizeof(*this));
         alignas(64) float p[kChunk], m[kChunk], v[kChunk];
         for (int64_t start = 0; start < run.numel; start += kScaled) {
-            int64_t n = run.numel - start < kScaled ? run.numel - start : kScaled;
-            for_each_chunk(run, start, n, false, [&](const Run& r, int64_t i, int64_t at) {
+            const int64_t n = run.numel - start < kScaled ? run.numel - start : kScaled;
+            const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
+            for_each_chunk(run, start, n, false, [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
                 const float* main = read_main<AnyFormats>(r, i, p);
-                const float* first = read_moment<false, AnyFormats>(r, i, scale_at(run.scale1, start), m);
-                const float* second = read_moment<true, AnyFormats>(r, i, scale_at(run.scale2, start), v);
+                const float* first = read_moment<false, AnyFormats>(r, i, scale1, m);
+                const float* second = read_moment<true, AnyFormats>(r, i, scale2, v);
                 find_chunk(main, first, second, s, start + at);
             });
         }
-        for (int64_t i = run.numel; i < kBlock; ++i) params[i] = updates[i] = 0.0f;  // 0 / eps may be NaN
+        clear_from(run.numel);
+    }
+
+    void clear_from(int64_t numel) {
+        for (int64_t i = numel; i < kBlock; ++i) params[i] = updates[i] = 0.0f;
     }
 
 private:
-    void find_chunk(const float* main, const float* first, const float* second, const MpLamb& s, int64_t to) {
+    MP_MEMBER void find_chunk(const float* main, const float* first, const float* second, const MpLamb& s, int64_t to) {
+        const Optional decay(s.decay);
         for (int i = 0; i < kChunk; i += kLanes) {
             f32x16 x = load<f32x16>(main + i);
             store(params + to + i, x);
-            store(updates + to + i, lamb_direction(x, load<f32x16>(first + i), load<f32x16>(second + i), s));
+            store(updates + to + i, lamb_direction(x, load<f32x16>(first + i), load<f32x16>(second + i), s, decay));
         }
     }
 };
 
-static void lamb_moments(const Run& run, const MpLamb& scalars, double* param_square, double* update_square) {
+static void lamb_moments(const Run& run, const MpLamb& scalars, double* squares) {
     const MpLamb s = scalars;
     PairSum params, updates;
     Directions directions;
+    const LambMomentsRule rule(s);
+    const LambWholeRule whole(s, directions.params, directions.updates);
     for (int64_t start = 0; start < run.numel; start += kBlock) {
         Run block = part_of(run, start, run.numel - start < kBlock ? run.numel - start : kBlock);
-        run_rule(block, LambMomentsRule{{}, s});
-        directions.find(block, s);  // of the moments as they are stored: the second pass has nothing else
+        if (run_special<MP_NONE, MP_F32, MP_F32>(block, whole)) {
+            directions.clear_from(block.numel);
+        } else {
+            run_rule(block, rule);
+            directions.find(block, s);  // of the moments as they are stored: the second pass has nothing else
+        }
         params.add(block_sum(directions.params));
         updates.add(block_sum(directions.updates));
     }
-    *param_square = params.total();
-    *update_square = updates.total();
+    squares[0] = params.total();
+    squares[1] = updates.total();
 }

@@ -48,7 +48,7 @@ struct Level {
     void (*adam)(const Run&, const MpAdam&);
     void (*sgd)(const Run&, const MpSgd&);
     void (*lion)(const Run&, const MpLion&);
-    void (*lamb_moments)(const Run&, const MpLamb&, double* param_square, double* update_square);
+    void (*lamb_moments)(const Run&, const MpLamb&, double* squares);  // of params and directions
     void (*lamb_apply)(const Run&, const MpLamb&, float ratio);
     double (*sum_of_squares)(const Run&, int64_t* zeros);
 };

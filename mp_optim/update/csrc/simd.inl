@@ -178,7 +178,7 @@ MP_INLINE i32x16 within(i32x16 x, int32_t low, int32_t high) {
     return choose(x > most, most, x);
 }
 
-// Larger of each lane, of numbers below 2^31.
+// Larger of each lane.
 MP_INLINE u32x16 larger(u32x16 a, u32x16 b) {
 #if defined(MP_AVX512)
     return as<u32x16>(_mm512_max_epu32(as<__m512i>(a), as<__m512i>(b)));
@@ -189,7 +189,7 @@ MP_INLINE u32x16 larger(u32x16 a, u32x16 b) {
                                                                _mm256_loadu_si256((const __m256i*)&b + i)));
     return r;
 #else
-    return as<u32x16>(choose(as<i32x16>(a) > as<i32x16>(b), as<i32x16>(a), as<i32x16>(b)));
+    return as<u32x16>(choose(as<i32x16>(a > b), as<i32x16>(a), as<i32x16>(b)));
 #endif
 }
 
