@@ -27,6 +27,8 @@ const Level* const kLevels[] = {
 
 namespace {
 
+#include "mix.inl"
+
 const Level* best_level() {
     for (int i = 0; kLevels[i]; ++i)
         if (kLevels[i]->supported()) return kLevels[i];

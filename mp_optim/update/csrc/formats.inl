@@ -7,6 +7,8 @@
 constexpr int kChunk = 64;
 constexpr int kPair = 2 * kLanes;
 
+#include "mix.inl"
+
 // Dtypes of a run: looked up, or known when compiled.
 struct AnyFormats {
     static constexpr bool kKnown = false;
@@ -27,8 +29,8 @@ struct Formats {
 
 // Random bits for sixteen elements from `index` on.
 MP_INLINE u32x16 random_words(uint32_t key, uint32_t index) {
-    const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return mix((lane + index) * 0x9e3779b9u + key);
+    static const uint32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return mix((load<u32x16>(lanes) + index) * 0x9e3779b9u + key);
 }
 
 // The 16 bits that a moment is rounded with.
@@ -41,36 +43,31 @@ MP_INLINE u32x16 sixteen_bits(uint32_t key, uint32_t index) {
 // -- reading ------------------------------------------------------------------------------------------
 
 template <int dtype>
-MP_INLINE f32x16 load_as_f32(const void* p, int64_t i) {
-    if (dtype == MP_BF16) return from_bf16(load<u16x16>((const uint16_t*)p + i));
-    if (dtype == MP_F16) return from_f16(load<u16x16>((const uint16_t*)p + i));
-    return load<f32x16>((const float*)p + i);
+MP_INLINE f32x16 read_as_f32(const void* p) {
+    return dtype == MP_BF16 ? read_bf16(p) : dtype == MP_F16 ? read_f16(p) : load<f32x16>(p);
 }
 
-MP_INLINE void read_bf16(const char* from, float* to) {
-    for (int i = 0; i < kChunk; i += kLanes) store(to + i, load_as_f32<MP_BF16>(from, i));
-}
-
-static void read_f16(const char* from, float* to) {
-    for (int i = 0; i < kChunk; i += kLanes) store(to + i, load_as_f32<MP_F16>(from, i));
+template <int dtype>
+MP_INLINE void read_floats(const char* from, float* to) {
+    for (int i = 0; i < kChunk; i += kLanes) store(to + i, read_as_f32<dtype>(from + size_of(dtype) * i));
 }
 
 // FP32 values of a chunk of gradients: those in memory, or the buffer's.
 MP_INLINE const float* read_grad(Stream grad, int64_t i, float* buffer) {
     if (grad.dtype == MP_F32) return (const float*)grad.at(i);
     if (grad.dtype == MP_BF16)
-        read_bf16(grad.at(i), buffer);
+        read_floats<MP_BF16>(grad.at(i), buffer);
     else
-        read_f16(grad.at(i), buffer);
+        read_floats<MP_F16>(grad.at(i), buffer);
     return buffer;
 }
 
 template <int dtype>
 MP_INLINE void read_block(const char* from, float scale, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) {
-        f32x16 code = dtype == MP_F16  ? load_as_f32<MP_F16>(from, i)
-                      : dtype == MP_I8 ? to_float(widen(load<i8x16>(from + i)))
-                                       : to_float(widen(load<u8x16>(from + i)));
+        f32x16 code = dtype == MP_F16  ? read_f16(from + 2 * i)
+                      : dtype == MP_I8 ? to_float(read_i8(from + i))
+                                       : to_float(read_u8(from + i));
         store(to + i, code * scale);
     }
 }
@@ -86,7 +83,7 @@ MP_INLINE float* read_moment(const Run& r, int64_t i, const float* scale, float*
     char* from = (second ? r.moment2 : r.moment1).data + i * size_of(dtype);
     switch (dtype) {
         case MP_F32: return (float*)from;
-        case MP_BF16: read_bf16(from, buffer); return buffer;
+        case MP_BF16: read_floats<MP_BF16>(from, buffer); return buffer;
         case MP_F16: read_block<MP_F16>(from, *scale, buffer); break;
         default: read_block<second ? MP_U8 : MP_I8>(from, *scale, buffer);
     }
@@ -94,12 +91,11 @@ MP_INLINE float* read_moment(const Run& r, int64_t i, const float* scale, float*
     return buffer;
 }
 
-template <class Rest, int shift>
-static void join(const char* main, const char* remainder, float* to) {
+template <int32_t rest>
+MP_INLINE void join(const char* main, const char* remainder, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) {
-        u32x16 high = shifted_up(load<u16x16>(main + 2 * i));
-        u32x16 low = as<u32x16>(widen(load<Rest>(remainder + sizeof(Rest) / kLanes * i))) << shift;
-        store(to + i, add_unless_zero(high, low));
+        i32x16 low = rest == MP_I16 ? read_i16(remainder + 2 * i) : read_i8(remainder + i) << 8;
+        store(to + i, add_unless_zero(read_u16(main + 2 * i) << 16, as<u32x16>(low)));
     }
 }
 
@@ -108,9 +104,9 @@ template <class F>
 MP_INLINE float* read_main(const Run& r, int64_t i, float* buffer) {
     if (F::rest(r) == MP_NONE) return (float*)r.main.data + i;
     if (F::rest(r) == MP_I16)
-        join<i16x16, 0>(r.main.data + 2 * i, r.remainder.data + 2 * i, buffer);
+        join<MP_I16>(r.main.data + 2 * i, r.remainder.data + 2 * i, buffer);
     else
-        join<i8x16, 8>(r.main.data + 2 * i, r.remainder.data + i, buffer);
+        join<MP_I8>(r.main.data + 2 * i, r.remainder.data + i, buffer);
     return buffer;
 }
 
@@ -231,7 +227,7 @@ MP_INLINE void write_bytes(const float* from, float inverse, char* to) {
     i32x16 codes[kChunk / kLanes];
     for (int k = 0; k < kChunk / kLanes; ++k) {
         codes[k] = to_nearest(load<f32x16>(from + kLanes * k) * inverse);
-        if (roots) codes[k] = as<i32x16>(larger(as<u32x16>(codes[k]), u32x16{} + 1));
+        if (roots) codes[k] = as<i32x16>(larger(as<u32x16>(codes[k]), splat<u32x16>(1u)));
     }
     store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
 }
@@ -252,8 +248,8 @@ static void write_halves(const float* from, float inverse, char* to) {
     for (int i = 0; i < kChunk; i += kLanes) {
         i16x16 bits = as<i16x16>(to_f16(load<f32x16>(from + i) * inverse));
         if (roots) {
-            i16x16 is_less = bits < 1;  // -0 is, too
-            bits = (is_less & 1) | (~is_less & bits);
+            i16x16 one = splat<i16x16>(int16_t(1));
+            bits = choose(i16x16(bits < one), one, bits);  // -0 is less, too
         }
         store(to + 2 * i, bits);
     }

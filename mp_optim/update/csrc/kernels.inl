@@ -1,5 +1,4 @@
 // The kernels of a level. Included inside its namespace, after simd.inl.
-#define MP_MEMBER inline __attribute__((always_inline))
 
 #include "formats.inl"
 #include "rules.inl"

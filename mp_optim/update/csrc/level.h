@@ -1,6 +1,9 @@
 // What one instruction-set level provides: kernels over a run of elements of one tensor.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "api.h"
 
 namespace mp {
@@ -14,14 +17,6 @@ constexpr int64_t size_of(int32_t dtype) {
 }
 
 constexpr bool is_blocked(int32_t dtype) { return dtype == MP_F16 || dtype == MP_I8 || dtype == MP_U8; }
-
-// The 32-bit finalizer of MurmurHash3, of an integer or of lanes of them.
-template <class Words>
-inline __attribute__((always_inline)) Words mix(Words x) {
-    x = (x ^ (x >> 16)) * 0x85ebca6bu;
-    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
-    return x ^ (x >> 16);
-}
 
 // Elements in memory; null where a call has none.
 struct Stream {

@@ -17,7 +17,7 @@ struct Optional {
     f32x16 factor;
     bool is_there;
 
-    explicit Optional(float value) : factor(splat(value)), is_there(value != 0.0f) {}
+    explicit Optional(float value) : factor(splat<f32x16>(value)), is_there(value != 0.0f) {}
 };
 
 // g * multiplier, then + p * l2.

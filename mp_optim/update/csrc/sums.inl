@@ -9,12 +9,13 @@ MP_INLINE double block_sum(const float* x) {
     f64x8 sums[kSums] = {};
     for (int row = 0; row < kBlock; row += kRow)
 #pragma GCC unroll 16
-        for (int k = 0; k < kSums; ++k) sums[k] = add_square(sums[k], load_as_f64(x + row + 8 * k));
+        for (int k = 0; k < kSums; ++k) sums[k] = add_square(sums[k], read_as_f64(x + row + 8 * k));
 #pragma GCC unroll 4
     for (int half = kSums / 2; half >= 1; half /= 2)
 #pragma GCC unroll 8
         for (int k = 0; k < half; ++k) sums[k] = sums[k] + sums[k + half];
-    f64x8 s = sums[0];
+    double s[8];
+    store(s, sums[0]);
     double a = s[0] + s[4], b = s[1] + s[5], c = s[2] + s[6], d = s[3] + s[7];
     return (a + c) + (b + d);
 }
@@ -63,12 +64,15 @@ static double sum_of_squares_in(const Run& run, int64_t* zero_count) {
         for (int64_t ahead = 0; ahead < kBlock * size_of(dtype); ahead += 64) __builtin_prefetch(p + 8192 + ahead, 0, 2);
         if (dtype != MP_F32 || zeros)
             for (int i = 0; i < kBlock; i += kLanes) {
-                f32x16 x = load_as_f32<dtype>(p, i);
+                f32x16 x = read_as_f32<dtype>(p + size_of(dtype) * i);
                 if (dtype != MP_F32) store(values + i, x);
-                if (zeros) here -= as<i32x16>(x == 0.0f);
+                if (zeros) here = here - (x == 0.0f);  // a true lane is -1
             }
-        if (zeros)
-            for (int k = 0; k < kLanes; ++k) found += here[k];
+        if (zeros) {
+            int32_t counts[kLanes];
+            store(counts, here);
+            for (int32_t count : counts) found += count;
+        }
         pairs.add(block_sum(dtype == MP_F32 ? (const float*)p : values));
     }
     if (zeros) *zero_count = found;

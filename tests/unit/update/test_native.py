@@ -170,8 +170,8 @@ def run(backend: ReferenceBackend, rule: str, lists: TensorLists, group: dict[st
 
 KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",),
         "sgd": ("momentum_buffer",), "plain sgd": ()}
-sizes_of_tensors = st.lists(st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 70_000]),
-                                      st.integers(0, 70_000)), min_size=1, max_size=4)
+sizes_of_tensors = st.lists(st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 1023, 1024, 1025, 70_000]),
+                                      st.integers(0, 5_000)), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
