@@ -54,12 +54,20 @@ def _native() -> Backend:
     return NativeBackend(library)
 
 
-def _from_module(module: str, function: str = "load") -> Callable[[], Backend]:
+def _from_module(module: str) -> Callable[[], Backend]:
     def load() -> Backend:
-        backend: Backend = getattr(importlib.import_module(f"mp_optim.update.backends.{module}"), function)()
+        backend: Backend = importlib.import_module(f"mp_optim.update.backends.{module}").load()
         return backend
 
     return load
+
+
+def _triton() -> Backend:
+    found: Backend | None
+    found, why = importlib.import_module("mp_optim.update.backends.triton").triton_backend()
+    if found is None:
+        raise _NotHereError(why)
+    return found
 
 
 def _kernel_devices() -> tuple[str, ...]:
@@ -67,15 +75,15 @@ def _kernel_devices() -> tuple[str, ...]:
 
 
 def _triton_devices() -> tuple[str, ...]:
-    return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+    return ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
 _SOURCES: dict[str, _Source] = {
     "native": _Source(_native, lambda: ("cpu",)),
     "reference": _Source(ReferenceBackend),
     "torch": _Source(TorchBackend),
-    "triton": _Source(_from_module("triton", "TritonBackend"), _triton_devices, {
-        "mp_optim.update.backends.triton": "not part of this version", "triton": "triton is not installed"}),
+    "triton": _Source(_triton, _triton_devices, {
+        "mp_optim.update.backends.triton": "not part of this version"}),
     "apex": _Source(_from_module("apex"), _kernel_devices, {
         "amp_C": "NVIDIA apex with its CUDA extensions is not installed (apex on PyPI is another project)"}),
     "transformer_engine": _Source(_from_module("transformer_engine"), _kernel_devices, {

@@ -119,7 +119,7 @@ def test_every_rule_and_dtype(candidate: Candidate, rule: str, settings: dict[st
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remainder: bool) -> None:
     """One step from the same state; what is left are single roundings of bfloat16."""
-    if candidate.name not in ("reference", "transformer_engine", "triton"):
+    if candidate.name not in ("reference", "native", "transformer_engine", "triton"):
         pytest.skip("does not claim it, or has a suite of its own for it")
     results = []
     for backend in (candidate.backend, ReferenceBackend()):

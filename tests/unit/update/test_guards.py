@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import FusedAdam, choose_backend
+from mp_optim.update import FusedAdam, FusedLAMB, choose_backend
 from mp_optim.update import batches as batching
 from mp_optim.update.backends import apex as apex_module
 from mp_optim.update.backends import multi_tensor
@@ -349,6 +350,50 @@ def test_lamb_has_no_clip_of_its_own(standins: Gpu) -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="lamb", lr=0.01, clip_grad=0.0, fused_backend="apex"),
                                        nn.Linear(4, 4))
     assert optimizer.inner.param_groups[0]["max_grad_norm"] == 0.0
+
+
+def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
+    """The kernel takes each tensor's own norm, which for a shard is not the parameter's."""
+    results = []
+    for name in ("apex", "reference"):
+        param = torch.linspace(-1, 1, 50)
+        optimizer = FusedLAMB([param], lr=0.01, max_grad_norm=0.0, backend=name)
+        del standins.calls[:]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda sums, group: sums[:, 0].mul_(4))  # as if there were other shards
+            optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))])
+        results.append(param)
+    assert "multi_tensor_lamb" not in standins.calls and torch.equal(*results)
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**32])
+def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> None:
+    """With the default scale of 2^32 the first steps overflow, which hides a step that cannot work."""
+    results = []
+    for name in ("apex", "reference"):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, bias=False).half()
+        before = model.weight.detach().clone()
+        config = OptimizerConfig(optimizer="lamb", lr=0.01, fp16=True, initial_loss_scale=scale, fused_backend=name)
+        optimizer = get_megatron_optimizer(config, model)
+        model.weight.grad = (torch.full((8, 8), 1e-2) * scale).half()
+        success, _, _ = optimizer.step()
+        moved = not torch.equal(model.weight.detach(), before)
+        state = optimizer.inner.slot_state(Slot(0, 0))
+        assert success == moved == bool(state["exp_avg"].any()) == (scale < 2.0**22)
+        assert state["step"] == int(moved)
+        results.append(dict(optimizer.named_main_params())["weight"].detach())
+    found = Difference()
+    found.params(*results, 0.01)
+    assert found.tolerable
+
+
+@each_library
+def test_empty_shards_count_their_steps(standins: Gpu, name: str) -> None:
+    """Ranks that hold nothing of a parameter must agree with the others on the step."""
+    optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
+    optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.zeros(0)), SlotUpdate(Slot(1, 0), torch.ones(3))])
+    assert [int(optimizer.slot_state(Slot(g, 0))["step"]) for g in (0, 1)] == [1, 1]
 
 
 def split_lists(values: list[float], grads: list[float]) -> TensorLists:

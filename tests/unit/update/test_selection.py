@@ -69,12 +69,15 @@ def test_auto_takes_the_first_with_the_bits_of_reference(accelerator: Gpu, monke
         name = "triton"
 
     found = ModuleType("mp_optim.update.backends.triton")
-    found.TritonBackend = Exact  # type: ignore[attr-defined]
+    found.triton_backend = lambda: (Exact(), "a test")  # type: ignore[attr-defined]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     install(monkeypatch, "mp_optim.update.backends.triton", found)
     backend, why = choose_backend("auto", CPU)
     assert isinstance(backend, Exact) and "not torch" not in why and "not apex" in why
     assert choose_backend("triton", CPU)[1] == "fused_backend='triton'"
+    found.triton_backend = lambda: (None, "ImportError: no triton")  # type: ignore[attr-defined]
+    forget()
+    assert proof_of("triton", CPU).reason == "ImportError: no triton"
 
 
 def test_on_the_host_native_comes_first() -> None:

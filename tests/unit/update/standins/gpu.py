@@ -84,8 +84,8 @@ def values(tensor: Tensor) -> Array:
 
 
 def store(tensor: Tensor, array: Array) -> None:
-    """Round to nearest even into a tensor."""
-    tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+    """Round to nearest even into a tensor, unseen by autograd."""
+    tensor.data.copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
 
 def as_float(value: Any) -> Any:

@@ -80,8 +80,8 @@ def _multi_tensor_adam_param_remainder(chunk: int, flag: Tensor, lists: Lists, l
         bits = np.where(np.isnan(stepped), np.uint32(0x7FFFFFFF), stepped.view(np.uint32))
         low = (bits & 0xFFFF).astype(np.uint16).view(np.int16)
         high = ((bits >> 16) + (low < 0)).astype(np.uint16).view(np.int16)
-        p.view(torch.int16).copy_(torch.from_numpy(high))
-        rest.copy_(torch.from_numpy(low))
+        p.data.view(torch.int16).copy_(torch.from_numpy(high))
+        rest.data.copy_(torch.from_numpy(low))
         gpu.store(m, new_m)
         gpu.store(v, new_v)
 
