@@ -25,7 +25,7 @@ from mp_optim.slots import (
     local_tensor,
     stream_of,
 )
-from mp_optim.update.backends import Backend, choose_backend, rule_note
+from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.formats import Noise, is_blocked, join, keep_valid, mix, split_
 from mp_optim.update.group_state import GroupState, Share, shares_of
 from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
@@ -63,15 +63,19 @@ class RuleOptimizer(SlotOptimizer):
         choose_backend(backend, torch.device("cpu"))
         self._backend = backend
         self.precision = precision or StatePrecision()
-        how = self.precision
-        if refused := refusal(backend, self.rule, (how.exp_avg_dtype, how.exp_avg_sq_dtype),
-                              how.param_remainder_bits if how.store_param_remainders else None,
-                              how.stochastic_rounding):
-            field, reason = refused
-            raise ValueError(f"{field}={backend if field == 'fused_backend' else getattr(how, field)!r}: {reason}")
+        self._check_backend()
         self._groups: list[GroupState] = []
         self._shares: tuple[Sequence[Slot], list[Share]] | None = None
         super().__init__(params, defaults)
+
+    def _check_backend(self) -> None:
+        name, how = self._backend, self.precision
+        refused = refusal(name, self.rule, (how.exp_avg_dtype, how.exp_avg_sq_dtype),
+                          how.param_remainder_bits if how.store_param_remainders else None, how.stochastic_rounding)
+        if refused is not None:
+            field, reason = refused
+            raise ValueError(f"{field}={(name if field == 'fused_backend' else getattr(how, field))!r}: {reason}")
+        check_forms(name, torch.device("cpu"), how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
 
     # -- what a rule provides -------------------------------------------------------------------
 

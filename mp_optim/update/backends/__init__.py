@@ -2,6 +2,13 @@
 
 from mp_optim.update.backends.interface import Backend
 from mp_optim.update.backends.proof import Proof
-from mp_optim.update.backends.selection import check_serves, choose_backend, forget, proof_of, rule_note
+from mp_optim.update.backends.selection import (
+    check_forms,
+    check_serves,
+    choose_backend,
+    forget,
+    proof_of,
+    rule_note,
+)
 
-__all__ = ["Backend", "Proof", "check_serves", "choose_backend", "forget", "proof_of", "rule_note"]
+__all__ = ["Backend", "Proof", "check_forms", "check_serves", "choose_backend", "forget", "proof_of", "rule_note"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,15 +13,18 @@ from torch import Tensor
 from mp_optim.capabilities import CAPABILITIES, Capability
 from mp_optim.update.backends.interface import Backend
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+from mp_optim.update.lists import REMAINDER, AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
 
-__all__ = ["Difference", "Proof", "compare", "difference", "prove"]
+__all__ = ["BFLOAT16_MOMENTS", "REMAINDERS", "Difference", "Proof", "compare", "difference", "prove"]
 
 MOST_ULPS, MOST_LR = 4.0, 1e-4
 """How far a usable backend's parameters may be from reference's after the two steps: ulps, plus units of lr."""
 
 MOST_RELATIVE = 1e-4
 """The same for moments and sums of squares, relative to the largest."""
+
+BFLOAT16_MOMENTS, REMAINDERS = "bfloat16 moments", "remainders"
+"""Forms of state beside FP32 that a proof tries."""
 
 _LR = 0.01
 _GROUP: dict[str, Any] = {
@@ -43,6 +46,8 @@ class Proof:
         ulps, lrs: largest difference of a parameter after two steps, in units in the last place of the largest
             parameter of its tensor, and in units of lr; NaN if it did not run.
         reason: the same for people.
+        lacks: for each form of state that it should have kernels for and this installation has not, why; an older
+            version of a library is usable without.
     """
 
     backend: str
@@ -52,6 +57,7 @@ class Proof:
     ulps: float
     lrs: float
     reason: str
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -154,6 +160,40 @@ def compare(backend: Backend, device: torch.device, rules: Sequence[str]) -> Dif
     return found
 
 
+def _compact(lists: TensorLists, bfloat16: bool, remainders: bool) -> TensorLists:
+    """The same with moments in bfloat16, or main params as bfloat16 beside remainders."""
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    state = {key: [tensor.to(dtype) for tensor in tensors] for key, tensors in lists.state.items()}
+    if not remainders:
+        return TensorLists(lists.main, lists.grad, state, lists.output)
+    mains = [main.bfloat16() for main in lists.main]
+    state[REMAINDER] = [torch.zeros_like(main, dtype=torch.int16) for main in mains]
+    return TensorLists(mains, lists.grad, state, lists.output)
+
+
+@torch.no_grad()
+def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
+    """One Adam step with each form of state that the backend claims apart from FP32."""
+    can, lacks = CAPABILITIES.get(backend.name, Capability()), {}
+    for form, claimed in ((BFLOAT16_MOMENTS, can.bfloat16_moments), (REMAINDERS, can.remainders)):
+        if "adam" not in claimed:
+            continue
+        ours, theirs = (_compact(_lists("adam", torch.bfloat16, torch.bfloat16, device), form == BFLOAT16_MOMENTS,
+                                 form == REMAINDERS) for _ in range(2))
+        found = Difference()
+        try:
+            _step(backend, "adam", ours, 1, 1.0)
+            _step(ReferenceBackend(), "adam", theirs, 1, 1.0)
+            for index, main in enumerate(ours.main):
+                found.others(main, theirs.main[index], 2.0**-7 if form == REMAINDERS else MOST_RELATIVE)
+                found.others(ours.state["exp_avg"][index], theirs.state["exp_avg"][index], 2.0**-7)
+        except Exception as error:
+            lacks[form] = f"{type(error).__name__}: {error}"
+        if not found.tolerable:
+            lacks[form] = "a first step is wrong"
+    return lacks
+
+
 def prove(backend: Backend, device: torch.device) -> Proof:
     """Prove a backend on a device; an exception is a verdict too."""
     rules = CAPABILITIES.get(backend.name, Capability()).rules
@@ -163,9 +203,11 @@ def prove(backend: Backend, device: torch.device) -> Proof:
         return Proof(backend.name, str(device), False, False, math.nan, math.nan,
                      f"fails a first step: {type(error).__name__}: {error}")
     if found.same:
-        return Proof(backend.name, str(device), True, True, 0.0, 0.0, "same bits as reference")
+        return Proof(backend.name, str(device), True, True, 0.0, 0.0, "same bits as reference",
+                     _lacks(backend, device))
     apart = f"differs from reference by {found.ulps:.3g} ulp, {found.lrs:.2g} lr"
     usable = found.tolerable
     if not usable:
         apart = f"wrong: a first step {apart}, moments and sums by {found.relative:.2g}"
-    return Proof(backend.name, str(device), usable, False, found.ulps, found.lrs, apart)
+    return Proof(backend.name, str(device), usable, False, found.ulps, found.lrs, apart,
+                 _lacks(backend, device) if usable else {})

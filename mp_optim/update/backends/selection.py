@@ -17,11 +17,11 @@ from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.interface import Backend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import native_library
-from mp_optim.update.backends.proof import Proof, prove
+from mp_optim.update.backends.proof import BFLOAT16_MOMENTS, REMAINDERS, Proof, prove
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.torch_fused import TorchBackend
 
-__all__ = ["candidates", "check_serves", "choose_backend", "forget", "proof_of", "rule_note"]
+__all__ = ["candidates", "check_forms", "check_serves", "choose_backend", "forget", "proof_of", "rule_note"]
 
 _SAME_BITS = "auto: the bits are the same in every place"
 _ON_HOST = ("native", "torch", "reference")
@@ -198,6 +198,20 @@ def check_serves(name: str, device: torch.device) -> None:
             choose_backend(name, device)  # where it is not usable at all, that is the better message
             raise ValueError(f"fused_backend={name!r}: the model's parameters are on {device.type}, its kernels run on "
                              f"{' and '.join(devices())}; move the model there, or choose 'auto'")
+
+
+def check_forms(name: str, device: torch.device, bfloat16_moments: bool, remainders: bool) -> None:
+    """Refuse forms of state that this installation of a named backend has no kernels for.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    lacks = {} if name not in _SOURCES else proof_of(name, _serving_device(name, device)).lacks
+    for field, form, wanted in (("exp_avg_dtype=torch.bfloat16", BFLOAT16_MOMENTS, bfloat16_moments),
+                                ("store_param_remainders=True", REMAINDERS, remainders)):
+        if wanted and form in lacks:
+            raise ValueError(f"{field}: this installation of fused_backend={name!r} has no kernels for it "
+                             f"({lacks[form]}); install a newer one, or choose another backend")
 
 
 def rule_note(name: str, rule: str) -> str:

@@ -206,6 +206,17 @@ def test_what_transformer_engine_stores_in_fewer_bits_is_stepped_by_it(standins:
     assert standins.damage == []
 
 
+def test_an_older_library_lacks_forms_and_is_usable_without(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proof_of("transformer_engine", CPU).lacks == {}
+    monkeypatch.delattr(sys.modules["transformer_engine_torch"], "multi_tensor_adam_param_remainder")
+    forget()
+    proof = proof_of("transformer_engine", CPU)
+    assert proof.usable and list(proof.lacks) == ["remainders"]
+    FusedAdam([torch.zeros(3)], backend="transformer_engine")
+    with pytest.raises(ValueError, match="store_param_remainders=True: this installation of fused_backend='transf"):
+        FusedAdam([torch.zeros(3)], backend="transformer_engine", store_param_remainders=True)
+
+
 def test_rules_that_torch_has_no_kernels_for_are_shown_as_reference() -> None:
     optimizer = FusedLAMB([torch.zeros(3)], backend="torch")
     backend, why = optimizer.backend_for(CPU)
