@@ -16,7 +16,7 @@ import torch
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
 
 OPTIMIZERS = ("adam", "sgd", "lamb", "lion")
-BACKENDS = ("auto", "native", "reference", "torch")
+BACKENDS = ("auto", "native", "reference", "torch", "triton")
 DTYPE_FIELDS = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 

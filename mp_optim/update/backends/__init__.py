@@ -12,6 +12,7 @@ from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.torch_fused import TorchBackend
+from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
 
 __all__ = ["Backend", "choose_backend"]
@@ -50,12 +51,15 @@ if native_library().handle is not None:
 def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
     """The backend for ``fused_backend=name`` on a device, and why.
 
-    ``auto`` and ``native`` take the native kernels on the host, and elsewhere ``reference``, which has their bits.
+    ``auto`` and ``native`` take the native kernels on the host, and elsewhere ``reference``, which has their bits;
+    ``triton`` takes what ``auto`` does where its kernels cannot run.
 
     Raises:
         ValueError: the name is unknown or not available.
     """
     on_host = device.type == "cpu"
+    if name == "triton":
+        return _triton(device)
     if name == "auto":
         if on_host and "native" in _BACKENDS:
             return _BACKENDS["native"], f"{_SAME_BITS}; {native_library().level}"
@@ -64,7 +68,17 @@ def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
     if name == "native" and name not in _BACKENDS:
         raise ValueError(f"fused_backend='native' is not available: {native_library().why}; choose 'auto'")
     if name not in _BACKENDS:
-        raise ValueError(f"fused_backend={name!r} is not available; choose from {['auto', *_BACKENDS]}")
+        raise ValueError(f"fused_backend={name!r} is not available; choose from {['auto', *_BACKENDS, 'triton']}")
     if name == "native" and not on_host:
         return _BACKENDS["reference"], "native kernels run on the host; this has the same bits"
     return _BACKENDS[name], f"fused_backend={name!r}"
+
+
+def _triton(device: torch.device) -> tuple[Backend, str]:
+    backend, why = triton_backend()
+    if backend is None:
+        raise ValueError(f"fused_backend='triton' is not available: {why}; choose 'auto'")
+    if device.type == backend.device_type:
+        return backend, f"fused_backend='triton'; {why}"
+    other, _ = choose_backend("auto", device)
+    return other, f"{why} does not run on {device.type}; {other.name} has the same bits"
