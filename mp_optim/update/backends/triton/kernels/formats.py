@@ -202,8 +202,11 @@ def half_codes(scaled, good, ROOT: tl.constexpr):
 def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOISY: tl.constexpr):
     """Integers nearest to the scaled values, or random neighbours; roots at least 1, as above."""
     if NOISY:
-        scaled = tl.floor(scaled + sixteen_bits(words, ROOT).to(tl.float32) * 2.0**-16)
-    codes = ((scaled + ROUNDER) - ROUNDER).to(tl.int32)
+        scaled = scaled + sixteen_bits(words, ROOT).to(tl.float32) * 2.0**-16
+        codes = scaled.to(tl.int32)  # not tl.floor: a GPU's takes denormals for 0
+        codes = tl.where(codes.to(tl.float32) > scaled, codes - 1, codes)
+    else:
+        codes = ((scaled + ROUNDER) - ROUNDER).to(tl.int32)
     if ROOT:
         codes = tl.minimum(tl.maximum(codes, tl.where(good, 1, 0)[:, None]), 255)
     else:

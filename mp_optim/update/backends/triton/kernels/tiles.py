@@ -21,9 +21,10 @@ def located(owners, firsts, sizes, skip, CHUNK: tl.constexpr):
 @triton.jit
 def factor(multiplier, ON_DEVICE: tl.constexpr):
     """What gradients are multiplied with: the argument, or what it points to."""
-    value = multiplier
     if ON_DEVICE:
         value = tl.load(multiplier)
+    else:
+        value = tl.cast(multiplier, tl.float32)  # the interpreter takes a denormal argument for a double
     return value
 
 
