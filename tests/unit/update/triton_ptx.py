@@ -64,11 +64,31 @@ def source_of(kernel: Any, given: dict[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, values, hints)
 
 
+def wide(kernel: Any, given: dict[str, Any]) -> dict[str, int]:
+    """How many accesses of 16 bytes a thread needs for its elements of an unmasked tile, or chunk of a sum."""
+    constants = {**DEFAULTS, **given}
+    elements = (backend.SUM_CHUNK if "TYPE" in given else backend.ROWS * 256) // (32 * backend.OPTIONS["num_warps"])
+    state = ["MAIN", "REST", "MOMENT1", "MOMENT2"]
+    read, written = ["GRAD", *state], [*state, "OUTPUT"]
+    if kernel is lamb.lamb_moments:
+        written = ["MOMENT1", "MOMENT2"]
+    elif kernel is lamb.lamb_apply:
+        read, written = state, ["MAIN", "REST", "OUTPUT"]
+    elif kernel in (sums.chunk_sums, sums.run_sums):
+        read, written = ["TYPE"], []
+
+    def accesses(names: list[str]) -> int:
+        dtypes = [constants.get(name) for name in names]
+        return sum(dtype.primitive_bitwidth // 8 for dtype in dtypes if dtype is not None) * elements // 16
+
+    return {"ld": accesses(read), "st": accesses(written)} if constants["ALIGNED"] else {"ld": 0, "st": 0}
+
+
 def main(arch: int) -> None:
     result = {}
     for label, (kernel, given) in VARIANTS.items():
         compiled = triton.compile(source_of(kernel, given), target=GPUTarget("cuda", arch, 32), options=backend.OPTIONS)
-        result[label] = {"ptx": compiled.asm["ptx"], "shared": compiled.metadata.shared}
+        result[label] = {"ptx": compiled.asm["ptx"], "wide": wide(kernel, given)}
     json.dump(result, sys.stdout)
 
 
