@@ -140,7 +140,8 @@ class Tables:
         key = (id(tensors), kind)
         found = self._of_list.get(key)
         if found is not None and found[0]() is tensors:
-            return self._kept(found[1], device)
+            known: _Value = found[1]
+            return self._kept(known, device)
         value = build(tensors)
         self._of_list[key] = (weakref.ref(tensors, lambda _: self._forget(key)), value)
         return self._kept(value, device)

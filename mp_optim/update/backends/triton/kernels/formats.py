@@ -114,9 +114,9 @@ def sixteen_bits(words, ROOT: tl.constexpr):
 
 @triton.jit
 def decoded(raw, scale, TYPE: tl.constexpr, ROOT: tl.constexpr):
-    """FP32 values of a stored moment of shape (blocks, 256); ``scale`` of shape (blocks,) for the block formats."""
+    """FP32 values of a stored moment of shape (blocks, 256); ``scale`` of shape (blocks,), or None if it has none."""
     value = widened(raw, TYPE)
-    if TYPE == tl.float16 or TYPE == tl.int8 or TYPE == tl.uint8:
+    if scale is not None:
         value = value * scale[:, None]
         if ROOT:
             value = value * value
@@ -127,8 +127,8 @@ def decoded(raw, scale, TYPE: tl.constexpr, ROOT: tl.constexpr):
 def read_moment(pointer, scales, blocks, offsets, count, TYPE: tl.constexpr, ROOT: tl.constexpr,
                 MASKED: tl.constexpr):
     """FP32 values of a moment; ROOT says that it is the second one."""
-    scale = blocks
-    if TYPE == tl.float16 or TYPE == tl.int8 or TYPE == tl.uint8:
+    scale = scales
+    if scales is not None:
         scale = fetch(scales, blocks, tl.cdiv(count, BLOCK), MASKED)
     return decoded(fetch(pointer, offsets, count, MASKED), scale, TYPE, ROOT)
 
@@ -137,8 +137,8 @@ def read_moment(pointer, scales, blocks, offsets, count, TYPE: tl.constexpr, ROO
 def write_moment(value, pointer, scales, blocks, offsets, count, words, TYPE: tl.constexpr, ROOT: tl.constexpr,
                  NOISY: tl.constexpr, MASKED: tl.constexpr):
     """Store FP32 values of a moment; returns the values as they are stored."""
-    scale = blocks
-    if TYPE == tl.float16 or TYPE == tl.int8 or TYPE == tl.uint8:
+    scale = scales
+    if scales is not None:
         if MASKED:
             value = tl.where(offsets < count, value, 0.0)
         raw, scale = encoded(value, words, TYPE, ROOT, NOISY)
