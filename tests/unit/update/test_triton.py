@@ -26,6 +26,7 @@ from mp_optim.update import backends
 from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton import triton_backend
+from mp_optim.update.backends.triton.tables import _bytes_of
 from mp_optim.update.formats import BLOCK, Noise, blocks_of, encode_, is_blocked, split_
 from mp_optim.update.lists import (
     REMAINDER,
@@ -465,6 +466,39 @@ def test_tables_of_lists_that_are_gone_are_forgotten() -> None:
     assert len(tables._of_list) == before
 
 
+def test_tables_that_nobody_asks_for_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = kernels()._tables
+    tables.__init__()
+    monkeypatch.setattr("mp_optim.update.backends.triton.tables._REMEMBERED", 1000)
+    for _ in range(5):
+        check("adam", [30] * 20, Case())
+    assert tables._bytes <= 1000 and tables._bytes == sum(map(_bytes_of, tables._of_content.values()))
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
+    control = torch.tensor([0.37, 0.0], device=DEVICE)
+    case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8))
+    ours, theirs = (on_device(lists_of(1, SIZES, KEYS["adam"], case)) for _ in range(2))
+    for lists in (ours, theirs):
+        run(kernels(), "adam", lists, GROUP, 1, control)
+        kernels().sum_of_squares(lists.grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(kernels(), "adam", ours, GROUP, 2, control)
+        sums = kernels().sum_of_squares(ours.grad)
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(2):
+        graph.replay()
+        run(kernels(), "adam", theirs, GROUP, 2, control)
+    torch.cuda.set_sync_debug_mode("default")
+    assert_same_lists(ours, on_host(theirs))
+    assert_same(sums, kernels().sum_of_squares(theirs.grad).cpu(), "sums")
+
+
 # -- choosing it ------------------------------------------------------------------------------------------------------
 
 
@@ -478,11 +512,13 @@ def test_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("triton", torch.device(DEVICE))
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_without_a_device_or_with_a_broken_triton_everything_else_works(broken: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("trouble", "said"), [
+    ("", "torch sees no GPU"), ("broken", "OSError: cannot load"), ("old", "Triton 3.5.1 takes denormals for 0")])
+def test_without_a_device_or_a_triton_that_fits_everything_else_works(trouble: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise OSError('cannot load')")
-    path = [str(tmp_path)] if broken else []
-    program = ("import torch; torch.cuda.is_available = lambda: False\n"
+    path = [str(tmp_path)] if trouble == "broken" else []
+    program = (f"import torch; torch.cuda.is_available = lambda: {trouble == 'old'}\n"
+               f"if {trouble == 'old'}: import triton; triton.__version__ = '3.5.1'\n"
                "from mp_optim.update.backends import choose_backend as choose\n"
                "print(choose('auto', torch.device('cpu'))[0].name)\n"
                "try: choose('triton', torch.device('cpu'))\n"
@@ -491,7 +527,7 @@ def test_without_a_device_or_with_a_broken_triton_everything_else_works(broken: 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     auto, triton = done.stdout.splitlines()
     assert auto in ("native", "reference")
-    assert ("OSError: cannot load" if broken else "torch sees no GPU") in triton
+    assert said in triton
 
 
 def test_an_optimizer_steps_with_it_and_gives_the_same_bits() -> None:

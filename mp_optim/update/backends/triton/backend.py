@@ -39,6 +39,8 @@ SUM_CHUNK = 16384
 """Elements a program sums."""
 ROWS = 8
 """Blocks of 256 elements in a tile: 16 elements for each of 128 threads, 16 bytes of 8-bit states."""
+OLDEST = (3, 6)
+"""The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits ``div.rn.ftz.f32``."""
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 
 Multiplier = float | Tensor
@@ -58,7 +60,7 @@ class TritonBackend(ReferenceBackend):
         runs_on: the same in words.
 
     Raises:
-        RuntimeError: there is neither a device nor the interpreter.
+        RuntimeError: there is neither a device nor the interpreter, or this Triton computes other bits.
     """
 
     name = "triton"
@@ -67,6 +69,9 @@ class TritonBackend(ReferenceBackend):
         interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
         if not interpreted and not torch.cuda.is_available():
             raise RuntimeError("torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported")
+        if not interpreted and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
+            raise RuntimeError(f"Triton {triton.__version__} takes denormals for 0 in divisions and square roots; "
+                               f"{'.'.join(map(str, OLDEST))} and later do not")
         self.device_type = "cpu" if interpreted else "cuda"
         self.runs_on = f"Triton {triton.__version__}" + (", interpreted" if interpreted else "")
         self._tables = Tables()

@@ -21,7 +21,7 @@ __all__ = ["RUN", "Column", "Plan", "Tables"]
 RUN = 1024
 """Sums that one program adds up."""
 
-_REMEMBERED = 1024
+_REMEMBERED = 64 << 20  # bytes, beside what living lists hold
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "i": torch.int32, "I": torch.int32}
 _Value = TypeVar("_Value")
 
@@ -72,6 +72,12 @@ class Round:
         self.counts = tables.values(array("i", counts), device)
 
 
+def _bytes_of(value: Any) -> int:
+    """Device memory of a table, or of a plan's largest one."""
+    table = value.owners if isinstance(value, Plan) else value
+    return int(table.nbytes)
+
+
 def _firsts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
 
@@ -91,6 +97,7 @@ class Tables:
     def __init__(self) -> None:
         self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[SteadyList], Any]] = {}
         self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
+        self._bytes = 0
         self._captured: list[Any] = []
 
     def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
@@ -152,13 +159,14 @@ class Tables:
             del self._of_list[key]
 
     def _remembered(self, key: Hashable, device: torch.device, build: Callable[[], _Value]) -> _Value:
-        if key in self._of_content:
-            self._of_content.move_to_end(key)
-        else:
-            self._of_content[key] = build()
-            if len(self._of_content) > _REMEMBERED:
-                self._of_content.popitem(last=False)
-        value: _Value = self._of_content[key]
+        """What was made of this content; the least recently asked for is given up first."""
+        value: _Value | None = self._of_content.pop(key, None)
+        if value is None:
+            value = build()
+            self._bytes += _bytes_of(value)
+        self._of_content[key] = value
+        while self._bytes > _REMEMBERED and len(self._of_content) > 1:
+            self._bytes -= _bytes_of(self._of_content.popitem(last=False)[1])
         return self._kept(value, device)
 
     def _kept(self, value: _Value, device: torch.device) -> _Value:
