@@ -78,12 +78,12 @@ class SlotUpdates(Sequence[SlotUpdate]):
         """The same updates in this form."""
         if isinstance(updates, SlotUpdates):
             return updates
-        return cls([u.slot for u in updates], [u.grad for u in updates], [u.multiplier for u in updates],
+        return cls(tuple(u.slot for u in updates), [u.grad for u in updates], [u.multiplier for u in updates],
                    [u.output for u in updates], [u.shard_groups for u in updates], [u.stream for u in updates])
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
-        return SlotUpdates([self.slots[i] for i in indices], [self.grads[i] for i in indices],
+        return SlotUpdates(tuple(self.slots[i] for i in indices), [self.grads[i] for i in indices],
                            [self.multipliers[i] for i in indices], [self.outputs[i] for i in indices],
                            [self.shard_groups[i] for i in indices], [self.streams[i] for i in indices])
 

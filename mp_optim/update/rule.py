@@ -217,7 +217,7 @@ class RuleOptimizer(SlotOptimizer):
         for share in shares:
             part = columns if len(shares) == 1 else columns.take(share.members)
             self._step_group(share.group, share.positions, part, grad_norm)
-        if not isinstance(columns.slots, tuple):  # a list may be another one at the next step
+        if not isinstance(columns.slots, tuple):  # a list may hold others at the next step
             self._shares = None
 
     def _step_group(self, index: int, positions: list[int], updates: SlotUpdates, grad_norm: float | None) -> None:

@@ -62,7 +62,7 @@ def _columns(section: Section) -> list[str]:
 
 
 def _cell(key: str, value: float | None) -> str:
-    return "" if value is None else _FORMATS[key].format(value)
+    return "" if value is None else _FORMATS.get(key, "{:,.4g}").format(value)
 
 
 def show(console: Console, section: Section) -> None:

@@ -15,7 +15,7 @@ from benchmarks import megatron, opponents
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Composite
 from benchmarks.timing import Timing, alternate, ratio
 from mp_optim import FusedAdam, Lion, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.update import set_host_threads
 
 OURS = "mp_optim"
@@ -93,8 +93,8 @@ def our_kernel(mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] |
                **settings: Any) -> Callable[[], object]:
     """``FusedAdam.step_slots``: the update alone."""
     optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings)
-    updates = [SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
-               for index, grad in enumerate(grads)]
+    updates = SlotUpdates.of([SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
+                              for index, grad in enumerate(grads)])
     return lambda: optimizer.step_slots(updates)
 
 

@@ -1,13 +1,13 @@
 """The rules by the compiled kernels of ``update/csrc``: one pass over every tensor of a call, on all host threads.
 
-Bit for bit what ``reference`` computes. Gradients of a dtype the kernels do not read (FP64) go to it.
+Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes to it.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,20 @@ from torch.autograd.graph import increment_version
 from mp_optim.slots import SteadyList
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+from mp_optim.update.formats import Noise, is_blocked
+from mp_optim.update.lists import (
+    REMAINDER,
+    AdamScalars,
+    LambScalars,
+    LionScalars,
+    SgdScalars,
+    TensorLists,
+    scale_key,
+)
 
 __all__ = ["NativeBackend", "set_host_cores", "set_host_threads"]
 
-_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _host_threads: int | None = None
 
 
@@ -48,27 +57,44 @@ def _threads() -> int:
 
 
 class _Kind(NamedTuple):
-    """What the tensors of one kernel call share."""
+    """Dtypes that the tensors of one kernel call share, by the names of ``MpTensors``; None where there is no tensor."""
 
     grad: torch.dtype
-    output: torch.dtype | None
+    main: torch.dtype | None = None
+    remainder: torch.dtype | None = None
+    moment1: torch.dtype | None = None
+    moment2: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+    def is_read(self) -> bool:
+        """Whether the kernels read such tensors."""
+        mains, outputs = _MAINS.get(self.remainder, (None, ()))
+        return (self.grad in _GRADS and self.main == mains and (self.output is None or self.output in outputs)
+                and self.moment1 in _FIRST and self.moment2 in _SECOND)
+
+
+_CODES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 5,
+          torch.int16: 6}
+_GRADS = (torch.float32, torch.bfloat16, torch.float16)
+_MAINS: dict[torch.dtype | None, tuple[torch.dtype, tuple[torch.dtype, ...]]] = {
+    None: (torch.float32, _GRADS), torch.int16: (torch.bfloat16, (torch.bfloat16,)),
+    torch.int8: (torch.bfloat16, (torch.bfloat16,))}
+_FIRST = (None, torch.float32, torch.bfloat16, torch.float16, torch.int8)
+_SECOND = (None, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
 
 class _Table:
     """The C view of tensor lists; keeps what it points to alive."""
 
-    def __init__(self, kind: _Kind, grad: Sequence[Tensor], main: Sequence[Tensor] | None = None,
-                 moments: Sequence[Sequence[Tensor]] = (), output: Sequence[Tensor] | None = None) -> None:
-        first, second = [*moments, None, None][:2]
-        tables = {"main": main, "grad": grad, "moment1": first, "moment2": second, "output": output}
-        self._arrays = {"numel": SteadyList.of(moments[0] if moments else grad).sizes}
-        self._arrays |= {name: SteadyList.of(tensors).addresses
-                         for name, tensors in tables.items() if tensors is not None}
-        addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
-        first_dtype, second_dtype = [*(_DTYPES[tensors[0].dtype] for tensors in moments), 0, 0][:2]
-        self.tensors = lib.Tensors(count=len(grad), grad_dtype=_DTYPES[kind.grad],
-                                   output_dtype=_DTYPES[kind.output] if kind.output else 0,
-                                   moment1_dtype=first_dtype, moment2_dtype=second_dtype, **addresses)
+    def __init__(self, kind: _Kind, lists: Mapping[str, Sequence[Tensor]], noise: Sequence[Noise] | None = None) -> None:
+        steady = {name: SteadyList.of(tensors) for name, tensors in lists.items()}
+        self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
+        self._arrays["numel"] = (steady.get("moment1") or steady["grad"]).sizes
+        if noise is not None:
+            self._arrays["stream"] = array("I", [item.stream for item in noise])
+        self.tensors = lib.Tensors(count=len(steady["grad"]), seed=noise[0].seed if noise else 0,
+                                   **{name: values.buffer_info()[0] for name, values in self._arrays.items()},
+                                   **{f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()})
 
 
 class NativeBackend(ReferenceBackend):
@@ -86,7 +112,7 @@ class NativeBackend(ReferenceBackend):
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
         values = lib.Sgd(multiplier=multiplier, **_fields(scalars))
-        self._run("mp_sgd", lists, tuple(lists.state), values,
+        self._run("mp_sgd", lists, ("momentum_buffer",) if "momentum_buffer" in lists.state else (), values,
                   lambda part: ReferenceBackend.sgd(self, part, scalars, multiplier))
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
@@ -96,35 +122,34 @@ class NativeBackend(ReferenceBackend):
 
     def _run(self, function: str, lists: TensorLists, moments: tuple[str, ...], values: ctypes.Structure,
              otherwise: Callable[[TensorLists], None]) -> None:
-        for _, kind, part in _by_kind(lists):
+        for _, kind, part in _by_kind(lists, moments):
             if kind is None:
                 otherwise(part)
             else:
-                self._call(function, _table(part, kind, *moments), values)
+                self._call(function, _table(part, kind, moments), values)
                 _mark_written(part)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64)
-        for indices, kind, part in _by_kind(lists):
+        for indices, kind, part in _by_kind(lists, _MOMENTS):
             if kind is None:
                 found = super().lamb_moments(part, scalars, multiplier)
             else:
                 found = torch.empty(len(indices), 2, dtype=torch.float64)
-                plain = TensorLists(part.main, part.grad, part.state, [None] * len(part.main))
-                table = _table(plain, _Kind(kind.grad, None), "exp_avg", "exp_avg_sq")
+                table = _table(part, kind._replace(output=None), _MOMENTS)
                 self._call("mp_lamb_moments", table, values, found.data_ptr())
             sums[torch.tensor(list(indices))] = found
         return sums
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         values = lib.Lamb(multiplier=1.0, **_fields(scalars, "lr", "adapts"))
-        for indices, kind, part in _by_kind(lists):
+        for indices, kind, part in _by_kind(lists, _MOMENTS):
             mine = array("f", [ratios[index] for index in indices])
             if kind is None:
                 super().lamb_apply(part, scalars, mine)
             else:
-                table = _table(part, kind, "exp_avg", "exp_avg_sq")
+                table = _table(part, kind, _MOMENTS)
                 self._call("mp_lamb_apply", table, values, mine.buffer_info()[0])
                 _mark_written(part)
 
@@ -140,12 +165,12 @@ class NativeBackend(ReferenceBackend):
 
     def _sum_alike(self, tensors: SteadyList) -> Tensor:
         """Sums of squares of tensors of one dtype."""
-        if tensors[0].dtype not in _DTYPES:
+        if tensors[0].dtype not in _GRADS:
             return super().sum_of_squares(tensors)
         if not tensors.contiguous:
             tensors = SteadyList(tensor.contiguous() for tensor in tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64)
-        self._call("mp_measure", _Table(_Kind(tensors[0].dtype, None), tensors), sums.data_ptr(), None)
+        self._call("mp_measure", _Table(_Kind(tensors[0].dtype), {"grad": tensors}), sums.data_ptr(), None)
         return sums
 
     def _call(self, name: str, table: _Table, *arguments: Any) -> None:
@@ -167,27 +192,57 @@ def _fields(scalars: Any, *without: str) -> dict[str, Any]:
     return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
 
 
-def _by_kind(lists: TensorLists) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
+def _by_kind(lists: TensorLists, moments: tuple[str, ...]) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
     """Parts of the lists whose tensors share dtypes; None is what the kernels do not read."""
-    grads = SteadyList.of(lists.grad).dtypes
-    outputs = [None if output is None else output.dtype for output in lists.output]
-    if len(grads) == len(set(outputs)) == 1:
-        return [(range(len(outputs)), _kind(next(iter(grads)), outputs[0]), lists)]
-    pairs = list(zip((grad.dtype for grad in lists.grad), outputs, strict=True))
+    if not lists.main:
+        return []
+    columns = _columns(lists, moments)
+    columns["output"] = [output for output in lists.output if output is not None]
+    complete = len(columns["output"]) in (0, len(lists.output))
+    dtypes = {name: SteadyList.of(tensors).dtypes for name, tensors in columns.items()}
+    if complete and all(len(found) <= 1 for found in dtypes.values()):
+        kind = _Kind(**{name: next(iter(found)) for name, found in dtypes.items() if found})
+        return [(range(len(lists.main)), _kind(kind, lists, moments), lists)]
+    columns["output"] = lists.output
+    names = list(columns)
+    rows = [tuple(None if tensor is None else tensor.dtype for tensor in row)
+            for row in zip(*columns.values(), strict=True)]
     parts: list[tuple[Sequence[int], _Kind | None, TensorLists]] = []
-    for pair in dict.fromkeys(pairs):
-        indices = [index for index, other in enumerate(pairs) if other == pair]
-        parts.append((indices, _kind(*pair), TensorLists(
-            [lists.main[i] for i in indices], [lists.grad[i] for i in indices],
-            {key: [tensors[i] for i in indices] for key, tensors in lists.state.items()},
-            [lists.output[i] for i in indices])))
+    for row in dict.fromkeys(rows):
+        indices = [index for index, other in enumerate(rows) if other == row]
+        part = _take(lists, indices)
+        parts.append((indices, _kind(_Kind(**dict(zip(names, row, strict=True))), part, moments), part))
     return parts
 
 
-def _kind(grad: torch.dtype, output: torch.dtype | None) -> _Kind | None:
-    return _Kind(grad, output) if grad in _DTYPES and (output is None or output in _DTYPES) else None
+def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:
+    """Lists of tensors by the names of ``MpTensors``, without the outputs."""
+    columns: dict[str, Sequence[Any]] = {"grad": lists.grad, "main": lists.main}
+    columns |= {f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments)}
+    return columns | ({"remainder": lists.state[REMAINDER]} if REMAINDER in lists.state else {})
 
 
-def _table(lists: TensorLists, kind: _Kind, *moments: str) -> _Table:
-    outputs = [output for output in lists.output if output is not None] if kind.output else None
-    return _Table(kind, lists.grad, lists.main, [lists.state[name] for name in moments], outputs)
+def _take(lists: TensorLists, indices: Sequence[int]) -> TensorLists:
+    def some(values: Sequence[Any]) -> list[Any]:
+        return [values[index] for index in indices]
+
+    return TensorLists(some(lists.main), some(lists.grad), {key: some(found) for key, found in lists.state.items()},
+                       some(lists.output), None if lists.noise is None else some(lists.noise))
+
+
+def _kind(kind: _Kind, lists: TensorLists, moments: tuple[str, ...]) -> _Kind | None:
+    """The kind, if the kernels read such lists."""
+    pairs = zip(moments, (kind.moment1, kind.moment2), strict=False)
+    scaled = all((scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype)) for name, dtype in pairs)
+    noise = lists.noise or []
+    alike = len({item.seed for item in noise}) <= 1 and not any(item.start for item in noise)
+    return kind if kind.is_read() and scaled and alike else None
+
+
+def _table(lists: TensorLists, kind: _Kind, moments: tuple[str, ...]) -> _Table:
+    columns = _columns(lists, moments)
+    columns |= {f"scale{1 + at}": lists.state[scale_key(name)]
+                for at, name in enumerate(moments) if scale_key(name) in lists.state}
+    if kind.output is not None:
+        columns["output"] = [output for output in lists.output if output is not None]
+    return _Table(kind, columns, lists.noise)

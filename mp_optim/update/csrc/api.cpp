@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 #include <new>
 #include <string>
 #include <vector>
@@ -26,6 +27,8 @@ const Level* const kLevels[] = {
 
 namespace {
 
+#include "mix.inl"
+
 const Level* best_level() {
     for (int i = 0; kLevels[i]; ++i)
         if (kLevels[i]->supported()) return kLevels[i];
@@ -42,40 +45,72 @@ const Level& level() {
 
 constexpr int64_t kLargeLaunch = 4 << 20;  // elements: well beyond the caches with main params and two moments
 
-int64_t bytes_of(int32_t dtype) { return dtype == MP_F32 ? 4 : dtype == MP_NONE ? 0 : 2; }
+bool is_one_of(int32_t dtype, std::initializer_list<int32_t> dtypes) {
+    return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
+}
 
-bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads) {
-    if (t.count < 0 || threads < 1 || t.grad_dtype < MP_F32 || t.grad_dtype > MP_F16) return false;
-    if (t.output_dtype < MP_NONE || t.output_dtype > MP_F16) return false;
-    if (t.moment1 && t.moment1_dtype != MP_F32 && t.moment1_dtype != MP_BF16) return false;
-    if (t.moment2 && t.moment2_dtype != MP_F32 && t.moment2_dtype != MP_BF16) return false;
-    if (t.count == 0) return true;
-    if (!t.numel || !t.grad || (needs_main && !t.main) || (needs_first && !t.moment1)) return false;
-    if ((needs_second && !t.moment2) || ((t.output_dtype == MP_NONE) != (t.output == nullptr))) return false;
-    for (int64_t i = 0; i < t.count; ++i) {
-        if (t.numel[i] < 0) return false;
-        if (t.numel[i] == 0) continue;
-        if (!t.grad[i] || (t.main && !t.main[i]) || (t.moment1 && !t.moment1[i])) return false;
-        if ((t.moment2 && !t.moment2[i]) || (t.output && !t.output[i])) return false;
-    }
+// Whether a table is there exactly if it has a dtype.
+template <class Table>
+bool fits(Table table, int32_t dtype) {
+    return (table != nullptr) == (dtype != MP_NONE);
+}
+
+// Whether a table, where there is one, has a pointer for every tensor that is not empty.
+template <class Table>
+bool is_full(const MpTensors& t, Table table) {
+    for (int64_t i = 0; table && i < t.count; ++i)
+        if (t.numel[i] > 0 && !table[i]) return false;
     return true;
 }
 
+bool valid_dtypes(const MpTensors& t) {
+    bool compact = t.remainder_dtype != MP_NONE;
+    return is_one_of(t.grad_dtype, {MP_F32, MP_BF16, MP_F16}) &&
+           is_one_of(t.main_dtype, {MP_NONE, compact ? MP_BF16 : MP_F32}) &&
+           is_one_of(t.remainder_dtype, {MP_NONE, MP_I16, MP_I8}) &&
+           is_one_of(t.moment1_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_I8}) &&
+           is_one_of(t.moment2_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_U8}) &&
+           is_one_of(t.output_dtype, {MP_NONE, MP_BF16, compact ? MP_BF16 : MP_F32, compact ? MP_BF16 : MP_F16});
+}
+
+bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads) {
+    if (t.count < 0 || threads < 1 || !valid_dtypes(t)) return false;
+    if (t.count == 0) return true;
+    if (!t.numel || !t.grad || (needs_main && !t.main) || (needs_first && !t.moment1)) return false;
+    if (needs_second && !t.moment2) return false;
+    if (!fits(t.main, t.main_dtype) || !fits(t.remainder, t.remainder_dtype) || !fits(t.output, t.output_dtype) ||
+        !fits(t.moment1, t.moment1_dtype) || !fits(t.moment2, t.moment2_dtype))
+        return false;
+    if ((t.scale1 != nullptr) != is_blocked(t.moment1_dtype) || (t.scale2 != nullptr) != is_blocked(t.moment2_dtype))
+        return false;
+    if (t.remainder && !t.main) return false;
+    for (int64_t i = 0; i < t.count; ++i)
+        if (t.numel[i] < 0) return false;
+    for (void* const* table : {t.main, t.remainder, t.grad, t.moment1, t.moment2, t.output})
+        if (!is_full(t, table)) return false;
+    return is_full(t, t.scale1) && is_full(t, t.scale2);
+}
+
 Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream) {
-    auto at = [&](void* const* table, int32_t dtype) -> void* {
-        return table ? (char*)table[index] + start * bytes_of(dtype) : nullptr;
+    auto at = [&](void* const* table, int32_t dtype) {
+        return Stream{table ? (char*)table[index] + start * size_of(dtype) : nullptr, dtype};
     };
-    return Run{t.main ? t.main[index] + start : nullptr,
-               at(t.grad, t.grad_dtype),
-               at(t.moment1, t.moment1_dtype),
-               at(t.moment2, t.moment2_dtype),
-               at(t.output, t.output_dtype),
-               count,
-               t.grad_dtype,
-               t.output_dtype,
-               t.moment1_dtype,
-               t.moment2_dtype,
-               stream};
+    auto scale_at = [&](float* const* table) { return table ? table[index] + start / kScaled : nullptr; };
+    Run run;
+    run.main = at(t.main, t.main_dtype);
+    run.remainder = at(t.remainder, t.remainder_dtype);
+    run.grad = at(t.grad, t.grad_dtype);
+    run.moment1 = at(t.moment1, t.moment1_dtype);
+    run.moment2 = at(t.moment2, t.moment2_dtype);
+    run.output = at(t.output, t.output_dtype);
+    run.scale1 = scale_at(t.scale1);
+    run.scale2 = scale_at(t.scale2);
+    run.numel = count;
+    run.start = uint32_t(start);
+    run.noisy = t.stream != nullptr;
+    run.key = run.noisy ? mix(t.seed ^ t.stream[index]) : 0;
+    run.stream = stream;
+    return run;
 }
 
 // Where the elements of a call are, counted in units: pieces or blocks of a tensor, the last one maybe short.
@@ -204,7 +239,7 @@ int32_t mp_lamb_moments(const MpTensors* t, const MpLamb* s, double* sums, int32
     if (!t || !s || !sums || !valid(*t, true, true, true, threads)) return MP_BAD_ARGUMENT;
     return guarded([&] {
         reduce_pieces(*t, 2, sums, threads, [&](const Run& run, int64_t, double* piece) {
-            level().lamb_moments(run, *s, piece, piece + 1);
+            level().lamb_moments(run, *s, piece);
         });
     });
 }
@@ -259,4 +294,4 @@ int32_t mp_set_cores(const int32_t* cores, int32_t count) {
     return guarded([&] { set_cores(std::vector<int>(cores, cores + count)); });
 }
 
-int32_t mp_abi() { return 3; }
+int32_t mp_abi() { return 4; }

@@ -9,24 +9,32 @@
 #define MP_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// Element types of gradients and outputs.
-enum MpDtype : int32_t { MP_NONE = 0, MP_F32 = 1, MP_BF16 = 2, MP_F16 = 3 };
+// Element types. Moments in MP_F16, MP_I8 and MP_U8 are in blocks with a scale each, see docs/numerics.md.
+enum MpDtype : int32_t { MP_NONE = 0, MP_F32 = 1, MP_BF16 = 2, MP_F16 = 3, MP_I8 = 4, MP_U8 = 5, MP_I16 = 6 };
 
 enum MpStatus : int32_t { MP_OK = 0, MP_BAD_ARGUMENT = 1, MP_NO_MEMORY = 2, MP_FAILED = 3 };
 
-// One call's tensors: tables of `count` pointers each, row-major contiguous data. Unused tables are null.
+// One call's tensors: tables of `count` pointers each, row-major contiguous data. An unused table is null, and its
+// dtype MP_NONE.
 struct MpTensors {
     int64_t count;
     const int64_t* numel;
-    float* const* main;          // FP32 main params
-    void* const* grad;           // grad_dtype
-    void* const* moment1;        // moment1_dtype: MP_F32 or MP_BF16
-    void* const* moment2;        // moment2_dtype
-    void* const* output;         // output_dtype, or null for the whole call
+    void* const* main;        // main_dtype: MP_F32, or MP_BF16 with a remainder
+    void* const* remainder;   // remainder_dtype: MP_I16 or MP_I8
+    void* const* grad;        // grad_dtype: MP_F32, MP_BF16 or MP_F16
+    void* const* moment1;     // moment1_dtype: MP_F32, MP_BF16, MP_F16 or MP_I8
+    void* const* moment2;     // moment2_dtype: MP_F32, MP_BF16, MP_F16 or MP_U8
+    float* const* scale1;     // of the first moments, if they are in blocks
+    float* const* scale2;
+    void* const* output;      // output_dtype: MP_F32, MP_BF16 or MP_F16; beside a remainder only MP_BF16
+    const uint32_t* stream;   // of each tensor, to round state stochastically; null: to nearest
+    int32_t main_dtype;
+    int32_t remainder_dtype;
     int32_t grad_dtype;
-    int32_t output_dtype;
     int32_t moment1_dtype;
     int32_t moment2_dtype;
+    int32_t output_dtype;
+    uint32_t seed;
 };
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.

@@ -1,26 +1,40 @@
 // What one instruction-set level provides: kernels over a run of elements of one tensor.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "api.h"
 
 namespace mp {
 
-constexpr int64_t kBlock = 1024;        // elements that are summed together, see docs/numerics.md
+constexpr int64_t kBlock = 1024;          // elements that are summed together, see docs/numerics.md
 constexpr int64_t kPiece = 128 * kBlock;  // elements whose block sums are added by one thread
+constexpr int64_t kScaled = 256;          // elements of a moment that share a scale; a run starts at a multiple of both
 
-// Pointers of one tensor, moved to the first element of the run.
+constexpr int64_t size_of(int32_t dtype) {
+    return dtype == MP_NONE ? 0 : dtype == MP_F32 ? 4 : dtype == MP_I8 || dtype == MP_U8 ? 1 : 2;
+}
+
+constexpr bool is_blocked(int32_t dtype) { return dtype == MP_F16 || dtype == MP_I8 || dtype == MP_U8; }
+
+// Elements in memory; null where a call has none.
+struct Stream {
+    char* data;
+    int32_t dtype;
+
+    char* at(int64_t i) const { return data + i * size_of(dtype); }
+};
+
+// One tensor, its pointers moved to the first element of the run.
 struct Run {
-    float* main;
-    const void* grad;
-    void* moment1;
-    void* moment2;
-    void* output;
+    Stream main, remainder, grad, moment1, moment2, output;
+    float *scale1, *scale2;  // of moments in blocks: one for each kScaled elements
     int64_t numel;
-    int32_t grad_dtype;
-    int32_t output_dtype;
-    int32_t moment1_dtype;
-    int32_t moment2_dtype;
-    bool stream;  // write the output past the caches: the launch is much larger than they are
+    uint32_t start;  // index of the first element in its tensor, modulo 2^32
+    uint32_t key;    // of the tensor's random bits
+    bool noisy;      // round stochastically
+    bool stream;     // write the output past the caches: the launch is much larger than they are
 };
 
 struct Level {
@@ -29,7 +43,7 @@ struct Level {
     void (*adam)(const Run&, const MpAdam&);
     void (*sgd)(const Run&, const MpSgd&);
     void (*lion)(const Run&, const MpLion&);
-    void (*lamb_moments)(const Run&, const MpLamb&, double* param_square, double* update_square);
+    void (*lamb_moments)(const Run&, const MpLamb&, double* squares);  // of params and directions
     void (*lamb_apply)(const Run&, const MpLamb&, float ratio);
     double (*sum_of_squares)(const Run&, int64_t* zeros);
 };

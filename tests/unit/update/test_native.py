@@ -22,13 +22,32 @@ from mp_optim.update.backends import native as native_module
 from mp_optim.update.backends.native import NativeBackend, set_host_threads
 from mp_optim.update.backends.native_library import NativeLibrary, native_library
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+from mp_optim.update.formats import (
+    MOMENT_DTYPES,
+    SECOND,
+    Noise,
+    blocks_of,
+    encode_,
+    is_blocked,
+    split_,
+    stored_dtype,
+)
+from mp_optim.update.lists import (
+    REMAINDER,
+    AdamScalars,
+    LambScalars,
+    LionScalars,
+    SgdScalars,
+    TensorLists,
+    scale_key,
+)
 
 LIBRARY = native_library()
 STATUS = Path("/proc/self/status")
 REFERENCE = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, math.inf, -math.inf, math.nan]
+REMAINDERS = [None, torch.int16, torch.int8]
+ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33, math.inf, -math.inf, math.nan]
 
 pytestmark = [pytest.mark.native,
               pytest.mark.skipif(LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}")]
@@ -56,18 +75,63 @@ def values(generator: torch.Generator, n: int, dtype: torch.dtype, odd: bool, of
     return buffer[offset:]
 
 
+class Maker:
+    """Random tensors, each a few elements into a buffer of its own."""
+
+    def __init__(self, seed: int, odd: bool) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.odd = odd
+
+    def offset(self) -> int:
+        return int(torch.randint(0, 9, (), generator=self.generator))
+
+    def new(self, n: int, dtype: torch.dtype) -> Tensor:
+        return values(self.generator, n, dtype, self.odd, self.offset())
+
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        offset = self.offset()
+        return torch.zeros(n + offset, dtype=dtype)[offset:]
+
+    def moment(self, name: str, n: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A stored moment and its scales: of random values; every third block is small, every third odd."""
+        value = self.new(n, torch.float32)
+        if is_blocked(dtype) and self.odd:
+            mild = values(self.generator, n, torch.float32, False, 0)
+            kinds = torch.randint(0, 3, (blocks_of(n),), generator=self.generator).repeat_interleave(256)[:n]
+            value.copy_(torch.where(kinds == 0, value, torch.where(kinds == 1, mild, mild * 1e-30)))
+        if name == SECOND:
+            value.abs_()
+        state = {name: self.empty(n, stored_dtype(name, dtype))}
+        if is_blocked(dtype):
+            state[scale_key(name)] = self.empty(blocks_of(n), torch.float32)
+        encode_(value, state[name], state.get(scale_key(name)), name == SECOND)
+        return state
+
+    def main(self, n: int, remainder: torch.dtype | None) -> tuple[Tensor, dict[str, Tensor]]:
+        value = self.new(n, torch.float32)
+        if remainder is None:
+            return value, {}
+        main, rest = self.empty(n, torch.bfloat16), self.empty(n, remainder)
+        split_(value, main, rest)
+        return main, {REMAINDER: rest}
+
+
 def lists_of(seed: int, sizes: list[int], grad: torch.dtype, output: torch.dtype | None, keys: tuple[str, ...],
-             odd: bool, moments: Sequence[torch.dtype] = (torch.float32, torch.float32)) -> TensorLists:
-    generator = torch.Generator().manual_seed(seed)
-
-    def new(n: int, dtype: torch.dtype) -> Tensor:
-        return values(generator, n, dtype, odd, int(torch.randint(0, 9, (), generator=generator)))
-
-    return TensorLists(
-        [new(n, torch.float32) for n in sizes], [new(n, grad) for n in sizes],
-        {key: [new(n, dtype).abs_() if key == "exp_avg_sq" else new(n, dtype) for n in sizes]
-         for key, dtype in zip(keys, moments, strict=False)},
-        [None if output is None else new(n, output) for n in sizes])
+             odd: bool, moments: Sequence[torch.dtype] = (torch.float32, torch.float32),
+             remainder: torch.dtype | None = None, noisy: bool = False) -> TensorLists:
+    """Lists with moments of the given dtypes (uint8 stands for 8-bit codes)."""
+    maker, mains, states = Maker(seed, odd), [], []
+    for n in sizes:
+        main, state = maker.main(n, remainder)
+        for key, dtype in zip(keys, moments, strict=False):
+            state |= maker.moment(key, n, dtype)
+        mains.append(main)
+        states.append(state)
+    return TensorLists(mains, [maker.new(n, grad) for n in sizes],
+                       {key: [state[key] for state in states] for key in states[0]},
+                       [None if output is None else maker.new(n, output) for n in sizes],
+                       [Noise(seed * 77 & 0xFFFFFFFF, 0xFFFFFF00 + 7919 * at & 0xFFFFFFFF) for at in range(len(sizes))]
+                       if noisy else None)
 
 
 def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
@@ -75,7 +139,7 @@ def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
     if a is None or b is None:
         assert a is b
         return
-    bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}[a.itemsize]
+    bits = {4: torch.int32, 2: torch.int16, 1: torch.int8, 8: torch.int64}[a.itemsize]
     same = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
     assert bool(same.all()), f"{label}: {a[~same][:4].tolist()} instead of {b[~same][:4].tolist()}"
 
@@ -106,8 +170,8 @@ def run(backend: ReferenceBackend, rule: str, lists: TensorLists, group: dict[st
 
 KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",),
         "sgd": ("momentum_buffer",), "plain sgd": ()}
-sizes_of_tensors = st.lists(st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 70_000]),
-                                      st.integers(0, 70_000)), min_size=1, max_size=4)
+sizes_of_tensors = st.lists(st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 1023, 1024, 1025, 70_000]),
+                                      st.integers(0, 5_000)), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -126,8 +190,11 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
     multiplier = float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6]))))
     step = data.draw(st.sampled_from([1, 2, 1000]))
     set_host_threads(data.draw(st.integers(1, 8)))
-    moments = data.draw(st.tuples(*[st.sampled_from(DTYPES[:2])] * 2))
-    ours, theirs = (lists_of(seed, sizes, grad, output, KEYS[rule], odd, moments) for _ in range(2))
+    moments = data.draw(st.tuples(*[st.sampled_from(MOMENT_DTYPES)] * 2))
+    remainder, noisy = data.draw(st.sampled_from(REMAINDERS)), data.draw(st.booleans())
+    if remainder is not None and output is not None:
+        output = torch.bfloat16
+    ours, theirs = (lists_of(seed, sizes, grad, output, KEYS[rule], odd, moments, remainder, noisy) for _ in range(2))
     short = rule.split()[-1]
     found = run(NativeBackend(LIBRARY), short, ours, group, step, multiplier)
     expected = run(REFERENCE, short, theirs, group, step, multiplier)
@@ -190,7 +257,7 @@ def test_zeros_are_counted() -> None:
     for dtype in DTYPES:
         grad = torch.zeros(70_001, dtype=dtype)
         grad[::7] = 1.0
-        table = native_module._Table(native_module._Kind(dtype, None), [grad])
+        table = native_module._Table(native_module._Kind(dtype), {"grad": [grad]})
         sums, zeros = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
         LIBRARY.call("mp_measure", ctypes.byref(table.tensors), sums.data_ptr(), zeros.data_ptr(), 3)
         assert zeros.item() == int((grad == 0).sum()) and sums.item() == int((grad != 0).sum())

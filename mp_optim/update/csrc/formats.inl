@@ -1,0 +1,256 @@
+// How elements are stored, sixty-four at a time: docs/numerics.md, "Compact states". One dtype holds for a whole
+// call, so the branches on it are free.
+// Included inside a level's namespace, after simd.inl.
+
+// Elements that are decoded, updated and encoded together: few enough that their divisions are still under way when
+// the next ones are decoded.
+constexpr int kChunk = 64;
+constexpr int kPair = 2 * kLanes;
+
+#include "mix.inl"
+
+// Dtypes of a run: looked up, or known when compiled.
+struct AnyFormats {
+    static constexpr bool kKnown = false;
+    MP_INLINE int32_t rest(const Run& r) { return r.remainder.dtype; }
+    template <bool second>
+    MP_INLINE int32_t moment(const Run& r) { return second ? r.moment2.dtype : r.moment1.dtype; }
+};
+
+template <int32_t rest_dtype, int32_t first_dtype, int32_t second_dtype>
+struct Formats {
+    static constexpr bool kKnown = true;
+    MP_INLINE int32_t rest(const Run&) { return rest_dtype; }
+    template <bool second>
+    MP_INLINE int32_t moment(const Run&) { return second ? second_dtype : first_dtype; }
+};
+
+// -- random numbers -----------------------------------------------------------------------------------
+
+// Random bits for sixteen elements from `index` on.
+MP_INLINE u32x16 random_words(uint32_t key, uint32_t index) {
+    static const uint32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return mix((load<u32x16>(lanes) + index) * 0x9e3779b9u + key);
+}
+
+// The 16 bits that a moment is rounded with.
+template <bool second>
+MP_INLINE u32x16 sixteen_bits(uint32_t key, uint32_t index) {
+    u32x16 words = random_words(key, index);
+    return second ? words & 0xffff : words >> 16;
+}
+
+// -- reading ------------------------------------------------------------------------------------------
+
+template <int dtype>
+MP_INLINE f32x16 read_as_f32(const void* p) {
+    return dtype == MP_BF16 ? read_bf16(p) : dtype == MP_F16 ? read_f16(p) : load<f32x16>(p);
+}
+
+template <int dtype>
+MP_INLINE void read_floats(const char* from, float* to) {
+    for (int i = 0; i < kChunk; i += kLanes) store(to + i, read_as_f32<dtype>(from + size_of(dtype) * i));
+}
+
+// FP32 values of a chunk of gradients: those in memory, or the buffer's.
+MP_INLINE const float* read_grad(Stream grad, int64_t i, float* buffer) {
+    if (grad.dtype == MP_F32) return (const float*)grad.at(i);
+    if (grad.dtype == MP_BF16)
+        read_floats<MP_BF16>(grad.at(i), buffer);
+    else
+        read_floats<MP_F16>(grad.at(i), buffer);
+    return buffer;
+}
+
+template <int dtype>
+MP_INLINE void read_block(const char* from, float scale, float* to) {
+    for (int i = 0; i < kChunk; i += kLanes) {
+        f32x16 code = dtype == MP_F16  ? read_f16(from + 2 * i)
+                      : dtype == MP_I8 ? to_float(read_i8(from + i))
+                                       : to_float(read_u8(from + i));
+        store(to + i, code * scale);
+    }
+}
+
+static void square(float* x) {
+    for (int i = 0; i < kChunk; i += kLanes) store(x + i, load<f32x16>(x + i) * load<f32x16>(x + i));
+}
+
+// FP32 values of a chunk of a moment, to be changed in place: those in memory, or the buffer's.
+template <bool second, class F>
+MP_INLINE float* read_moment(const Run& r, int64_t i, const float* scale, float* buffer) {
+    const int32_t dtype = F::template moment<second>(r);
+    char* from = (second ? r.moment2 : r.moment1).data + i * size_of(dtype);
+    switch (dtype) {
+        case MP_F32: return (float*)from;
+        case MP_BF16: read_floats<MP_BF16>(from, buffer); return buffer;
+        case MP_F16: read_block<MP_F16>(from, *scale, buffer); break;
+        default: read_block<second ? MP_U8 : MP_I8>(from, *scale, buffer);
+    }
+    if (second) square(buffer);
+    return buffer;
+}
+
+template <int32_t rest>
+MP_INLINE void join(const char* main, const char* remainder, float* to) {
+    for (int i = 0; i < kChunk; i += kLanes) {
+        i32x16 low = rest == MP_I16 ? read_i16(remainder + 2 * i) : read_i8(remainder + i) << 8;
+        store(to + i, add_unless_zero(read_u16(main + 2 * i) << 16, as<u32x16>(low)));
+    }
+}
+
+// FP32 values of a chunk of main params, to be changed in place.
+template <class F>
+MP_INLINE float* read_main(const Run& r, int64_t i, float* buffer) {
+    if (F::rest(r) == MP_NONE) return (float*)r.main.data + i;
+    if (F::rest(r) == MP_I16)
+        join<MP_I16>(r.main.data + 2 * i, r.remainder.data + 2 * i, buffer);
+    else
+        join<MP_I8>(r.main.data + 2 * i, r.remainder.data + i, buffer);
+    return buffer;
+}
+
+// -- writing ------------------------------------------------------------------------------------------
+
+template <bool stream>
+MP_INLINE void write_bf16(const float* from, char* to) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x32 bits = to_bf16(load<f32x16>(from + i), load<f32x16>(from + i + kLanes));
+        stream ? store_past_caches(to + 2 * i, bits) : store(to + 2 * i, bits);
+    }
+}
+
+template <bool stream>
+static void write_f16(const float* from, char* to) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x16 bits[2] = {to_f16(load<f32x16>(from + i)), to_f16(load<f32x16>(from + i + kLanes))};
+        stream ? store_past_caches(to + 2 * i, load<u16x32>(bits)) : store(to + 2 * i, load<u16x32>(bits));
+    }
+}
+
+// What is cut off after random bits were added; inf stays what it is.
+template <bool second>
+MP_INLINE u32x16 dithered(f32x16 x, uint32_t key, uint32_t index) {
+    u32x16 bits = quiet_bits(x), is_finite = as<u32x16>((bits & 0x7f800000) != 0x7f800000);
+    return bits + (sixteen_bits<second>(key, index) & is_finite);
+}
+
+template <bool second>
+static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint32_t index) {
+    for (int i = 0; i < kChunk; i += kPair)
+        store(to + 2 * i, upper(dithered<second>(load<f32x16>(from + i), key, index + i),
+                                dithered<second>(load<f32x16>(from + i + kLanes), key, index + i + kLanes)));
+}
+
+// A chunk of a moment that is not in blocks.
+template <bool second, class F>
+MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
+    if (F::template moment<second>(r) != MP_BF16) return;  // FP32 was changed in place
+    char* to = (second ? r.moment2 : r.moment1).data + 2 * i;
+    if (r.noisy)
+        write_bf16_randomly<second>(values, to, r.key, r.start + uint32_t(i));
+    else
+        write_bf16<false>(values, to);
+}
+
+// Upper halves rounded to nearest, ties away from zero, and what is missing: the lower halves, as signed integers.
+MP_INLINE u16x32 split(u32x16 a, u32x16 b, u16x32& low) {
+    low = lower(a, b);
+    return upper(a, b) + (low >> 15);
+}
+
+MP_INLINE void split_16(const float* from, char* main, char* remainder, char* output) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u32x16 a, b;
+        quiet_bits(load<f32x16>(from + i), load<f32x16>(from + i + kLanes), a, b);
+        u16x32 low, high = split(a, b, low);
+        store(main + 2 * i, high);
+        store(remainder + 2 * i, low);
+        if (output) store(output + 2 * i, high);
+    }
+}
+
+// Bits rounded to the upper 24, to nearest even or stochastically.
+MP_INLINE u32x16 upper_24(f32x16 x, bool noisy, uint32_t key, uint32_t index) {
+    u32x16 bits = quiet_bits(x);
+    u32x16 added = noisy ? mix(random_words(key, index) ^ 0x9e3779b9u) & 0xff : ((bits >> 8) & 1) + 0x7f;
+    return (bits + added) & 0xffffff00;  // inf and the quiet NaN end in zeros and stay what they are
+}
+
+static void split_8(const float* from, char* main, char* remainder, char* output, bool noisy, uint32_t key,
+                    uint32_t index) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x32 low, high = split(upper_24(load<f32x16>(from + i), noisy, key, index + i),
+                                 upper_24(load<f32x16>(from + i + kLanes), noisy, key, index + i + kLanes), low);
+        store(main + 2 * i, high);
+        store_upper_bytes(remainder + i, low);
+        if (output) store(output + 2 * i, high);
+    }
+}
+
+// A chunk of main params, and of outputs where there are any.
+template <class F>
+MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
+    char *main = r.main.data + 2 * i, *output = r.output.at(i);
+    if (F::rest(r) == MP_I16) return split_16(values, main, r.remainder.data + 2 * i, output);
+    if (F::rest(r) == MP_I8)
+        return split_8(values, main, r.remainder.data + i, output, r.noisy, r.key, r.start + uint32_t(i));
+    switch (r.output.dtype) {
+        case MP_F32: __builtin_memcpy(output, values, 4 * kChunk); break;
+        case MP_BF16: r.stream ? write_bf16<true>(values, output) : write_bf16<false>(values, output); break;
+        case MP_F16: r.stream ? write_f16<true>(values, output) : write_f16<false>(values, output); break;
+    }
+}
+
+// -- blocks -------------------------------------------------------------------------------------------
+
+struct Scale {
+    float scale, inverse;
+    bool good;  // else all codes are 0
+};
+
+// From the bits of a block's largest magnitude.
+MP_INLINE Scale scale_of(uint32_t top, int32_t dtype) {
+    if (top >= 0x7f800000) return {as<float>(0x7fc00000), 0.0f, false};
+    if (top < uint32_t(127 - 100) << 23) return {0.0f, 0.0f, false};
+    if (dtype == MP_F16) {
+        uint32_t exponent = (top & 0x7f800000) - (14u << 23);
+        return {as<float>(exponent), as<float>((254u << 23) - exponent), true};
+    }
+    float exact = as<float>(top) / (dtype == MP_U8 ? 255.0f : 127.0f);
+    float scale = as<float>((as<uint32_t>(exact) + 0xff) & 0xffffff00);
+    return {scale, 1.0f / scale, true};
+}
+
+template <bool roots>
+MP_INLINE void write_bytes(const float* from, float inverse, char* to) {
+    i32x16 codes[kChunk / kLanes];
+    for (int k = 0; k < kChunk / kLanes; ++k) {
+        codes[k] = to_nearest(load<f32x16>(from + kLanes * k) * inverse);
+        if (roots) codes[k] = as<i32x16>(larger(as<u32x16>(codes[k]), splat<u32x16>(1u)));
+    }
+    store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
+}
+
+template <bool roots>
+static void write_bytes_randomly(const float* from, float inverse, char* to, uint32_t key, uint32_t index) {
+    i32x16 codes[kChunk / kLanes];
+    for (int k = 0; k < kChunk / kLanes; ++k) {
+        u32x16 bits = sixteen_bits<roots>(key, index + kLanes * k);
+        f32x16 fraction = to_float(as<i32x16>(bits)) * 0x1p-16f;
+        codes[k] = within(to_floor(load<f32x16>(from + kLanes * k) * inverse + fraction), roots ? 1 : -127, roots ? 255 : 127);
+    }
+    store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
+}
+
+template <bool roots>
+static void write_halves(const float* from, float inverse, char* to) {
+    for (int i = 0; i < kChunk; i += kLanes) {
+        i16x16 bits = as<i16x16>(to_f16(load<f32x16>(from + i) * inverse));
+        if (roots) {
+            i16x16 one = splat<i16x16>(int16_t(1));
+            bits = choose(i16x16(bits < one), one, bits);  // -0 is less, too
+        }
+        store(to + 2 * i, bits);
+    }
+}

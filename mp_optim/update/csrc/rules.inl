@@ -1,0 +1,139 @@
+// The rules over sixteen elements. One operation here is one operation of docs/numerics.md: IEEE, rounded once.
+// A rule changes p, m and v, and says what the root of the new v is; what it does not use or keep is left alone.
+// Included inside a level's namespace, after simd.inl.
+
+// What a rule does with memory.
+template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments>
+struct Touches {
+    static constexpr bool kGrad = reads_grad, kMain = changes_main, kFirst = has_first, kSecond = has_second,
+                          kMoments = changes_moments;
+
+    // Shown the new values of the sixteen elements from the run's i-th on.
+    MP_MEMBER void look(int64_t, f32x16, f32x16, f32x16) const {}
+};
+
+// A factor that is left out where it is zero: 0 * inf is not.
+struct Optional {
+    f32x16 factor;
+    bool is_there;
+
+    explicit Optional(float value) : factor(splat<f32x16>(value)), is_there(value != 0.0f) {}
+};
+
+// g * multiplier, then + p * l2.
+MP_INLINE f32x16 gradient(f32x16 g, float multiplier, const Optional& l2, f32x16 p) {
+    g = g * multiplier;
+    if (l2.is_there) g = g + p * l2.factor;
+    return g;
+}
+
+MP_INLINE f32x16 decayed(f32x16 p, const Optional& decay) {
+    if (decay.is_there) p = p - p * decay.factor;
+    return p;
+}
+
+template <class Scalars>
+MP_INLINE f32x16 denominator(f32x16 root, const Scalars& s) {
+    return root * s.inv_sqrt_bias2 + s.eps;
+}
+
+struct AdamRule : Touches<true, true, true, true, true> {
+    MpAdam s;
+    Optional l2{s.l2}, decay{s.decay};
+
+    explicit AdamRule(const MpAdam& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root) const {
+        g = gradient(g, s.multiplier, l2, p);
+        m = m * s.beta1 + g * s.one_minus_beta1;
+        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
+        root = square_root(v);
+        f32x16 u = (m / denominator(root, s)) * s.step_size;
+        p = decayed(p, decay) - u;
+    }
+};
+
+template <bool has_buffer>
+struct SgdRule : Touches<true, true, has_buffer, false, has_buffer> {
+    MpSgd s;
+    Optional decay{s.decay};
+
+    explicit SgdRule(const MpSgd& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& b, f32x16&, f32x16&) const {
+        g = gradient(g, s.multiplier, decay, p);
+        if (has_buffer) {
+            b = s.first ? g : b * s.momentum + g * s.one_minus_dampening;
+            g = s.nesterov ? g + b * s.momentum : b;
+        }
+        p = p - g * s.lr;
+    }
+};
+
+// -1, +0 or 1; NaN stays NaN.
+MP_INLINE f32x16 sign_of(f32x16 x) {
+    u32x16 bits = as<u32x16>(x);
+    u32x16 one = (bits & 0x80000000) | 0x3f800000;
+    u32x16 is_signed = as<u32x16>(x < 0.0f) | as<u32x16>(x > 0.0f), is_nan = as<u32x16>(x != x);
+    return as<f32x16>((is_signed & one) | (is_nan & bits));
+}
+
+struct LionRule : Touches<true, true, true, false, true> {
+    MpLion s;
+    Optional decay{s.decay};
+
+    explicit LionRule(const MpLion& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
+        g = g * s.multiplier;
+        f32x16 u = sign_of(m * s.beta1 + g * s.one_minus_beta1) * s.lr;
+        p = decayed(p, decay) - u;
+        m = m * s.beta2 + g * s.one_minus_beta2;
+    }
+};
+
+struct LambMomentsRule : Touches<true, false, true, true, true> {
+    MpLamb s;
+    Optional l2{s.l2};
+
+    explicit LambMomentsRule(const MpLamb& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root) const {
+        g = gradient(g, s.multiplier, l2, p);
+        m = m * s.beta1 + g * s.grad_weight;
+        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
+        root = square_root(v);
+    }
+};
+
+MP_INLINE f32x16 lamb_direction(f32x16 p, f32x16 m, f32x16 v, const MpLamb& s, const Optional& decay) {
+    f32x16 u = (m * s.inv_bias1) / denominator(square_root(v), s);
+    if (decay.is_there) u = u + p * decay.factor;
+    return u;
+}
+
+// The direction as well, which is that of the moments as they are stored: if they are stored as they are.
+struct LambWholeRule : LambMomentsRule {
+    Optional decay{s.decay};
+    float *params, *updates;
+
+    LambWholeRule(const MpLamb& scalars, float* to_params, float* to_updates)
+        : LambMomentsRule(scalars), params(to_params), updates(to_updates) {}
+
+    MP_MEMBER void look(int64_t i, f32x16 p, f32x16 m, f32x16 v) const {
+        store(params + i, p);
+        store(updates + i, lamb_direction(p, m, v, s, decay));
+    }
+};
+
+struct LambApplyRule : Touches<false, true, true, true, false> {
+    MpLamb s;
+    float ratio;
+    Optional decay{s.decay};
+
+    LambApplyRule(const MpLamb& scalars, float its_ratio) : s(scalars), ratio(its_ratio) {}
+
+    MP_MEMBER void operator()(f32x16, f32x16& p, f32x16& m, f32x16& v, f32x16&) const {
+        p = p - lamb_direction(p, m, v, s, decay) * ratio;
+    }
+};
