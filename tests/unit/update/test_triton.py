@@ -131,9 +131,9 @@ def on_device(lists: TensorLists) -> TensorLists:
 
 
 def on_host(lists: TensorLists) -> TensorLists:
-    """The lists themselves, or copies if they are on a GPU."""
+    """Copies on the CPU."""
     def moved(tensors: Sequence[Tensor | None]) -> list[Any]:
-        return [None if t is None else t.cpu() for t in tensors]
+        return [None if t is None else t.cpu().clone() for t in tensors]
 
     return TensorLists(moved(lists.main), moved(lists.grad), {k: moved(v) for k, v in lists.state.items()},
                        moved(lists.output), lists.noise)
@@ -384,6 +384,26 @@ def test_ratios_may_be_on_the_device() -> None:
     kernels().lamb_apply(ours, scalars, torch.tensor(ratios, device=DEVICE))
     kernels().lamb_apply(theirs, scalars, ratios)
     assert_same_lists(ours, on_host(theirs))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_ratios_are_formed_on_the_device_as_on_the_host(decay: float) -> None:
+    sizes, group = [2500, 7, 0, 300, 9], {**GROUP, "weight_decay": decay, "lr": 0.1}
+    ours, theirs = (lists_of(1, sizes, KEYS["lamb"], Case()) for _ in range(2))
+    for lists in (ours, theirs):
+        lists.main[1].zero_()
+        for tensor in (lists.main[3], lists.grad[3], lists.state["exp_avg"][3]):
+            tensor.zero_()
+        lists.grad[4][0] = math.inf
+    ours, scalars = on_device(ours), LambScalars.at(group, 2)
+    kernels().lamb(ours, scalars, torch.tensor([0.375, 0.0], device=DEVICE))
+    sums = REFERENCE.lamb_moments(theirs, scalars, 0.375)
+    ratios = [0.1 * math.sqrt(p) / math.sqrt(u) if scalars.adapts and p and u else 0.1 for p, u in sums.tolist()]
+    REFERENCE.lamb_apply(theirs, scalars, torch.tensor(ratios, dtype=torch.float64).float().tolist())
+    assert_same_lists(ours, theirs)
+    before = on_device(on_host(ours))
+    kernels().lamb(ours, scalars, torch.tensor([0.375, 1.0], device=DEVICE))
+    assert_same_lists(ours, on_host(before))
 
 
 def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:

@@ -104,6 +104,12 @@ class TritonBackend(ReferenceBackend):
                 self._step(rules.lion, part, _ADAM[:1], multiplier, **_fields(scalars),
                            HAS_DECAY=scalars.decay != 0.0)
 
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
+        """The whole step, for tensors that are whole parameters; their ratios are formed on the device."""
+        sums = self.lamb_moments(lists, scalars, multiplier)
+        skip = multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
+        self.lamb_apply(lists, scalars, _ratios(scalars, sums), skip)
+
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> Tensor:
         parts = parts_of(lists, _ADAM)
         found = [self._moments(part, scalars, multiplier) for part in parts]
@@ -243,6 +249,14 @@ class TritonBackend(ReferenceBackend):
 
 def _fields(scalars: Any, *without: str) -> dict[str, Any]:
     return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
+
+
+def _ratios(scalars: LambScalars, sums: Tensor) -> Tensor:
+    """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr: in double, rounded to FP32."""
+    if not scalars.adapts:
+        return torch.full((len(sums),), scalars.lr, dtype=torch.float64, device=sums.device).float()
+    param, update = sums.sqrt().unbind(1)
+    return torch.where((param == 0.0) | (update == 0.0), scalars.lr, param * scalars.lr / update).float()
 
 
 def _on_host(multiplier: Multiplier) -> float | None:
