@@ -11,7 +11,8 @@ import torch
 from benchmarks.sections import Section
 
 ROOT = Path(__file__).parents[2]
-SUITES = {"marked gpu": ["-m", "gpu", "tests"], "conformance": ["tests/unit/update/test_conformance.py"]}
+SUITES = {"marked gpu": ["-m", "gpu", "tests"], "conformance": ["tests/unit/update/test_conformance.py"],
+          "Triton kernels": ["tests/unit/update/test_triton.py"]}
 
 
 def run(device: torch.device) -> Section:
