@@ -47,7 +47,8 @@ STATUS = Path("/proc/self/status")
 REFERENCE = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REMAINDERS = [None, torch.int16, torch.int8]
-ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33, math.inf, -math.inf, math.nan]
+ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33, math.inf, -math.inf,
+       math.nan]
 
 pytestmark = [pytest.mark.native,
               pytest.mark.skipif(LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}")]
