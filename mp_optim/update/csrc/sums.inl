@@ -44,62 +44,38 @@ struct PairSum {
     }
 };
 
-// Sum of squares of a block of n elements of any dtype; adds the number of those that are zero.
-template <int dtype, bool zeros>
-MP_INLINE double sum_block(const char* p, int64_t n, int64_t* zero_count) {
-    alignas(64) float values[kBlock];
-    alignas(64) char padded[kBlock * 4];
-    if (n < kBlock) {
-        __builtin_memset(padded, 0, sizeof(padded));
-        __builtin_memcpy(padded, p, n * size_of(dtype));
-        p = padded;
-        if (zeros) *zero_count -= kBlock - n;
-    }
-    i32x16 here = {};
-    if (dtype != MP_F32 || zeros)
-        for (int i = 0; i < kBlock; i += kLanes) {
-            f32x16 x = read_as_f32<dtype>(p + size_of(dtype) * i);
-            if (dtype != MP_F32) store(values + i, x);
-            if (zeros) here = here - (x == 0.0f);  // a true lane is -1
-        }
-    if (zeros) {
-        int32_t counts[kLanes];
-        store(counts, here);
-        for (int32_t count : counts) *zero_count += count;
-    }
-    return block_sum(dtype == MP_F32 ? (const float*)p : values);
-}
-
-// One stream of memory does not keep a core busy: a whole piece is read in eight places at once, a fifth faster.
-constexpr int kPlaces = 8;
-
-template <int dtype, bool zeros>
-static double sum_piece(const Run& run, int64_t* zero_count) {
-    constexpr int64_t kApart = kPiece / kPlaces;
-    PairSum places[kPlaces];
-    for (int64_t start = 0; start < kApart; start += kBlock)
-        for (int place = 0; place < kPlaces; ++place) {
-            const char* p = run.grad.at(place * kApart + start);
-            constexpr int64_t bytes = kBlock * size_of(dtype);
-            for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + bytes + line, 0, 2);
-            places[place].add(sum_block<dtype, zeros>(p, kBlock, zero_count));
-        }
-    PairSum pairs;
-    for (const PairSum& place : places) pairs.add(place.total());
-    return pairs.total();
-}
-
 template <int dtype, bool zeros>
 static double sum_of_squares_in(const Run& run, int64_t* zero_count) {
-    if (zeros) *zero_count = 0;
-    if (run.numel == kPiece) return sum_piece<dtype, zeros>(run, zero_count);
     PairSum pairs;
+    int64_t found = 0;
+    alignas(64) float values[kBlock];
     for (int64_t start = 0; start < run.numel; start += kBlock) {
         const char* p = run.grad.at(start);
+        alignas(64) char padded[kBlock * 4];
+        if (run.numel - start < kBlock) {
+            int64_t left = run.numel - start;
+            __builtin_memset(padded, 0, sizeof(padded));
+            __builtin_memcpy(padded, p, left * size_of(dtype));
+            p = padded;
+            if (zeros) found -= kBlock - left;
+        }
+        i32x16 here = {};
+        // One stream: far ahead, and only into the second-level cache.
         for (int64_t ahead = 0; ahead < kBlock * size_of(dtype); ahead += 64) __builtin_prefetch(p + 8192 + ahead, 0, 2);
-        int64_t left = run.numel - start;
-        pairs.add(sum_block<dtype, zeros>(p, left < kBlock ? left : kBlock, zero_count));
+        if (dtype != MP_F32 || zeros)
+            for (int i = 0; i < kBlock; i += kLanes) {
+                f32x16 x = read_as_f32<dtype>(p + size_of(dtype) * i);
+                if (dtype != MP_F32) store(values + i, x);
+                if (zeros) here = here - (x == 0.0f);  // a true lane is -1
+            }
+        if (zeros) {
+            int32_t counts[kLanes];
+            store(counts, here);
+            for (int32_t count : counts) found += count;
+        }
+        pairs.add(block_sum(dtype == MP_F32 ? (const float*)p : values));
     }
+    if (zeros) *zero_count = found;
     return pairs.total();
 }
 
