@@ -15,10 +15,15 @@ if [ "$#" -gt 0 ]; then
     exec python -m pytest --cov=mp_optim --cov-report=term "$@"
 fi
 python -m pytest --cov=mp_optim --cov-report=term --cov-fail-under=90
-# Again without the native kernels, and with each of the slower ones that this CPU has.
+# Again without the native kernels, and with each of the slower ones that this CPU has. Left out is what chooses its
+# level itself, or does not depend on one.
+own_level="--ignore=tests/unit/update/test_native.py --ignore=tests/unit/update/test_sanitizers.py
+    --ignore=tests/unit/update/test_triton.py"
 levels="off,$(python -c 'from mp_optim.update.backends.native_library import native_library as n; print(",".join(n().levels))')"
 for level in off baseline avx2; do
     case ",$levels," in *",$level,"*) ;; *) continue ;; esac
     echo "== pytest, MP_OPTIM_NATIVE=$level"
-    MP_OPTIM_NATIVE="$level" python -m pytest -q -m "not slow" tests/unit tests/functional/test_functional.py
+    # shellcheck disable=SC2086
+    MP_OPTIM_NATIVE="$level" python -m pytest -q -m "not slow" -k "not triton" $own_level \
+        tests/unit tests/functional/test_functional.py
 done

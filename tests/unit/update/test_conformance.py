@@ -160,6 +160,8 @@ def test_nothing_and_tensors_of_no_elements(candidate: Candidate, rule: str) -> 
 def test_large_and_many_tensors(candidate: Candidate, rule: str, sizes: tuple[int, ...]) -> None:
     if candidate.name == "reference" or not candidate.claims(rule):
         pytest.skip("is reference")
+    if candidate.name == "triton" and candidate.device.type == "cpu":
+        sizes = sizes[:150]  # the interpreter takes milliseconds for each
     ours, theirs = (lists_of(rule, candidate.device, torch.bfloat16, torch.bfloat16, sizes) for _ in range(2))
     take_step(candidate.backend, rule, ours, BASE, 2, 0.5)
     take_step(ReferenceBackend(), rule, theirs, BASE, 2, 0.5)
