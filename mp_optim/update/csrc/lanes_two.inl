@@ -139,7 +139,7 @@ MP_INLINE uint32_t largest(const Two<V>& x) {
 
 template <class V>
 MP_INLINE bool may_have_nan(const Two<V>& a, const Two<V>& b) {
-    return may_have_nan(a.low, b.low) | may_have_nan(a.high, b.high);
+    return int(may_have_nan(a.low, b.low)) | int(may_have_nan(a.high, b.high));
 }
 
 MP_INLINE u32x16 add_unless_zero(u32x16 x, u32x16 y) { return x + (y & as<u32x16>((x & 0x7fffffff) != 0)); }
