@@ -200,8 +200,8 @@ static void run_blocks(const Run& run, const Rule& given) {
         if (blocked1) coder1.finish(), coder1.take(tile.first, start, n, top1);
         if (blocked2) coder2.finish(), coder2.take(tile.second, start, n, top2);
     }
-    coder1.finish();
-    coder2.finish();
+    if (blocked1) coder1.finish();
+    if (blocked2) coder2.finish();
     if (run.stream) finish_streaming();
 }
 
