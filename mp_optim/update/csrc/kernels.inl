@@ -5,10 +5,17 @@
 #include "drivers.inl"
 #include "sums.inl"
 
+// Moments of these dtypes, with main params of any.
+template <int32_t first, int32_t second, class Rule>
+MP_INLINE bool run_special_moments(const Run& run, const Rule& rule) {
+    return run_special<MP_NONE, first, second>(run, rule) || run_special<MP_I16, first, second>(run, rule) ||
+           run_special<MP_I8, first, second>(run, rule);
+}
+
 static void adam(const Run& run, const MpAdam& s) {
     const AdamRule rule(s);
-    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special<MP_I16, MP_BF16, MP_BF16>(run, rule) &&
-        !run_special<MP_I16, MP_I8, MP_U8>(run, rule))
+    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special_moments<MP_BF16, MP_BF16>(run, rule) &&
+        !run_special_moments<MP_F16, MP_F16>(run, rule) && !run_special_moments<MP_I8, MP_U8>(run, rule))
         run_rule(run, rule);
 }
 
