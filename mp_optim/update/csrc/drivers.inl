@@ -191,17 +191,17 @@ static void run_blocks(const Run& run, const Rule& given) {
             if (Rule::kFirst) first = read_moment<false, F>(r, i, scale1, tile.first + at);
             if (Rule::kSecond) second = read_moment<true, F>(r, i, scale2, tile.second + at);
             update<blocked1, blocked2>(rule, start + at, grad, main, first, second, top1, top2);
-            if (blocked1) coder1.write_chunk();
-            if (blocked2) coder2.write_chunk();
+            if constexpr (blocked1) coder1.write_chunk();
+            if constexpr (blocked2) coder2.write_chunk();
             if (Rule::kMain) write_main<F>(r, i, main);
             if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(r, i, first);
             if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(r, i, second);
         });
-        if (blocked1) coder1.finish(), coder1.take(tile.first, start, n, top1);
-        if (blocked2) coder2.finish(), coder2.take(tile.second, start, n, top2);
+        if constexpr (blocked1) coder1.finish(), coder1.take(tile.first, start, n, top1);
+        if constexpr (blocked2) coder2.finish(), coder2.take(tile.second, start, n, top2);
     }
-    if (blocked1) coder1.finish();
-    if (blocked2) coder2.finish();
+    if constexpr (blocked1) coder1.finish();
+    if constexpr (blocked2) coder2.finish();
     if (run.stream) finish_streaming();
 }
 
