@@ -22,37 +22,41 @@ MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
 // The last, incomplete chunk of a run, filled up with zeros in memory of its own. Whatever the scalars are, what
 // becomes of a zero is not larger than what becomes of any other element: the largest of a block is among the others.
 struct Tail {
-    alignas(64) char memory[kStreamCount][4 * kChunk] = {};
+    alignas(64) char memory[kStreamCount][4 * kChunk];
     Run run;
     int64_t numel;
 
-    Tail(const Run& whole, int64_t start) : run(whole), numel(whole.numel - start) {
+    __attribute__((noinline)) void fill(const Run& whole, int64_t start) {
+        run = whole;
+        run.start = whole.start + uint32_t(start);
+        run.stream = false;
+        numel = whole.numel - start;
+        __builtin_memset(memory, 0, sizeof(memory));
         for (int k = 0; k < kStreamCount; ++k) {
             Stream& mine = run.*kStreams[k];
             if (!mine.data) continue;
             __builtin_memcpy(memory[k], mine.at(start), numel * size_of(mine.dtype));
             mine.data = memory[k];
         }
-        run.start = whole.start + uint32_t(start);
-        run.stream = false;
     }
 
-    void write_back(const Run& whole, int64_t start) {
-        for (int k = 0; k < kStreamCount; ++k)
-            if (Stream theirs = whole.*kStreams[k]; theirs.data && k != 2)
+    __attribute__((noinline)) void write_back(const Run& whole, int64_t start) {
+        for (int k = 0; k < kStreamCount; ++k) {
+            Stream theirs = whole.*kStreams[k];
+            if (theirs.data && kStreams[k] != &Run::grad)
                 __builtin_memcpy(theirs.at(start), memory[k], numel * size_of(theirs.dtype));
+        }
     }
 };
 
 // Calls body(run, index in it, index in the block) for the chunks of a block of n elements, the tail through a copy.
 template <class Body>
-MP_INLINE void for_each_chunk(const Run& run, int64_t start, int64_t n, bool writes, Body body) {
-    int64_t at = 0;
-    for (; at + kChunk <= n; at += kChunk) body(run, start + at, at);
-    if (at < n) {
-        Tail tail(run, start + at);
-        body(tail.run, int64_t(0), at);
-        if (writes) tail.write_back(run, start + at);
+MP_INLINE void for_each_chunk(const Run& run, int64_t start, int64_t n, Tail& tail, Body body) {
+    for (int64_t at = 0; at < n; at += kChunk) {
+        const bool is_whole = n - at >= kChunk;
+        if (!is_whole) tail.fill(run, start + at);
+        body(is_whole ? run : tail.run, is_whole ? start + at : 0, at);
+        if (!is_whole) tail.write_back(run, start + at);
     }
 }
 
@@ -96,7 +100,15 @@ public:
 
     // Write the next chunk of the block taken last.
     MP_MEMBER void write_chunk() {
-        if (left_ <= 0) return;
+        if (left_ > 0) write_next();
+    }
+
+    __attribute__((noinline)) void finish() {
+        while (left_ > 0) write_next();
+    }
+
+private:
+    MP_MEMBER void write_next() {
         int64_t i = start_ + done_;
         if (left_ >= kChunk) {
             encode(values_ + done_, moment_.at(i), i);
@@ -108,12 +120,14 @@ public:
         done_ += kChunk, left_ -= kChunk;
     }
 
-    void finish() {
-        while (left_ > 0) write_chunk();
+    MP_MEMBER void encode(const float* from, char* to, int64_t i) {
+        if constexpr (F::kKnown)
+            encode_here(from, to, i);
+        else
+            outlined([&] { encode_here(from, to, i); });
     }
 
-private:
-    MP_MEMBER void encode(const float* from, char* to, int64_t i) {
+    MP_MEMBER void encode_here(const float* from, char* to, int64_t i) {
         const int32_t dtype = F::template moment<second>(run_);
         if (!scale_.good)
             __builtin_memset(to, 0, kChunk * size_of(dtype));
@@ -163,30 +177,31 @@ static void run_blocks(const Run& run, const Rule& given) {
     Coder<false, F> coder1(run);
     Coder<true, F> coder2(run);
     Tile tiles[2];
+    Tail tail;
     alignas(64) float main_buffer[kChunk], grad_buffer[kChunk];
     for (int64_t start = 0; start < run.numel; start += kScaled) {
         Tile& tile = tiles[start / kScaled % 2];
         const int64_t n = run.numel - start < kScaled ? run.numel - start : kScaled;
         const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
         u32x16 top1 = {}, top2 = {};
-        for_each_chunk(run, start, n, true, [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
+        for_each_chunk(run, start, n, tail, [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
             fetch_ahead<F>(r, i);
             float *main = read_main<F>(r, i, main_buffer), *first = nullptr, *second = nullptr;
             const float* grad = Rule::kGrad ? read_grad(r.grad, i, grad_buffer) : nullptr;
             if (Rule::kFirst) first = read_moment<false, F>(r, i, scale1, tile.first + at);
             if (Rule::kSecond) second = read_moment<true, F>(r, i, scale2, tile.second + at);
             update<blocked1, blocked2>(rule, start + at, grad, main, first, second, top1, top2);
-            if (blocked1) coder1.write_chunk();
-            if (blocked2) coder2.write_chunk();
+            if constexpr (blocked1) coder1.write_chunk();
+            if constexpr (blocked2) coder2.write_chunk();
             if (Rule::kMain) write_main<F>(r, i, main);
             if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(r, i, first);
             if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(r, i, second);
         });
-        if (blocked1) coder1.finish(), coder1.take(tile.first, start, n, top1);
-        if (blocked2) coder2.finish(), coder2.take(tile.second, start, n, top2);
+        if constexpr (blocked1) coder1.finish(), coder1.take(tile.first, start, n, top1);
+        if constexpr (blocked2) coder2.finish(), coder2.take(tile.second, start, n, top2);
     }
-    coder1.finish();
-    coder2.finish();
+    if constexpr (blocked1) coder1.finish();
+    if constexpr (blocked2) coder2.finish();
     if (run.stream) finish_streaming();
 }
 

@@ -25,6 +25,13 @@ struct Formats {
     MP_INLINE int32_t moment(const Run&) { return second ? second_dtype : first_dtype; }
 };
 
+// Code for any dtypes is large: it is compiled once, and called. By reference: a copy of what was just written in parts
+// would wait for all writes before it, and these for divisions.
+template <class Body>
+__attribute__((noinline)) static auto outlined(const Body& body) {
+    return body();
+}
+
 // -- random numbers -----------------------------------------------------------------------------------
 
 // Random bits for sixteen elements from `index` on.
@@ -78,7 +85,7 @@ static void square(float* x) {
 
 // FP32 values of a chunk of a moment, to be changed in place: those in memory, or the buffer's.
 template <bool second, class F>
-MP_INLINE float* read_moment(const Run& r, int64_t i, const float* scale, float* buffer) {
+MP_INLINE float* read_moment_here(const Run& r, int64_t i, const float* scale, float* buffer) {
     const int32_t dtype = F::template moment<second>(r);
     char* from = (second ? r.moment2 : r.moment1).data + i * size_of(dtype);
     switch (dtype) {
@@ -91,6 +98,14 @@ MP_INLINE float* read_moment(const Run& r, int64_t i, const float* scale, float*
     return buffer;
 }
 
+template <bool second, class F>
+MP_INLINE float* read_moment(const Run& r, int64_t i, const float* scale, float* buffer) {
+    if constexpr (F::kKnown)
+        return read_moment_here<second, F>(r, i, scale, buffer);
+    else
+        return outlined([&] { return read_moment_here<second, F>(r, i, scale, buffer); });
+}
+
 template <int32_t rest>
 MP_INLINE void join(const char* main, const char* remainder, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) {
@@ -101,13 +116,21 @@ MP_INLINE void join(const char* main, const char* remainder, float* to) {
 
 // FP32 values of a chunk of main params, to be changed in place.
 template <class F>
-MP_INLINE float* read_main(const Run& r, int64_t i, float* buffer) {
+MP_INLINE float* read_main_here(const Run& r, int64_t i, float* buffer) {
     if (F::rest(r) == MP_NONE) return (float*)r.main.data + i;
     if (F::rest(r) == MP_I16)
         join<MP_I16>(r.main.data + 2 * i, r.remainder.data + 2 * i, buffer);
     else
         join<MP_I8>(r.main.data + 2 * i, r.remainder.data + i, buffer);
     return buffer;
+}
+
+template <class F>
+MP_INLINE float* read_main(const Run& r, int64_t i, float* buffer) {
+    if constexpr (F::kKnown)
+        return read_main_here<F>(r, i, buffer);
+    else
+        return outlined([&] { return read_main_here<F>(r, i, buffer); });
 }
 
 // -- writing ------------------------------------------------------------------------------------------
@@ -144,13 +167,21 @@ static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint3
 
 // A chunk of a moment that is not in blocks.
 template <bool second, class F>
-MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
+MP_INLINE void write_moment_here(const Run& r, int64_t i, const float* values) {
     if (F::template moment<second>(r) != MP_BF16) return;  // FP32 was changed in place
     char* to = (second ? r.moment2 : r.moment1).data + 2 * i;
     if (r.noisy)
         write_bf16_randomly<second>(values, to, r.key, r.start + uint32_t(i));
     else
         write_bf16<false>(values, to);
+}
+
+template <bool second, class F>
+MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
+    if constexpr (F::kKnown)
+        write_moment_here<second, F>(r, i, values);
+    else
+        outlined([&] { write_moment_here<second, F>(r, i, values); });
 }
 
 // Upper halves rounded to nearest, ties away from zero, and what is missing: the lower halves, as signed integers.
@@ -190,7 +221,7 @@ static void split_8(const float* from, char* main, char* remainder, char* output
 
 // A chunk of main params, and of outputs where there are any.
 template <class F>
-MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
+MP_INLINE void write_main_here(const Run& r, int64_t i, const float* values) {
     char *main = r.main.data + 2 * i, *output = r.output.at(i);
     if (F::rest(r) == MP_I16) return split_16(values, main, r.remainder.data + 2 * i, output);
     if (F::rest(r) == MP_I8)
@@ -200,6 +231,14 @@ MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
         case MP_BF16: r.stream ? write_bf16<true>(values, output) : write_bf16<false>(values, output); break;
         case MP_F16: r.stream ? write_f16<true>(values, output) : write_f16<false>(values, output); break;
     }
+}
+
+template <class F>
+MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
+    if constexpr (F::kKnown)
+        write_main_here<F>(r, i, values);
+    else
+        outlined([&] { write_main_here<F>(r, i, values); });
 }
 
 // -- blocks -------------------------------------------------------------------------------------------

@@ -5,10 +5,17 @@
 #include "drivers.inl"
 #include "sums.inl"
 
+// Moments of these dtypes, with main params of any.
+template <int32_t first, int32_t second, class Rule>
+MP_INLINE bool run_special_moments(const Run& run, const Rule& rule) {
+    return run_special<MP_NONE, first, second>(run, rule) || run_special<MP_I16, first, second>(run, rule) ||
+           run_special<MP_I8, first, second>(run, rule);
+}
+
 static void adam(const Run& run, const MpAdam& s) {
     const AdamRule rule(s);
-    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special<MP_I16, MP_BF16, MP_BF16>(run, rule) &&
-        !run_special<MP_I16, MP_I8, MP_U8>(run, rule))
+    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special_moments<MP_BF16, MP_BF16>(run, rule) &&
+        !run_special_moments<MP_F16, MP_F16>(run, rule) && !run_special_moments<MP_I8, MP_U8>(run, rule))
         run_rule(run, rule);
 }
 
@@ -28,11 +35,12 @@ struct Directions {
     alignas(64) float params[kBlock], updates[kBlock];
 
     void find(const Run& run, const MpLamb& s) {
+        Tail tail;
         alignas(64) float p[kChunk], m[kChunk], v[kChunk];
         for (int64_t start = 0; start < run.numel; start += kScaled) {
             const int64_t n = run.numel - start < kScaled ? run.numel - start : kScaled;
             const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
-            for_each_chunk(run, start, n, false, [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
+            for_each_chunk(run, start, n, tail, [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
                 const float* main = read_main<AnyFormats>(r, i, p);
                 const float* first = read_moment<false, AnyFormats>(r, i, scale1, m);
                 const float* second = read_moment<true, AnyFormats>(r, i, scale2, v);

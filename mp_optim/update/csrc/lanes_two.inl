@@ -8,7 +8,7 @@ struct Two {
 
 template <class A, class B>
 struct As<Two<A>, Two<B>> {
-    MP_INLINE Two<A> cast(const Two<B>& x) { return {as<A>(x.low), as<A>(x.high)}; }
+    MP_INLINE Two<A> cast(Two<B> x) { return {as<A>(x.low), as<A>(x.high)}; }
 };
 
 template <class V>
@@ -16,7 +16,7 @@ struct Memory<Two<V>> {
     MP_INLINE Two<V> load(const void* p) {
         return {Memory<V>::load(p), Memory<V>::load((const char*)p + sizeof(V))};
     }
-    MP_INLINE void store(void* p, const Two<V>& x) {
+    MP_INLINE void store(void* p, Two<V> x) {
         Memory<V>::store(p, x.low);
         Memory<V>::store((char*)p + sizeof(V), x.high);
     }
@@ -35,11 +35,11 @@ using Element = typename ElementOf<V>::type;
 
 #define MP_OPERATOR(op)                                                                                     \
     template <class V>                                                                                      \
-    MP_INLINE auto operator op(const Two<V>& a, const Two<V>& b)->Two<decltype(a.low op b.low)> {           \
+    MP_INLINE auto operator op(Two<V> a, Two<V> b)->Two<decltype(a.low op b.low)> {           \
         return {a.low op b.low, a.high op b.high};                                                          \
     }                                                                                                       \
     template <class V>                                                                                      \
-    MP_INLINE auto operator op(const Two<V>& a, Element<V> b)->Two<decltype(a.low op b)> {                  \
+    MP_INLINE auto operator op(Two<V> a, Element<V> b)->Two<decltype(a.low op b)> {                  \
         return {a.low op b, a.high op b};                                                                   \
     }
 MP_OPERATOR(+)
@@ -56,17 +56,17 @@ MP_OPERATOR(!=)
 #undef MP_OPERATOR
 
 template <class V>
-MP_INLINE Two<V> operator~(const Two<V>& x) {
+MP_INLINE Two<V> operator~(Two<V> x) {
     return {~x.low, ~x.high};
 }
 
 template <class V>
-MP_INLINE Two<V> operator<<(const Two<V>& x, int bits) {
+MP_INLINE Two<V> operator<<(Two<V> x, int bits) {
     return {x.low << bits, x.high << bits};
 }
 
 template <class V>
-MP_INLINE Two<V> operator>>(const Two<V>& x, int bits) {
+MP_INLINE Two<V> operator>>(Two<V> x, int bits) {
     return {x.low >> bits, x.high >> bits};
 }
 
@@ -94,12 +94,12 @@ using u16x32 = Sixteen<u16x2n>;
 // -- lane by lane -------------------------------------------------------------------------------------
 
 template <class V>
-MP_INLINE Two<V> square_root(const Two<V>& x) {
+MP_INLINE Two<V> square_root(Two<V> x) {
     return {square_root(x.low), square_root(x.high)};
 }
 
 template <class V>
-MP_INLINE Two<V> add_square(const Two<V>& acc, const Two<V>& x) {
+MP_INLINE Two<V> add_square(Two<V> acc, Two<V> x) {
     return {add_square(acc.low, x.low), add_square(acc.high, x.high)};
 }
 
@@ -107,22 +107,22 @@ MP_INLINE f32xn to_float(i32xn x) { return __builtin_convertvector(x, f32xn); }
 MP_INLINE i32xn to_whole(f32xn x) { return __builtin_convertvector(x, i32xn); }
 
 template <class V>
-MP_INLINE auto to_float(const Two<V>& x) -> Two<decltype(to_float(x.low))> {
+MP_INLINE auto to_float(Two<V> x) -> Two<decltype(to_float(x.low))> {
     return {to_float(x.low), to_float(x.high)};
 }
 
 template <class V>
-MP_INLINE auto to_whole(const Two<V>& x) -> Two<decltype(to_whole(x.low))> {
+MP_INLINE auto to_whole(Two<V> x) -> Two<decltype(to_whole(x.low))> {
     return {to_whole(x.low), to_whole(x.high)};
 }
 
 template <class V>
-MP_INLINE auto to_nearest(const Two<V>& x) -> Two<decltype(to_nearest(x.low))> {
+MP_INLINE auto to_nearest(Two<V> x) -> Two<decltype(to_nearest(x.low))> {
     return {to_nearest(x.low), to_nearest(x.high)};
 }
 
 template <class V>
-MP_INLINE Two<V> larger(const Two<V>& a, const Two<V>& b) {
+MP_INLINE Two<V> larger(Two<V> a, Two<V> b) {
     return {larger(a.low, b.low), larger(a.high, b.high)};
 }
 
@@ -133,13 +133,13 @@ MP_INLINE uint32_t largest(u32xn x) {
 }
 
 template <class V>
-MP_INLINE uint32_t largest(const Two<V>& x) {
+MP_INLINE uint32_t largest(Two<V> x) {
     return largest(larger(x.low, x.high));
 }
 
 template <class V>
-MP_INLINE bool may_have_nan(const Two<V>& a, const Two<V>& b) {
-    return may_have_nan(a.low, b.low) | may_have_nan(a.high, b.high);
+MP_INLINE bool may_have_nan(Two<V> a, Two<V> b) {
+    return int(may_have_nan(a.low, b.low)) | int(may_have_nan(a.high, b.high));
 }
 
 MP_INLINE u32x16 add_unless_zero(u32x16 x, u32x16 y) { return x + (y & as<u32x16>((x & 0x7fffffff) != 0)); }
@@ -230,7 +230,7 @@ MP_INLINE void store_upper_bytes(char* to, u16x32 x) {
 MP_INLINE void store_past_caches(char* p, u16x2n value) { store_few_past_caches(p, value); }
 
 template <class V>
-MP_INLINE void store_past_caches(char* p, const Two<V>& value) {
+MP_INLINE void store_past_caches(char* p, Two<V> value) {
     store_past_caches(p, value.low);
     store_past_caches(p + sizeof(V), value.high);
 }

@@ -15,9 +15,11 @@ struct Touches {
 // A factor that is left out where it is zero: 0 * inf is not.
 struct Optional {
     f32x16 factor;
-    bool is_there;
+    int is_there;
 
-    explicit Optional(float value) : factor(splat<f32x16>(value)), is_there(value != 0.0f) {}
+    explicit Optional(float value) : factor(splat<f32x16>(value)), is_there(value != 0.0f) {
+        __asm__("" : "+r"(is_there));  // a whole number, which is looked at where no floats are worked on
+    }
 };
 
 // g * multiplier, then + p * l2.

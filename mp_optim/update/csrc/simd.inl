@@ -10,7 +10,7 @@ constexpr int kLanes = 16;
 // Whether bits of one type are read as another: of the same size.
 template <class To, class From>
 struct As {
-    MP_INLINE To cast(const From& value) {
+    MP_INLINE To cast(From value) {
         static_assert(sizeof(To) == sizeof(From), "as() reinterprets bits");
         To result;
         __builtin_memcpy(&result, &value, sizeof(To));
@@ -25,11 +25,11 @@ struct Memory {
         __builtin_memcpy(&value, p, sizeof(T));
         return value;
     }
-    MP_INLINE void store(void* p, const T& value) { __builtin_memcpy(p, &value, sizeof(T)); }
+    MP_INLINE void store(void* p, T value) { __builtin_memcpy(p, &value, sizeof(T)); }
 };
 
 template <class To, class From>
-MP_INLINE To as(const From& value) {
+MP_INLINE To as(From value) {
     return As<To, From>::cast(value);
 }
 
@@ -39,7 +39,7 @@ MP_INLINE T load(const void* p) {
 }
 
 template <class T>
-MP_INLINE void store(void* p, const T& value) {
+MP_INLINE void store(void* p, T value) {
     Memory<T>::store(p, value);
 }
 

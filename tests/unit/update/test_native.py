@@ -47,8 +47,8 @@ STATUS = Path("/proc/self/status")
 REFERENCE = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REMAINDERS = [None, torch.int16, torch.int8]
-ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33, math.inf, -math.inf,
-       math.nan]
+ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33,
+       math.inf, -math.inf, math.nan]
 
 pytestmark = [pytest.mark.native,
               pytest.mark.skipif(LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}")]
@@ -285,6 +285,65 @@ def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
     assert_same_lists(ours, theirs)
     grads = [*ours.grad, torch.randn(40, 30).t()]
     assert torch.equal(NativeBackend(LIBRARY).sum_of_squares(grads), REFERENCE.sum_of_squares(grads))
+
+
+GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True,
+         "adam_w_mode": True}
+
+
+@pytest.mark.parametrize("remainder", REMAINDERS)
+@pytest.mark.parametrize("dtype", MOMENT_DTYPES)
+def test_compact_states_do_not_depend_on_threads(dtype: torch.dtype, remainder: torch.dtype | None,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = lists_of(9, [150_000, 1], torch.bfloat16, None, KEYS["adam"], False, (dtype, dtype), remainder, True)
+    run(REFERENCE, "adam", theirs, GROUP, 2, 0.5)
+    monkeypatch.setattr(ReferenceBackend, "adam", None)  # nothing is left to it
+    for threads in (1, 3, 8):
+        set_host_threads(threads)
+        ours = lists_of(9, [150_000, 1], torch.bfloat16, None, KEYS["adam"], False, (dtype, dtype), remainder, True)
+        run(NativeBackend(LIBRARY), "adam", ours, GROUP, 2, 0.5)
+        assert_same_lists(ours, theirs)
+
+
+def test_scales_at_the_edges() -> None:
+    """Blocks whose largest value is just below and above what is stored at all, and the largest there is."""
+    tops = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2**-24), 2.0**-99, 3.4e38, 1.0, 127.0, 255.0, 0.0])
+    for dtype in (torch.float16, torch.uint8):
+        both = []
+        for backend in (NativeBackend(LIBRARY), REFERENCE):
+            n = 256 * len(tops)
+            state = {"momentum_buffer": [torch.zeros(n, dtype=stored_dtype("momentum_buffer", dtype))],
+                     "momentum_buffer_scale": [torch.zeros(len(tops))]}
+            grad = tops.repeat_interleave(256) * torch.linspace(-1, 1, 256).repeat(len(tops))
+            lists = TensorLists([torch.zeros(n)], [grad], state, [None])
+            group = {"lr": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+            run(backend, "sgd", lists, group, 1, 1.0)
+            both.append(lists)
+        assert_same_lists(*both)
+        assert both[0].state["momentum_buffer_scale"][0].tolist()[1] == 0.0
+
+
+def test_what_the_kernels_do_not_read_goes_to_reference() -> None:
+    """Outputs beside a remainder that are not bfloat16, noise of several seeds or of a part of a tensor."""
+    def lists(output: torch.dtype | None = None, noise: list[Noise] | None = None) -> TensorLists:
+        made = lists_of(4, [300, 400], torch.bfloat16, output, KEYS["adam"], False, (torch.uint8,) * 2, torch.int16)
+        return TensorLists(made.main, made.grad, made.state, made.output, noise)
+
+    for make in (lambda: lists(torch.float32), lambda: lists(noise=[Noise(1, 2), Noise(2, 2)]),
+                 lambda: lists(noise=[Noise(1, 2, 256), Noise(1, 3)])):
+        ours, theirs = make(), make()
+        assert [kind for _, kind, _ in native_module._by_kind(ours, KEYS["adam"])] == [None]
+        run(NativeBackend(LIBRARY), "adam", ours, GROUP, 3, 0.5)
+        run(REFERENCE, "adam", theirs, GROUP, 3, 0.5)
+        assert_same_lists(ours, theirs)
+
+
+def test_written_tensors_are_known_to_autograd() -> None:
+    lists = lists_of(4, [300], torch.bfloat16, torch.bfloat16, KEYS["adam"], False, (torch.uint8,) * 2, torch.int16)
+    versions = [lists.main[0]._version, lists.output[0]._version if lists.output[0] is not None else 0]
+    run(NativeBackend(LIBRARY), "adam", lists, GROUP, 3, 0.5)
+    assert lists.output[0] is not None and torch.equal(lists.output[0], lists.main[0])
+    assert lists.main[0]._version > versions[0] and lists.output[0]._version > versions[1]
 
 
 def test_calls_from_several_threads_do_not_mix() -> None:

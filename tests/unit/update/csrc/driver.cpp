@@ -12,7 +12,15 @@
 
 namespace {
 
-int64_t bytes_of(int dtype) { return dtype == MP_F32 ? 4 : 2; }
+int64_t bytes_of(int dtype) { return dtype == MP_F32 ? 4 : dtype == MP_I8 || dtype == MP_U8 ? 1 : dtype ? 2 : 0; }
+
+bool is_blocked(int dtype) { return dtype == MP_F16 || dtype == MP_I8 || dtype == MP_U8; }
+
+// Dtypes of a call.
+struct Kind {
+    int grad, output, moment1, moment2, remainder;
+    bool noisy;
+};
 
 // A tensor of its own allocation, `offset` elements in: one element past its end is one too many.
 struct Buffer {
@@ -30,25 +38,45 @@ struct Buffer {
 struct Call {
     std::vector<Buffer> buffers;
     std::vector<int64_t> numel;
-    std::vector<void*> main, grad, moment1, moment2, output;
+    std::vector<uint32_t> streams;
+    std::vector<void*> main, remainder, grad, moment1, moment2, scale1, scale2, output;
     MpTensors tensors{};
 
-    Call(const std::vector<int64_t>& sizes, int grad_dtype, int output_dtype, int moment_dtype) : numel(sizes) {
+    Call(const std::vector<int64_t>& sizes, const Kind& kind) : numel(sizes) {
+        int main_dtype = kind.remainder ? MP_BF16 : MP_F32;
         int64_t offset = 0;
         auto add = [&](std::vector<void*>& table, int64_t n, int64_t element) {
+            if (element == 0) return;
             buffers.emplace_back(n, element, offset++ % 5);
             table.push_back(buffers.back().data);
         };
+        auto add_scales = [&](std::vector<void*>& table, int64_t n, int dtype) {
+            if (!is_blocked(dtype)) return;
+            add(table, (n + 255) / 256, 4);
+            for (int64_t i = 0; i < (n + 255) / 256; ++i) ((float*)table.back())[i] = 0.25f + float(i % 7);
+        };
         for (int64_t n : sizes) {
-            add(main, n, 4);
-            add(grad, n, bytes_of(grad_dtype));
-            add(moment1, n, bytes_of(moment_dtype));
-            add(moment2, n, bytes_of(moment_dtype));
-            if (output_dtype) add(output, n, bytes_of(output_dtype));
+            streams.push_back(uint32_t(streams.size() * 0x10001 + 5));
+            add(main, n, bytes_of(main_dtype));
+            add(remainder, n, bytes_of(kind.remainder));
+            add(grad, n, bytes_of(kind.grad));
+            add(moment1, n, bytes_of(kind.moment1));
+            add(moment2, n, bytes_of(kind.moment2));
+            add_scales(scale1, n, kind.moment1);
+            add_scales(scale2, n, kind.moment2);
+            add(output, n, bytes_of(kind.output));
         }
-        tensors = MpTensors{int64_t(sizes.size()), numel.data(), (float**)main.data(), grad.data(), moment1.data(),
-                            moment2.data(), output_dtype ? output.data() : nullptr, grad_dtype, output_dtype,
-                            moment_dtype, moment_dtype};
+        auto table = [](std::vector<void*>& pointers) { return pointers.empty() ? nullptr : pointers.data(); };
+        MpTensors& t = tensors;
+        t.count = int64_t(sizes.size());
+        t.numel = numel.data();
+        t.main = table(main), t.remainder = table(remainder), t.grad = table(grad), t.output = table(output);
+        t.moment1 = table(moment1), t.moment2 = table(moment2);
+        t.scale1 = (float* const*)table(scale1), t.scale2 = (float* const*)table(scale2);
+        t.stream = kind.noisy ? streams.data() : nullptr;
+        t.main_dtype = main_dtype, t.remainder_dtype = kind.remainder, t.grad_dtype = kind.grad;
+        t.moment1_dtype = kind.moment1, t.moment2_dtype = kind.moment2, t.output_dtype = kind.output;
+        t.seed = 12345;
     }
 };
 
@@ -65,8 +93,8 @@ void check(int32_t status, int32_t expected, const char* what) {
     ++failures;
 }
 
-uint64_t run_all(const std::vector<int64_t>& sizes, int grad, int output, int moment, int threads) {
-    Call call(sizes, grad, output, moment);
+uint64_t run_all(const std::vector<int64_t>& sizes, const Kind& kind, int threads) {
+    Call call(sizes, kind);
     const MpTensors* t = &call.tensors;
     MpAdam adam{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1e-3f, 1.0f, 1e-4f, 0.0f};
     MpLamb lamb{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1.0f, 1.0f, 0.1f, 0.0f};
@@ -90,9 +118,54 @@ uint64_t run_all(const std::vector<int64_t>& sizes, int grad, int output, int mo
     return hash;
 }
 
+std::vector<Kind> plain_kinds() {
+    std::vector<Kind> kinds;
+    for (int grad : {MP_F32, MP_BF16, MP_F16})
+        for (int output : {MP_NONE, MP_F32, MP_BF16, MP_F16})
+            for (int moment : {MP_F32, MP_BF16}) kinds.push_back({grad, output, moment, moment, MP_NONE, false});
+    return kinds;
+}
+
+std::vector<Kind> compact_kinds() {
+    std::vector<Kind> kinds;
+    for (int first : {MP_F32, MP_BF16, MP_F16, MP_I8})
+        for (int second : {MP_F32, MP_BF16, MP_F16, MP_U8})
+            for (int remainder : {MP_NONE, MP_I16, MP_I8})
+                for (bool noisy : {false, true})
+                    kinds.push_back({MP_BF16, noisy ? MP_BF16 : MP_NONE, first, second, remainder, noisy});
+    return kinds;
+}
+
+// A change to the arguments of a good call, after which they are bad.
+template <class Change>
+void bad_change(const Call& call, const char* what, Change change) {
+    MpAdam adam{};
+    MpTensors bad = call.tensors;
+    change(bad);
+    check(mp_adam(&bad, &adam, 1), MP_BAD_ARGUMENT, what);
+}
+
+void bad_compact_arguments() {
+    Call call({5, 0, 3}, {MP_F32, MP_BF16, MP_I8, MP_U8, MP_I16, true});
+    MpAdam adam{};
+    check(mp_adam(&call.tensors, &adam, 1), MP_OK, "compact");
+    bad_change(call, "no remainder", [](MpTensors& t) { t.remainder = nullptr; });
+    bad_change(call, "a remainder of no dtype", [](MpTensors& t) { t.remainder_dtype = MP_NONE; });
+    bad_change(call, "a float remainder", [](MpTensors& t) { t.remainder_dtype = MP_BF16; });
+    bad_change(call, "an FP32 param with a remainder", [](MpTensors& t) { t.main_dtype = MP_F32; });
+    bad_change(call, "an FP32 output beside a remainder", [](MpTensors& t) { t.output_dtype = MP_F32; });
+    bad_change(call, "no scales", [](MpTensors& t) { t.scale1 = nullptr; });
+    bad_change(call, "scales of FP32", [](MpTensors& t) { t.moment2_dtype = MP_F32; });
+    bad_change(call, "signed roots", [](MpTensors& t) { t.moment2_dtype = MP_I8; });
+    bad_change(call, "unsigned moments", [](MpTensors& t) { t.moment1_dtype = MP_U8; });
+    call.scale2[2] = nullptr;
+    check(mp_adam(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "null scales");
+}
+
 void bad_arguments() {
     MpAdam adam{};
-    Call call({5, 0, 3}, MP_F32, MP_BF16, MP_F32);
+    Call call({5, 0, 3}, {MP_F32, MP_BF16, MP_F32, MP_F32, MP_NONE, false});
+    bad_change(call, "a bfloat16 param without a remainder", [](MpTensors& t) { t.main_dtype = MP_BF16; });
     check(mp_adam(nullptr, &adam, 1), MP_BAD_ARGUMENT, "no tensors");
     check(mp_adam(&call.tensors, nullptr, 1), MP_BAD_ARGUMENT, "no scalars");
     check(mp_adam(&call.tensors, &adam, 0), MP_BAD_ARGUMENT, "no threads");
@@ -119,20 +192,23 @@ int main() {
         size_t end = std::min(levels.find(',', start), levels.size());
         check(mp_set_level(levels.substr(start, end - start).c_str()), MP_OK, "level");
         uint64_t hash = 0;
-        for (int grad = MP_F32; grad <= MP_F16; ++grad)
-            for (int output = MP_NONE; output <= MP_F16; ++output) {
-                for (int moment : {MP_F32, MP_BF16})
-                    hash = hash * 31 + run_all({1, 15, 16, 17, 0, 1023, 1024, 1025, 3000}, grad, output, moment, 2);
-                hash = hash * 31 + run_all({131072 * 2 + 5, 70000}, grad, output, MP_F32, 4);
-            }
+        for (const Kind& kind : plain_kinds()) {
+            hash = hash * 31 + run_all({1, 15, 16, 17, 0, 1023, 1024, 1025, 3000}, kind, 2);
+            if (kind.moment1 == MP_F32) hash = hash * 31 + run_all({131072 * 2 + 5, 70000}, kind, 4);
+        }
+        for (const Kind& kind : compact_kinds())
+            hash = hash * 31 + run_all({1, 15, 63, 64, 65, 0, 255, 256, 257, 1025, 3000}, kind, 2);
+        for (bool noisy : {false, true})
+            hash = hash * 31 + run_all({131072 * 2 + 5, 70000}, {MP_BF16, MP_NONE, MP_I8, MP_U8, MP_I8, noisy}, 4);
         if (start == 0) first = hash;
         check(hash == first ? MP_OK : MP_FAILED, MP_OK, "a level's bits differ");
         start = end + 1;
     }
     std::vector<std::thread> callers;
-    for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_all({200000, 7}, MP_BF16, MP_BF16, MP_F32, 3); });
+    for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_all({200000, 7}, {MP_BF16, MP_BF16, MP_F32, MP_F32, MP_NONE, false}, 3); });
     for (std::thread& caller : callers) caller.join();
     bad_arguments();
+    bad_compact_arguments();
     std::printf("%s, %d failures, results %016llx\n", levels.c_str(), failures, (unsigned long long)first);
     return failures != 0;
 }
