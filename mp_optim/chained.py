@@ -116,6 +116,14 @@ class ChainedOptimizer(MegatronOptimizer):
         part, theirs = self._part(slot)
         part.load_slot_state(theirs, state)
 
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        part, theirs = self._part(slot)
+        return part.full_slot_state(theirs)
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        part, theirs = self._part(slot)
+        return part.fit_slot_state(theirs, state, convert)
+
     def has_separate_main(self, slot: Slot) -> bool:
         part, theirs = self._part(slot)
         return part.has_separate_main(theirs)

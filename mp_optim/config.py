@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from mp_optim.capabilities import BACKENDS, RULES, refusal
+
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
 
-OPTIMIZERS = ("adam", "sgd", "lamb", "lion")
-BACKENDS = ("auto", "native", "reference", "torch")
 DTYPE_FIELDS = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -56,9 +56,19 @@ class OptimizerConfig:
     main_params_dtype: torch.dtype | str = torch.float32
     """Dtype of the main params: float32."""
     exp_avg_dtype: torch.dtype | str = torch.float32
-    """Dtype of the first moment: float32 or bfloat16."""
+    """Dtype of the first moment, or sgd's momentum: float32, bfloat16, float16 (with a scale for each block of 256),
+    or uint8 (8-bit codes with a scale for each block of 256)."""
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
-    """Dtype of the second moment: float32 or bfloat16."""
+    """Dtype of the second moment; the same choices."""
+    store_param_remainders: bool = True
+    """With ``use_precision_aware_optimizer``, keep of a bfloat16 parameter's FP32 main param only what the parameter
+    itself does not say: 2 bytes instead of 4, and the same bits."""
+    param_remainder_bits: int = 16
+    """Bits of a remainder: 16 for all of FP32, 8 for its upper 24 bits."""
+    stochastic_rounding: bool = False
+    """Round bfloat16 and 8-bit state stochastically; reproducible for any placement and number of threads."""
+    stochastic_rounding_seed: int = 0
+    """Seed of the random bits."""
     loss_scale: float | None = None
     """Constant loss scale for fp16; dynamic if not given."""
     initial_loss_scale: float = 2.0**32
@@ -104,7 +114,8 @@ class OptimizerConfig:
     pin_cpu_params: bool = True
     """Page-lock main params on the host."""
     fused_backend: str = "auto"
-    """What carries the rule out: auto, native, reference or torch."""
+    """What carries the rule out: auto (the fastest that has the bits of ``reference``), native (on the host),
+    reference, torch, triton, apex or transformer_engine (their own bits; see docs/numerics.md)."""
     host_threads: int | None = None
     """Threads of the native host kernels, for the whole process; by default ``torch.get_num_threads()``."""
     host_cores: tuple[int, ...] | None = None
@@ -125,6 +136,11 @@ class OptimizerConfig:
         :func:`mp_optim.get_megatron_optimizer` for fields set since."""
         for check in (_check_types, _check_choices, _check_ranges, _check_precision, _check_inert):
             check(self)
+
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether bfloat16 parameters are stepped as they are, beside their remainders."""
+        return self.use_precision_aware_optimizer and self.store_param_remainders and self.bf16
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> OptimizerConfig:
@@ -158,7 +174,6 @@ _ELSEWHERE = {
     "use_distributed_optimizer": "shard the model with FSDP2, whose DTensor parameters are stepped shard by shard",
     "use_layer_wise_distributed_optimizer": "shard the model with FSDP2",
     "overlap_param_gather": "there is no distributed optimizer to gather for",
-    "store_param_remainders": "main params are float32",
     "use_torch_optimizer_for_cpu_offload": "choose fused_backend='torch'",
     "optimizer_cuda_graph": "step() is not captured",
     "fp8_recipe": "parameters are bf16, fp16 or fp32",
@@ -212,7 +227,7 @@ def _check_types(config: OptimizerConfig) -> None:
 
 
 def _check_choices(config: OptimizerConfig) -> None:
-    for name, choices in (("optimizer", OPTIMIZERS), ("fused_backend", BACKENDS)):
+    for name, choices in (("optimizer", RULES), ("fused_backend", BACKENDS)):
         value = getattr(config, name)
         if value not in choices:
             _fail(config, name, f"must be one of {list(choices)}{_nearest(str(value), list(choices))}")
@@ -244,9 +259,9 @@ def _check_ranges(config: OptimizerConfig) -> None:
         _fail(config, "optimizer_offload_fraction", "must be between 0 and 1")
 
 
+_MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _STATE_DTYPES = {"main_grads_dtype": (torch.float32,), "main_params_dtype": (torch.float32,),
-                 "exp_avg_dtype": (torch.float32, torch.bfloat16),
-                 "exp_avg_sq_dtype": (torch.float32, torch.bfloat16)}
+                 "exp_avg_dtype": _MOMENT_DTYPES, "exp_avg_sq_dtype": _MOMENT_DTYPES}
 
 
 def _check_precision(config: OptimizerConfig) -> None:
@@ -260,8 +275,15 @@ def _check_precision(config: OptimizerConfig) -> None:
         value = getattr(config, name)
         if value not in choices:
             _fail(config, name, f"must be one of {list(choices)} in this version")
-        if value != torch.float32 and config.fused_backend == "torch":
-            _fail(config, name, "fused_backend='torch' keeps moments in torch.float32; choose another backend")
+    moments = [dtype for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype) if isinstance(dtype, torch.dtype)]
+    refused = refusal(config.fused_backend, config.optimizer, moments,
+                      config.param_remainder_bits if config.keeps_remainders else None, config.stochastic_rounding)
+    if refused is not None:
+        _fail(config, *refused)
+    if config.param_remainder_bits not in (8, 16):
+        _fail(config, "param_remainder_bits", "must be 16 or 8")
+    if not 0 <= config.stochastic_rounding_seed < 2**32:
+        _fail(config, "stochastic_rounding_seed", "must be in [0, 2**32)")
     for name in ("loss_scale_window", "hysteresis"):
         value = getattr(config, name)
         if value < 1 or int(value) != value:
@@ -294,10 +316,16 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "lamb_use_nvlamb": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "lamb_grad_averaging": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
-    "exp_avg_dtype": ("use_precision_aware_optimizer=True and optimizer='adam', 'lamb' or 'lion'",
-                      lambda c: c.use_precision_aware_optimizer and c.optimizer != "sgd"),
+    "exp_avg_dtype": ("use_precision_aware_optimizer=True", lambda c: c.use_precision_aware_optimizer),
     "exp_avg_sq_dtype": ("use_precision_aware_optimizer=True and optimizer='adam' or 'lamb'",
                          lambda c: c.use_precision_aware_optimizer and c.optimizer in ("adam", "lamb")),
+    "store_param_remainders": ("use_precision_aware_optimizer=True", lambda c: c.use_precision_aware_optimizer),
+    "param_remainder_bits": ("use_precision_aware_optimizer=True, store_param_remainders=True and bf16=True",
+                             lambda c: c.keeps_remainders),
+    "stochastic_rounding": ("use_precision_aware_optimizer=True and bfloat16 or 8-bit state",
+                            lambda c: c.use_precision_aware_optimizer and (c.param_remainder_bits == 8 or not {
+                                c.exp_avg_dtype, c.exp_avg_sq_dtype}.isdisjoint({torch.bfloat16, torch.uint8}))),
+    "stochastic_rounding_seed": ("stochastic_rounding=True", lambda c: c.stochastic_rounding),
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
 }
 """Fields that do something only in company: what they need, and whether a config has it."""

@@ -23,7 +23,7 @@ from mp_optim.precision import (
 )
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, set_host_cores, set_host_threads
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, check_serves, set_host_cores, set_host_threads
 
 __all__ = ["get_megatron_optimizer"]
 
@@ -57,6 +57,7 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     if not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise TypeError("model must be a module or a list of modules; parameters of your own choosing go into "
                         "param_groups=")
+    check_serves(config.fused_backend, _device(chunks))
     _set_up_host(config)
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
@@ -104,7 +105,7 @@ def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: Meg
 
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     rule, settings = _rule(config)
-    construction = {"backend": config.fused_backend, **_moment_dtypes(config)}
+    construction = {"backend": config.fused_backend, **_state_precision(config)}
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
         warnings.warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0", stacklevel=4)
     if not config.optimizer_cpu_offload:
@@ -117,10 +118,10 @@ def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
         sub_optimizer_kwargs=construction, **settings)
 
 
-def _moment_dtypes(config: OptimizerConfig) -> dict[str, Any]:
-    fields = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
-              "lion": ("exp_avg_dtype",), "sgd": ()}
-    return {field: getattr(config, field) for field in fields[config.optimizer]}
+def _state_precision(config: OptimizerConfig) -> dict[str, Any]:
+    return {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
+            "store_param_remainders": config.keeps_remainders, "param_remainder_bits": config.param_remainder_bits,
+            "stochastic_rounding": config.stochastic_rounding, "seed": config.stochastic_rounding_seed}
 
 
 def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:

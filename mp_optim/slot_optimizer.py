@@ -17,7 +17,7 @@ from torch import Tensor
 from mp_optim.checkpoint.state_dict import match_groups, plain_groups
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
 
-__all__ = ["SlotOptimizer"]
+__all__ = ["Closure", "SlotOptimizer", "check_fits"]
 
 Closure = Callable[[], Any]
 
@@ -54,17 +54,50 @@ class SlotOptimizer(torch.optim.Optimizer):
                 it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
         """
 
+    # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise --------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the tensor that is stepped for a parameter of a dtype."""
+        return torch.float32
+
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        """Replace a slot's tensor by the FP32 one that will be stepped, and return it.
+        """Replace a slot's tensor by the one that will be stepped, and return it.
 
         Args:
             slot: which parameter.
-            source: local model parameter (any floating dtype); its values are copied, unless it is
-                FP32 already and is stepped where it lies, in which case it is used itself.
+            source: local model parameter (any floating dtype); its values are copied, unless it has the dtype
+                to step already and is stepped where it lies, in which case it is used itself.
         """
-        main = source if source.dtype == torch.float32 else source.detach().to(torch.float32)
+        dtype = self.main_dtype(source.dtype)
+        main = source if source.dtype == dtype else source.detach().to(dtype)
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
+
+    def main_param(self, slot: Slot) -> Tensor:
+        """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
+        main: Tensor = self.param_groups[slot.group]["params"][slot.position]
+        return main
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        """Give the main param another value of any floating dtype."""
+        self.param_groups[slot.group]["params"][slot.position].copy_(value)
+
+    def written_outside(self, slot: Slot) -> None:
+        """The stepped tensor was replaced or written by somebody else; make state agree that depends on its value."""
+
+    # -- other forms of the state -----------------------------------------------------------------
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
+        return self.slot_state(slot)
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        """A saved state in the form that :meth:`load_slot_state` takes.
+
+        Raises:
+            ValueError: bits would be lost, and ``convert`` is false.
+        """
+        return state
 
     # -- torch's contract -----------------------------------------------------------------------
 
@@ -100,15 +133,19 @@ class SlotOptimizer(torch.optim.Optimizer):
         for slot in self.slots():
             self.slot_state(slot)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
         """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
         Tensors are the live ones, as torch's are: clone (or save) before the next step.
+
+        Args:
+            full_precision: state that is stored in fewer bits as FP32 copies instead.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         groups = plain_groups(self.param_groups)
-        states = (self.slot_state(slot) for slot in self.slots())
+        read = self.full_slot_state if full_precision else self.slot_state
+        states = (read(slot) for slot in self.slots())
         result: dict[str, Any] = {
             "state": {index: dict(state) for index, state in enumerate(states) if state},
             "param_groups": groups,
@@ -119,15 +156,19 @@ class SlotOptimizer(torch.optim.Optimizer):
         return result
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
 
         State is copied into the tensors that exist, so placement and dtypes stay what they are
         configured to be. The argument is not modified. Nothing is written before everything that can
         be checked without writing has been checked.
 
+        Args:
+            convert: round saved state to the dtypes configured here also where that loses bits.
+
         Raises:
-            ValueError: a parameter is missing on either side, or a tensor's shape or dtype does not fit.
+            ValueError: a parameter is missing on either side, a tensor's shape or dtype does not fit, or bits
+                would be lost.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -137,9 +178,9 @@ class SlotOptimizer(torch.optim.Optimizer):
         saved_state = state_dict["state"]
         loads = [(slot, saved_state[index]) for slot, index in match.index_of.items() if index in saved_state]
         for slot, state in loads:
-            self.check_slot_state(slot, state)
+            self.check_slot_state(slot, self.fit_slot_state(slot, state, convert))
         for slot, state in loads:
-            self.load_slot_state(slot, state)
+            self.load_slot_state(slot, self.fit_slot_state(slot, state, convert))
         for group, saved in zip(self.param_groups, match.settings, strict=True):
             group.update(saved)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -8,6 +8,7 @@ later is found by slot.
 from __future__ import annotations
 
 import operator
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "SteadyList", "all_same", "are_plain",
-    "current_grad", "current_grads", "follow", "iter_slots", "local_tensor", "same_memory", "slot_name", "with_names",
+    "current_grad", "follow", "have_grad_only", "iter_slots", "local_tensor", "same_memory", "slot_name", "stream_of",
+    "with_names",
 ]
 
 ParamGroups = list[dict[str, Any]]
@@ -47,6 +49,8 @@ class SlotUpdate(NamedTuple):
             tensor is itself the model's parameter.
         shard_groups: process groups over which the parameter is split, for rules that need
             whole-parameter norms. Empty if the local tensor is the whole parameter.
+        stream: 32 bits that tell the parameter's random numbers from others', wherever it is stepped; by default
+            made of the slot's name.
     """
 
     slot: Slot
@@ -54,6 +58,7 @@ class SlotUpdate(NamedTuple):
     multiplier: float = 1.0
     output: Tensor | None = None
     shard_groups: tuple[ProcessGroup, ...] = ()
+    stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +71,21 @@ class SlotUpdates(Sequence[SlotUpdate]):
     multipliers: Sequence[float]
     outputs: Sequence[Tensor | None]
     shard_groups: Sequence[tuple[ProcessGroup, ...]]
+    streams: Sequence[int | None]
 
     @classmethod
     def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:
         """The same updates in this form."""
         if isinstance(updates, SlotUpdates):
             return updates
-        return cls([u.slot for u in updates], [u.grad for u in updates], [u.multiplier for u in updates],
-                   [u.output for u in updates], [u.shard_groups for u in updates])
+        return cls(tuple(u.slot for u in updates), [u.grad for u in updates], [u.multiplier for u in updates],
+                   [u.output for u in updates], [u.shard_groups for u in updates], [u.stream for u in updates])
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
-        return SlotUpdates.of([self[index] for index in indices])
+        return SlotUpdates(tuple(self.slots[i] for i in indices), [self.grads[i] for i in indices],
+                           [self.multipliers[i] for i in indices], [self.outputs[i] for i in indices],
+                           [self.shard_groups[i] for i in indices], [self.streams[i] for i in indices])
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -90,7 +98,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
         if isinstance(index, slice):
             return self.take(range(len(self))[index])
         return SlotUpdate(self.slots[index], self.grads[index], self.multipliers[index], self.outputs[index],
-                          self.shard_groups[index])
+                          self.shard_groups[index], self.streams[index])
 
 
 class SteadyList(list[Tensor]):
@@ -106,6 +114,12 @@ class SteadyList(list[Tensor]):
     """
 
     held: tuple[object, ...] = ()
+
+    def gradients_of(self, params: SteadyList) -> SteadyList:
+        """The same tensors, known to be what is in ``params``' ``grad``: torch allows only the shapes and devices of
+        the parameters there."""
+        self.__dict__.update(sizes=params.sizes, devices=params.devices)
+        return self
 
     def hold(self) -> SteadyList:
         """Keep the present memory, for a list used over many steps: should somebody give one of the tensors other
@@ -138,6 +152,14 @@ class SteadyList(list[Tensor]):
     def contiguous(self) -> bool:
         return all(map(Tensor.is_contiguous, self))
 
+    @property
+    def strided(self) -> bool:
+        """Whether all are dense tensors with strides; one that is not has no answer to whether it is contiguous."""
+        try:
+            return self.contiguous or all(tensor.layout == torch.strided for tensor in self)
+        except RuntimeError:
+            return False
+
 
 def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
     """Every slot with the tensor that sits there now, in group order."""
@@ -168,7 +190,13 @@ def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
     return names[slot.position] if names else f"group{slot.group}.param{slot.position}"
 
 
+def stream_of(name: str) -> int:
+    """The stream of random numbers of a parameter, from its name."""
+    return zlib.crc32(name.encode())
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
+_ATTRIBUTES = operator.attrgetter("__dict__")
 
 
 def current_grad(param: Tensor) -> Tensor | None:
@@ -180,10 +208,9 @@ def current_grad(param: Tensor) -> Tensor | None:
     return None
 
 
-def current_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
-    """:func:`current_grad` of each; most parameters are plain and have nothing but ``grad``."""
-    return [param.grad if type(param) in _PLAIN and "main_grad" not in (own := param.__dict__)
-            and "decoupled_grad" not in own else current_grad(param) for param in params]
+def have_grad_only(params: Sequence[Tensor]) -> bool:
+    """Whether the gradient of every one of these plain parameters can only be its ``grad``."""
+    return not [True for own in map(_ATTRIBUTES, params) if "main_grad" in own or "decoupled_grad" in own]
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:

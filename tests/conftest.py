@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: its kernels run on the CPU then
 
 _NEEDS_A_GPU = "needs an accelerator that torch can use"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import tyro
-from benchmarks import report, sections
+from benchmarks import allocator, report, sections
 from rich.console import Console
 
 
@@ -24,13 +24,14 @@ class Options:
     """Elements of the model."""
     rounds: int = 15
     only: tuple[str, ...] = ()
-    """Of update, full, compact, many, threads; all if empty."""
+    """Of update, full, compact, eight_bit, many, threads; all if empty."""
     output: Path | None = None
     """Folder for host.json, host.md and host.png; none are written without it."""
 
 
 def main(options: Options) -> None:
     console = Console()
+    allocator.keep_freed()
     numel = int(options.params)
     most = torch.get_num_threads()
     memory, limit = sections.memory_limit(numel, options.rounds)
@@ -41,6 +42,7 @@ def main(options: Options) -> None:
         "update": lambda: sections.update_kernels(numel, options.rounds, limit),
         "full": lambda: sections.full_step(numel, options.rounds, limit),
         "compact": lambda: sections.compact_states(numel, options.rounds),
+        "eight_bit": lambda: sections.eight_bit(numel, options.rounds),
         "many": lambda: sections.many_tensors(numel, options.rounds),
         "threads": lambda: sections.thread_scaling(numel, options.rounds, most),
     }
@@ -49,6 +51,7 @@ def main(options: Options) -> None:
             found.append(measure())
             report.show(console, found[-1])
             gc.collect()
+            allocator.release()
     if options.output is not None:
         report.write(options.output, found, limit, regime)
         console.print(f"written to {options.output}")

@@ -43,18 +43,20 @@ class SlotStateful(Protocol):
     def slots(self) -> list[Slot]: ...
     def slot_name(self, slot: Slot) -> str: ...
     def slot_state(self, slot: Slot) -> dict[str, Any]: ...
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None: ...
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful, scheduler: Any = None,
-         extra: Mapping[str, Any] | None = None) -> Path:
+         extra: Mapping[str, Any] | None = None, *, full_precision: bool = False) -> Path:
     """Save model, optimizer and whatever else is needed to go on.
 
     Args:
         path: checkpoint directory; created if missing. The version it held stays until the new one is complete.
         scheduler: anything with ``state_dict``.
         extra: plain data (numbers, strings, tensors, containers of them) returned by :func:`load`.
+        full_precision: write optimizer state that is kept in fewer bits as FP32.
 
     Returns:
         The directory of the version written.
@@ -76,7 +78,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
         _check_plain(staging / _COMMON)
     _barrier()
     with _alone_on_purpose():
-        dcp_save(_tensors(model, optimizer), checkpoint_id=staging, no_dist=not dist.is_initialized())
+        dcp_save(_tensors(model, optimizer, full_precision), checkpoint_id=staging, no_dist=not dist.is_initialized())
     if _is_first_rank():
         _commit(root, staging, target)
     _barrier()
@@ -120,20 +122,24 @@ def _commit(root: Path, staging: Path, target: Path) -> None:
 
 
 @torch.no_grad()
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful, scheduler: Any = None
-         ) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful, scheduler: Any = None, *,
+         convert: bool = False) -> dict[str, Any]:
     """Load the newest complete version into objects that exist, whatever their placement.
+
+    Args:
+        convert: round optimizer state to the dtypes configured here also where that loses bits.
 
     Returns:
         What was passed to :func:`save` as ``extra``.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint under ``path``.
-        ValueError: entries are missing, unexpected or mis-shaped; lists their names.
+        ValueError: entries are missing, unexpected or mis-shaped, listing their names; or bits would be lost.
     """
     version = _newest(Path(path))
-    tensors = _tensors(model, optimizer)
-    _check_entries(version, tensors)
+    saved = FileSystemReader(version).read_metadata().state_dict_metadata
+    tensors = _in_saved_form(_tensors(model, optimizer), saved, optimizer)
+    _check_entries(version, saved, tensors)
     common = torch.load(version / _COMMON, weights_only=True)
     if scheduler is not None and common["scheduler"] is None:
         raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")
@@ -145,20 +151,62 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful
                            if key.startswith("model.")}, strict=False)
     loaded = common["optimizer"]
     loaded["state"] = _state_by_index(loaded["param_groups"], tensors)
-    optimizer.load_state_dict(loaded)
+    optimizer.load_state_dict(loaded, convert=convert)
     if scheduler is not None:
         scheduler.load_state_dict(common["scheduler"])
     extra: dict[str, Any] = common["extra"]
     return extra
 
 
-def _tensors(model: nn.Module, optimizer: SlotStateful) -> dict[str, Tensor]:
+def _tensors(model: nn.Module, optimizer: SlotStateful, full_precision: bool = False) -> dict[str, Tensor]:
     """Every tensor of the checkpoint under its name: ``model.<fqn>``, ``optimizer.state.<key>.<fqn>``."""
     entries = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    read = optimizer.full_slot_state if full_precision else optimizer.slot_state
     for slot in optimizer.slots():
-        for key, value in optimizer.slot_state(slot).items():
-            entries[f"optimizer.state.{key}.{optimizer.slot_name(slot)}"] = value
+        for key, value in read(slot).items():
+            entries[_entry(key, optimizer.slot_name(slot))] = value
     return entries
+
+
+def _entry(key: str, name: str) -> str:
+    return f"optimizer.state.{key}.{name}"
+
+
+_OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
+"""Keys under which the same thing may have been saved."""
+
+
+def _in_saved_form(tensors: dict[str, Tensor], saved: Mapping[str, Any], optimizer: SlotStateful) -> dict[str, Tensor]:
+    """The entries to read: the optimizer's own tensors; or new ones for all of them, where some were saved in another
+    form, so that a load that is refused for losing bits has changed none."""
+    entries: dict[str, Tensor] = {}
+    for slot in optimizer.slots():
+        for key, own in optimizer.slot_state(slot).items():
+            entries |= _as_saved(key, optimizer.slot_name(slot), own, saved)
+    own_entries = {name for name in tensors if name.startswith("optimizer.")}
+    if entries.keys() == own_entries and all(tensors[name].dtype == value.dtype for name, value in entries.items()):
+        return tensors
+    return {**{name: value for name, value in tensors.items() if name not in own_entries}, **entries}
+
+
+def _as_saved(key: str, name: str, own: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """New tensors to read one state tensor of a slot into, under the names and of the dtypes it was saved with."""
+    entry, scale = _entry(key, name), _entry(f"{key}_scale", name)
+    if entry not in saved:
+        other = _entry(_OTHER_FORMS.get(key, ""), name)
+        if other in saved:
+            return {other: _new_like(own, saved[other])}
+        if key.endswith("_scale") and _entry(key.removesuffix("_scale"), name) in saved:
+            return {}
+    if scale in saved and _dtype(saved[entry], own.dtype) != own.dtype:
+        return {entry: _new_like(own, saved[entry]),
+                scale: torch.empty(saved[scale].size, dtype=_dtype(saved[scale], torch.float32))}
+    return {entry: _new_like(own, saved.get(entry))}
+
+
+def _new_like(own: Tensor, entry: Any) -> Tensor:
+    """A tensor to read an entry into, of the layout of ``own`` and the dtype that was saved."""
+    return torch.empty_like(own, dtype=_dtype(entry, own.dtype))
 
 
 def _without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -179,8 +227,7 @@ def _state_by_index(groups: list[dict[str, Any]], tensors: Mapping[str, Tensor])
     return state
 
 
-def _check_entries(version: Path, wanted: Mapping[str, Tensor]) -> None:
-    metadata = FileSystemReader(version).read_metadata().state_dict_metadata
+def _check_entries(version: Path, metadata: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
     missing, unexpected = sorted(wanted.keys() - metadata.keys()), sorted(metadata.keys() - wanted.keys())
     shapes = [f"{name}: saved {tuple(size)}, expected {tuple(value.shape)}" for name, value in wanted.items()
               if name in metadata and (size := getattr(metadata[name], "size", value.shape)) != value.shape]

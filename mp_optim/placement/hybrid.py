@@ -20,7 +20,7 @@ from mp_optim.placement.pipeline import HostPipeline, Traffic
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor, same_memory
+from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor, same_memory, stream_of
 from mp_optim.update import FusedAdam, as_slot_optimizer, global_grad_norm
 
 __all__ = ["HybridDeviceOptimizer"]
@@ -83,6 +83,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self._fp32 = param_update_in_fp32 or any(issubclass(c, SlotOptimizer) for c in self._classes.values())
         self._pin_params = pin_cpu_params
         self._kwargs = {**kwargs, **(sub_optimizer_kwargs or {})}
+        self._remainders = bool(self._kwargs.get("store_param_remainders", False))
         self._seats: list[list[_Seat]] = []
         self._subs: dict[Place, SlotOptimizer] = {}
         super().__init__(params, dict(kwargs))
@@ -116,14 +117,14 @@ class HybridDeviceOptimizer(SlotOptimizer):
             seats = []
             for param in group["params"]:
                 place: Place = "host" if running in hosted else "device"
-                half = self._fp32 and param.dtype in (torch.float16, torch.bfloat16)
-                seats.append(_Seat(place, counts[place], shares[running], resident=place == "device" and not half))
+                resident = place == "device" and self._stepped_dtype(param.dtype) == param.dtype
+                seats.append(_Seat(place, counts[place], shares[running], resident))
                 counts[place] += 1
                 running += 1
             self._seats.append(seats)
 
     def _host_bytes(self) -> int:
-        return sum(aligned_bytes(local_tensor(p).numel(), torch.float32)
+        return sum(aligned_bytes(local_tensor(p).numel(), self.main_dtype(p.dtype))
                    for slot, p in iter_slots(self.param_groups) if self._seat(slot).place == "host")
 
     def _seat(self, slot: Slot) -> _Seat:
@@ -189,13 +190,32 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     # -- main params ----------------------------------------------------------------------------
 
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
+
+    def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
+        return self.main_dtype(dtype) if self._fp32 and dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def main_param(self, slot: Slot) -> Tensor:
+        sub, theirs = self._in_sub(slot)
+        return sub.main_param(theirs)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        sub, theirs = self._in_sub(slot)
+        sub.set_main_param(theirs, value)
+
+    def written_outside(self, slot: Slot) -> None:
+        sub, theirs = self._in_sub(slot)
+        sub.written_outside(theirs)
+
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        """FP32 main param, born where it is stepped: on the host it never exists on the device."""
+        """Main param, born where it is stepped: on the host it never exists in FP32 on the device."""
         seat = self._seat(slot)
         seat.resident, seat.main = True, None
         if seat.place == "device":
             return super().new_main_param(slot, source)
-        main = self._on_host(source, torch.float32)
+        main = self._on_host(source, self.main_dtype(source.dtype))
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
 
@@ -204,8 +224,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         return host.copy_(source)
 
     def _new_copy(self, seat: _Seat, param: Tensor) -> Tensor:
-        half = param.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if self._fp32 and half else param.dtype
+        dtype = self._stepped_dtype(param.dtype)
         return self._on_host(param, dtype) if seat.place == "host" else param.to(dtype)
 
     def _stepped(self, slot: Slot) -> Tensor:
@@ -219,6 +238,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
             seat.main = self._new_copy(seat, local)
         elif param is not seat.bound:
             follow(seat.main, local, self.slot_name(slot))
+            self._subs[seat.place].written_outside(Slot(slot.group, seat.index))
         seat.bound = param
         return seat.main
 
@@ -237,8 +257,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def reload_model_params(self) -> None:
         """Take the parameters' present values into the copies kept here."""
         for slot, param in iter_slots(self.param_groups):
-            if (main := self._seat(slot).main) is not None:
-                main.copy_(local_tensor(param))
+            if self._seat(slot).main is not None or param.dtype != torch.float32:
+                self.set_main_param(slot, local_tensor(param))
 
     # -- stepping -------------------------------------------------------------------------------
 
@@ -249,7 +269,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [SlotUpdate(slot, local_tensor(grad)) for slot, param in iter_slots(self.param_groups)
+        updates = [SlotUpdate(slot, local_tensor(grad), stream=stream_of(self.slot_name(slot)))
+                   for slot, param in iter_slots(self.param_groups)
                    if (grad := current_grad(param)) is not None]
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
         self.step_slots(updates, grad_norm=global_grad_norm([u.grad for u in updates]) if clips else None)
@@ -300,6 +321,18 @@ class HybridDeviceOptimizer(SlotOptimizer):
         master = self._own_master(slot)
         state = sub.slot_state(theirs)
         return state if master is None else {**state, "master_param": master}
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        sub, theirs = self._in_sub(slot)
+        master = self._own_master(slot)
+        state = sub.full_slot_state(theirs)
+        return state if master is None else {**state, "master_param": master}
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        sub, theirs = self._in_sub(slot)
+        rest, master = self._split(slot, state)
+        fit = sub.fit_slot_state(theirs, rest, convert)
+        return fit if master is None else {**fit, "master_param": master}
 
     def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         rest = dict(state)

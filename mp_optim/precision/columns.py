@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.distributed import ProcessGroup
 
 from mp_optim.precision.measure import NormKey
-from mp_optim.slots import Slot, SlotUpdates, SteadyList, all_same, are_plain, current_grads, local_tensor
+from mp_optim.slots import (
+    Slot,
+    SlotUpdates,
+    SteadyList,
+    all_same,
+    are_plain,
+    current_grad,
+    have_grad_only,
+    local_tensor,
+)
 
 __all__ = ["SlotColumns"]
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Some slots' columns as a step needs them. ``params`` are the tensors themselves, or local ones."""
+
+    indices: list[int]
+    slots: tuple[Slot, ...]
+    params: SteadyList
+    outputs: Sequence[Tensor | None]
+    shard_groups: list[tuple[ProcessGroup, ...]]
+    streams: list[int]
 
 
 @dataclass
@@ -26,6 +50,7 @@ class SlotColumns:
         separate: whether it is stepped on another tensor, its main param.
         bound: whether it was trainable when its group was added or since, and so has state.
         keys: which norm its gradient counts in.
+        streams: what tells its random numbers from others'.
         first: index of each group's first slot.
     """
 
@@ -36,7 +61,11 @@ class SlotColumns:
     separate: list[bool] = field(default_factory=list)
     bound: list[bool] = field(default_factory=list)
     keys: list[NormKey] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
+    _plain: bool = True
+    _whole: _Selection | None = None
+    _distinct: list[NormKey] | None = None
 
     def index(self, slot: Slot) -> int:
         """Where a slot is in the lists."""
@@ -44,61 +73,122 @@ class SlotColumns:
 
     @property
     def distinct_keys(self) -> list[NormKey]:
-        """Every key once, in order. Equal keys are one object, so that telling them apart is cheap."""
-        return list({id(key): key for key in self.keys}.values())
-
-    def shared_key(self, key: NormKey) -> NormKey:
-        """The object that stands for all keys equal to this one."""
-        return next((known for known in self.distinct_keys if known == key), key)
+        """Every key once, in order."""
+        if self._distinct is None:
+            self._distinct = list(dict.fromkeys(self.keys))
+        return self._distinct
 
     def changed(self, params: Sequence[Tensor]) -> list[int]:
         """Indices of slots whose tensor is another one than was last seen, or was written or moved since."""
-        versions, addresses = _versions(params), _addresses(params)
-        if versions == self.versions and addresses == self.addresses and all_same(params, self.params):
+        same = all_same(params, self.params)
+        plain = self._plain if same else are_plain(params)
+        versions, addresses = _versions(params, plain), _addresses(params, plain)
+        if same and versions == self.versions and addresses == self.addresses:
             return []
         return [index for index, param in enumerate(params) if param is not self.params[index]
                 or versions[index] != self.versions[index] or addresses[index] != self.addresses[index]]
 
+    def see(self, slot: Slot, param: Tensor, key: NormKey) -> None:
+        """Take one more slot and the tensor there as seen."""
+        self.slots.append(slot)
+        self.params.append(param)
+        self.keys.append(key)
+        plain = are_plain([param])
+        self.versions += _versions([param], plain)
+        self.addresses += _addresses([param], plain)
+        self._plain = self._plain and plain
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was put together from the columns."""
+        self._whole = self._distinct = None
+
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
-        self.params, self.versions, self.addresses = list(params), _versions(params), _addresses(params)
+        self._forget()
+        self._plain = are_plain(params)
+        self.params, self.versions = list(params), _versions(params, self._plain)
+        self.addresses = _addresses(params, self._plain)
 
-    def grads(self, params: Sequence[Tensor], name_of: Callable[[Slot], str]) -> tuple[list[int], SteadyList]:
+    def stepped(self) -> None:
+        """The parameters were written by a step, and by nobody else."""
+        self.versions = _versions(self.params, self._plain)
+
+    def trained(self, index: int, separate: bool) -> None:
+        """A slot that was not trainable before has a main param now, and state."""
+        self.separate[index], self.bound[index] = separate, True
+        self._forget()
+
+    def grads(self, name_of: Callable[[Slot], str]) -> tuple[list[int], SteadyList]:
         """Which slots have a gradient now, as indices, and their local gradients.
 
         Raises:
             TypeError: a gradient is sparse or not floating point, naming the parameter.
         """
-        found = current_grads(params)
+        simple = self._plain and have_grad_only(self.params)
+        found: list[Tensor | None] = list(map(_GRAD, self.params)) if simple else list(map(current_grad, self.params))
+        if simple and all(map(operator.is_not, found, itertools.repeat(None))):
+            whole = self._everything()
+            grads = SteadyList(cast("list[Tensor]", found)).gradients_of(whole.params)
+            self._check(whole.indices, grads, name_of)
+            return whole.indices, grads
         indices = [index for index, grad in enumerate(found) if grad is not None]
         grads = SteadyList(grad for grad in found if grad is not None)
-        if {grad.layout for grad in grads} - {torch.strided} or not all(d.is_floating_point for d in grads.dtypes):
-            index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
-                               if g.layout != torch.strided or not g.is_floating_point())
-            raise TypeError(f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
-                            "floating-point gradients are supported (build the embedding with sparse=False)")
+        self._check(indices, grads, name_of)
         return indices, grads if are_plain(grads) else SteadyList(map(local_tensor, grads))
 
-    def updates(self, indices: Sequence[int], grads: Sequence[Tensor], multipliers: Mapping[str, float]) -> SlotUpdates:
+    def _check(self, indices: Sequence[int], grads: SteadyList, name_of: Callable[[Slot], str]) -> None:
+        if grads.strided and all(dtype.is_floating_point for dtype in grads.dtypes):
+            return
+        index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
+                           if g.layout != torch.strided or not g.is_floating_point())
+        raise TypeError(f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
+                        "floating-point gradients are supported (build the embedding with sparse=False)")
+
+    def keys_of(self, indices: Sequence[int]) -> list[NormKey]:
+        """Which norm each of some gradients counts in."""
+        whole = self._whole
+        return self.keys if whole is not None and indices is whole.indices else [self.keys[i] for i in indices]
+
+    def updates(self, indices: list[int], grads: Sequence[Tensor], multipliers: Mapping[str, float]) -> SlotUpdates:
         """The step of the slots that have a gradient.
 
         Args:
             indices, grads: from :meth:`grads`.
             multipliers: by norm group.
         """
-        params = [self.params[index] for index in indices]
-        writable = params if are_plain(params) else [local_tensor(param) for param in params]
-        keys = [self.keys[index] for index in indices]
+        whole = self._whole if self._whole is not None and indices is self._whole.indices else self._some(indices)
+        keys = self.keys_of(indices)
+        alone = len(self.distinct_keys) == 1 and len(keys) > 0
         return SlotUpdates(
-            slots=[self.slots[index] for index in indices], grads=grads,
-            multipliers=[multipliers[key.group] for key in keys],
-            outputs=[param if self.separate[index] else None for index, param in zip(indices, writable, strict=True)],
-            shard_groups=[key.shard_groups for key in keys])
+            slots=whole.slots, grads=grads, outputs=whole.outputs, shard_groups=whole.shard_groups,
+            streams=whole.streams, multipliers=[multipliers[keys[0].group]] * len(keys) if alone
+            else [multipliers[key.group] for key in keys])
+
+    def _everything(self) -> _Selection:
+        """All slots; put together once for as long as nothing changes."""
+        if self._whole is None:
+            self._whole = self._some(list(range(len(self.slots))))
+        return self._whole
+
+    def _some(self, indices: list[int]) -> _Selection:
+        params = [self.params[index] for index in indices]
+        writable = SteadyList(params if are_plain(params) else map(local_tensor, params))
+        separate = [self.separate[index] for index in indices]
+        outputs = writable if all(separate) else [param if apart else None
+                                                  for param, apart in zip(writable, separate, strict=True)]
+        return _Selection(indices, tuple(self.slots[index] for index in indices), writable, outputs,
+                          [self.keys[index].shard_groups for index in indices],
+                          [self.streams[index] for index in indices])
 
 
-def _versions(params: Sequence[Tensor]) -> list[int]:
-    return [p._version if type(p) in (Tensor, Parameter) else local_tensor(p)._version for p in params]
+_GRAD, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
-def _addresses(params: Sequence[Tensor]) -> list[int]:
-    return [p.data_ptr() if type(p) in (Tensor, Parameter) else local_tensor(p).data_ptr() for p in params]
+def _versions(params: Sequence[Tensor], plain: bool) -> list[int]:
+    """How often each was written: a DTensor counts what is done to it, its local tensor what is done to that."""
+    return list(map(_VERSION, params)) if plain else [p._version + local_tensor(p)._version for p in params]
+
+
+def _addresses(params: Sequence[Tensor], plain: bool) -> list[int]:
+    return list(map(Tensor.data_ptr, params if plain else map(local_tensor, params)))

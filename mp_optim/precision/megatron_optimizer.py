@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.columns import SlotColumns
@@ -29,6 +30,7 @@ from mp_optim.precision.measure import (
     measure,
     norm_groups,
 )
+from mp_optim.precision.parking import Parking
 from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_of
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
@@ -41,9 +43,12 @@ from mp_optim.slots import (
     iter_slots,
     local_tensor,
     same_memory,
+    stream_of,
     with_names,
 )
 from mp_optim.update import as_slot_optimizer, choose_backend
+from mp_optim.update.lists import REMAINDER, scale_key
+from mp_optim.update.stored import MASTER, joined
 
 __all__ = ["MegatronOptimizer"]
 
@@ -76,7 +81,7 @@ class MegatronOptimizer(SlotOptimizer):
         self._norm_groups: list[str] | None = None
         self._verdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0, "reloaded_params": 0}
-        self._parked: list[tuple[Tensor, torch.device]] = []
+        self._parking = Parking()
         super().__init__([with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults))
         for index in range(len(self.param_groups)):
             self._bind_group(index)
@@ -91,17 +96,12 @@ class MegatronOptimizer(SlotOptimizer):
     def _bind_group(self, index: int) -> None:
         seen = self._seen
         seen.first.append(len(seen.slots))
-        keys = {key: key for key in seen.distinct_keys}
         for position, param in enumerate(self.param_groups[index]["params"]):
             slot = Slot(index, position)
-            key = self._norm_key(slot, param)
-            seen.slots.append(slot)
-            seen.params.append(param)
-            seen.versions.append(local_tensor(param)._version)
-            seen.addresses.append(local_tensor(param).data_ptr())
+            seen.see(slot, param, self._norm_key(slot, param))
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
-            seen.keys.append(keys.setdefault(key, key))
+            seen.streams.append(stream_of(self.slot_name(slot)))
         self._norm_groups = None
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:
@@ -145,6 +145,12 @@ class MegatronOptimizer(SlotOptimizer):
         """Whether a slot is stepped on a tensor other than the model's parameter."""
         return self._seen.separate[self._seen.index(slot)]
 
+    def _has_master(self, slot: Slot) -> bool:
+        """Whether a slot of 16 bits is stepped on an FP32 tensor; else it is FP32 itself, or has a remainder."""
+        param = self.param_groups[slot.group]["params"][slot.position]
+        return (self.has_separate_main(slot) and param.dtype != torch.float32
+                and self._main(slot).dtype == torch.float32)
+
     def has_state(self, slot: Slot) -> bool:
         """Whether a slot has ever been trainable; one that has not costs nothing."""
         return self._seen.bound[self._seen.index(slot)]
@@ -157,7 +163,7 @@ class MegatronOptimizer(SlotOptimizer):
             slot, param = seen.slots[index], params[index]
             if seen.bound[index]:
                 self._rebind(index, slot, param)
-            seen.keys[index] = seen.shared_key(self._norm_key(slot, param))
+            seen.keys[index] = self._norm_key(slot, param)
         if changed:
             seen.look(params)
 
@@ -166,11 +172,13 @@ class MegatronOptimizer(SlotOptimizer):
         if self._seen.separate[index]:
             param.main_param = main  # type: ignore[attr-defined]
             self._counts["reloaded_params"] += follow(main, local, self.slot_name(slot))
+            self.inner.written_outside(slot)
         elif param.dtype == main.dtype:
             self.inner.param_groups[slot.group]["params"][slot.position] = local
             param.main_param = local  # type: ignore[attr-defined]
+            self.inner.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
-            self._seen.separate[index] = self._bind(slot, param)
+            self._seen.trained(index, self._bind(slot, param))
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -183,17 +191,19 @@ class MegatronOptimizer(SlotOptimizer):
         """
         seen = self._seen
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
-            local = local_tensor(param)
-            if seen.separate[index]:
-                source = (state_dict or {}).get(self.slot_name(slot), local)
-                self._main(slot).copy_(local_tensor(source))
+            if seen.separate[index] or (seen.bound[index] and param.dtype != torch.float32):
+                source = (state_dict or {}).get(self.slot_name(slot), param)
+                self.inner.set_main_param(slot, local_tensor(source))
         seen.look(self._params())
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(FQN, FP32 tensor of the parameter's shape; a DTensor if the parameter is one), in slot order."""
+        """(FQN, FP32 tensor of the parameter's shape; a DTensor if the parameter is one), in slot order.
+
+        The tensor is the live one, or a copy if the main param is stored as a remainder.
+        """
         for slot, param in iter_slots(self.param_groups):
-            yield self.slot_name(slot), (
-                as_sharded(self._main(slot), param) if self.has_separate_main(slot) else param)
+            whole = not self.has_state(slot) or (param.dtype == torch.float32 and not self.has_separate_main(slot))
+            yield self.slot_name(slot), param if whole else as_sharded(self.inner.main_param(slot), param)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -236,16 +246,15 @@ class MegatronOptimizer(SlotOptimizer):
 
     def measure(self) -> Measurement:
         """Sums of squares of this step's gradients, agreed with the other ranks."""
-        if self._parked:
+        if self._parking.occupied:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self._sync()
         all_keys = self._seen.distinct_keys
-        indices, grads = self._grads = self._seen.grads(self._params(), self.slot_name)
-        for index in indices:
-            if not self._seen.bound[index]:  # it was frozen when its group was added
-                self._seen.separate[index] = self._bind(self._seen.slots[index], self._seen.params[index])
-                self._seen.bound[index] = True
-        keys = [self._seen.keys[index] for index in indices]
+        indices, grads = self._grads = self._seen.grads(self.slot_name)
+        if not all(self._seen.bound):
+            for index in (i for i in indices if not self._seen.bound[i]):  # it was frozen when its group was added
+                self._seen.trained(index, self._bind(self._seen.slots[index], self._seen.params[index]))
+        keys = self._seen.keys_of(indices)
         device = self.device
         sums = measure(grads, keys, all_keys, self._sum_of_squares, device)
         zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None
@@ -262,15 +271,17 @@ class MegatronOptimizer(SlotOptimizer):
         """Step the slots that have a gradient, unless the verdict says skip."""
         self._verdict = verdict
         self._counts["steps"] += 1
-        indices, grads = self._grads or self._seen.grads(self._params(), self.slot_name)
-        self._grads = None
+        if self._grads is None:
+            self._sync()
+            self._grads = self._seen.grads(self.slot_name)
+        (indices, grads), self._grads = self._grads, None
         if verdict.skip:
             self._counts["skipped_steps"] += 1
             return
         norm = verdict.norms.get(MAIN)
         clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
         self.step_slots(self._seen.updates(indices, grads, verdict.multipliers), grad_norm=clipped)
-        self._seen.look(self._seen.params)
+        self._seen.stepped()
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
@@ -305,19 +316,40 @@ class MegatronOptimizer(SlotOptimizer):
         if not self.has_state(slot):
             return {}
         state = dict(self.inner.slot_state(slot))
-        if self.has_separate_main(slot) and param.dtype != torch.float32:
-            state["master_param"] = self._main(slot)
+        if isinstance(param, DTensor):  # blocks are a shard's own: no other layout could read them
+            full = self.inner.full_slot_state(slot)
+            state = {key: full[key] if scale_key(key) in state else value for key, value in state.items()
+                     if not key.endswith(scale_key(""))}
+        if self._has_master(slot):
+            state[MASTER] = self._main(slot)
         return {key: as_sharded(value, param) for key, value in state.items()}
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        param = self.param_groups[slot.group]["params"][slot.position]
+        if not self.has_state(slot):
+            return {}
+        state = self.inner.full_slot_state(slot)
+        if self._has_master(slot):
+            state[MASTER] = self._main(slot)
+        return {key: as_sharded(value, param) for key, value in state.items()}
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        if not self.has_state(slot):
+            return state
+        state = as_local_state(state)
+        if REMAINDER in state and self._has_master(slot):
+            param = local_tensor(self.param_groups[slot.group]["params"][slot.position])
+            state[MASTER] = joined(self.slot_name(slot), param, state.pop(REMAINDER))
+        rest, master = self._split(slot, state)
+        fit = self.inner.fit_slot_state(slot, rest, convert)
+        return fit if master is None else {**fit, MASTER: master}
 
     def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         rest = as_local_state(state)
-        param = self.param_groups[slot.group]["params"][slot.position]
-        owns = self.has_separate_main(slot) and param.dtype != torch.float32
-        return rest, rest.pop("master_param", None) if owns else None
+        return rest, rest.pop(MASTER, None) if self._has_master(slot) else None
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        mine = self.slot_state(slot)
-        if "master_param" in mine and "master_param" not in state:
+        if self._has_master(slot) and MASTER not in state:
             raise ValueError(f"state of {self.slot_name(slot)}: master_param is missing, so its full-precision value "
                              "is lost; to start from the model's values, add them to the state dict under that key")
         rest, master = self._split(slot, state)
@@ -332,42 +364,34 @@ class MegatronOptimizer(SlotOptimizer):
         if master is not None:
             self._main(slot).copy_(master)
 
-    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+    def state_dict(self, is_loading: bool = False, *, full_precision: bool = False) -> dict[str, Any]:
         """Torch-shaped, plus ``grad_scaler`` if there is one. ``is_loading`` is accepted and not needed."""
-        state_dict = super().state_dict()
+        state_dict = super().state_dict(full_precision=full_precision)
         if self.grad_scaler is not None:
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
         return state_dict
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         self._sync()
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, convert=convert)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
     def _accelerator_tensors(self) -> Iterator[Tensor]:
-        for slot in self.slots():
-            if not self.has_state(slot):
-                continue
+        for slot in filter(self.has_state, self.slots()):
             tensors = list(self.inner.slot_state(slot).values())
             if self.has_separate_main(slot):
                 tensors.append(self._main(slot))
             yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
 
-    @torch.no_grad()
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator; gradients are the caller's to clear."""
-        for tensor in self._accelerator_tensors():
-            self._parked.append((tensor, tensor.device))
-            tensor.data = tensor.data.cpu()
+        self._parking.park(self._accelerator_tensors())
 
-    @torch.no_grad()
     def restore_from_cpu(self) -> None:
         """Undo :meth:`offload_to_cpu`; what is stepped on the host stays there."""
-        for tensor, device in self._parked:
-            tensor.data = tensor.data.to(device)
-        self._parked.clear()
+        self._parking.restore()
 
     # -- what is going on -----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Which rule: Adam, LAMB, SGD, Lion over slots, and the backends that carry them out."""
 
 from mp_optim.update.adam import FusedAdam
-from mp_optim.update.backends import Backend, choose_backend
+from mp_optim.update.backends import Backend, check_serves, choose_backend, proof_of
 from mp_optim.update.backends.native import set_host_cores, set_host_threads
 from mp_optim.update.foreign import ForeignOptimizer, as_slot_optimizer
 from mp_optim.update.lamb import FusedLAMB
@@ -18,8 +18,10 @@ __all__ = [
     "Lion",
     "RuleOptimizer",
     "as_slot_optimizer",
+    "check_serves",
     "choose_backend",
     "global_grad_norm",
+    "proof_of",
     "set_host_cores",
     "set_host_threads",
 ]

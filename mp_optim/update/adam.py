@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import AdamScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings
+from mp_optim.update.stored import StatePrecision
 
 __all__ = ["FusedAdam"]
 
@@ -22,17 +21,17 @@ class FusedAdam(RuleOptimizer):
         params: FP32 parameters, named parameters or groups.
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
         backend: see ``OptimizerConfig.fused_backend``.
-        exp_avg_dtype, exp_avg_sq_dtype: float32 or bfloat16.
+        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
     """
+
+    rule = "adam"
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
-                 adam_w_mode: bool = True, backend: str = "auto",
-                 exp_avg_dtype: torch.dtype = torch.float32,
-                 exp_avg_sq_dtype: torch.dtype = torch.float32) -> None:
+                 adam_w_mode: bool = True, backend: str = "auto", **precision: Any) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                                   "bias_correction": bias_correction, "adam_w_mode": adam_w_mode}, backend,
-                         {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype})
+                         StatePrecision(**precision))
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"

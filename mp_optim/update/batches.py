@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mp_optim.update.formats import BLOCK, blocks_of
 from mp_optim.update.lists import TensorLists, scale_key
 
-__all__ = ["Batch", "batches", "piece_elements", "publish"]
+__all__ = ["Batch", "batches", "mark_written", "piece_elements", "publish"]
 
 
 def piece_elements(device: torch.device) -> int:
@@ -27,8 +29,8 @@ class Batch:
     lists: TensorLists
 
 
-def batches(lists: TensorLists) -> Iterator[Batch]:
-    """Flat views of many small tensors or of pieces of large ones, at most :func:`piece_elements` together.
+def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
+    """Flat views of at most ``most`` small tensors or of pieces of large ones, at most :func:`piece_elements` together.
 
     A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
     :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors are skipped.
@@ -38,7 +40,7 @@ def batches(lists: TensorLists) -> Iterator[Batch]:
     for index, main in enumerate(lists.main):
         for start in range(0, main.numel(), limit):
             count = min(main.numel() - start, limit)
-            if filled + count > limit:
+            if filled + count > limit or len(batch.owners) == most:
                 yield batch
                 batch, filled = _empty(lists), 0
             _append(batch, lists, index, start, count)
@@ -49,9 +51,16 @@ def batches(lists: TensorLists) -> Iterator[Batch]:
 
 def publish(lists: TensorLists) -> None:
     """Copy main to output, rounding to nearest even into the output's dtype."""
-    for output, main in zip(lists.output, lists.main, strict=True):
-        if output is not None:
-            output.copy_(main)
+    pairs = [(output, main) for output, main in zip(lists.output, lists.main, strict=True) if output is not None]
+    if pairs:
+        torch._foreach_copy_([output for output, _ in pairs], [main for _, main in pairs])
+
+
+def mark_written(lists: TensorLists) -> None:
+    """Tell autograd, which cannot see a kernel write."""
+    for tensor in (*lists.main, *lists.output):
+        if tensor is not None:
+            increment_version(tensor)
 
 
 def _empty(lists: TensorLists) -> Batch:
@@ -66,6 +75,7 @@ def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int
     batch.owners.append(index)
     batch.lists.main.append(cut(lists.main[index]))
     batch.lists.grad.append(cut(lists.grad[index]))
+    assert isinstance(batch.lists.output, list)
     batch.lists.output.append(None if output is None else cut(output))
     scales = {scale_key(name) for name in lists.state}
     for key, tensors in lists.state.items():

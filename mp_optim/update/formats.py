@@ -149,7 +149,8 @@ def _half_scale(top: Tensor) -> tuple[Tensor, Tensor]:
 
 def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """top / levels, rounded up to 16 significant bits so that every code times it is exact; and 1 / it."""
-    scale = (((top / levels).view(torch.int32) + 0xFF) & -0x100).view(torch.float32)
+    quotient = top / torch.full_like(top, levels)  # by a plain number a GPU would multiply with its reciprocal
+    scale = ((quotient.view(torch.int32) + 0xFF) & -0x100).view(torch.float32)
     return scale, 1.0 / scale
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LambScalars, TensorLists, fp32
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
+from mp_optim.update.stored import StatePrecision
 
 __all__ = ["FusedLAMB"]
 
@@ -31,19 +31,19 @@ class FusedLAMB(RuleOptimizer):
         grad_averaging: weigh the gradient with ``1 - beta1`` in the first moment.
         max_grad_norm: clip the global gradient norm to this; 0 turns clipping off.
         use_nvlamb: adapt the learning rate also where ``weight_decay`` is 0.
-        exp_avg_dtype, exp_avg_sq_dtype: float32 or bfloat16.
+        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
     """
+
+    rule = "lamb"
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-6, weight_decay: float = 0.01, *, bias_correction: bool = True,
                  adam_w_mode: bool = True, grad_averaging: bool = True, max_grad_norm: float = 1.0,
-                 use_nvlamb: bool = False, backend: str = "auto",
-                 exp_avg_dtype: torch.dtype = torch.float32,
-                 exp_avg_sq_dtype: torch.dtype = torch.float32) -> None:
+                 use_nvlamb: bool = False, backend: str = "auto", **precision: Any) -> None:
         super().__init__(params, {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
-            "use_nvlamb": use_nvlamb}, backend, {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype})
+            "use_nvlamb": use_nvlamb}, backend, StatePrecision(**precision))
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
@@ -61,15 +61,11 @@ class FusedLAMB(RuleOptimizer):
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
               updates: SlotUpdates) -> None:
         scalars = LambScalars.at(group, step)
-        sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups)
-        backend.lamb_apply(lists, scalars, [_ratio(scalars, *row) for row in sums.tolist()])
-
-
-def _ratio(scalars: LambScalars, param_square: float, update_square: float) -> float:
-    """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr."""
-    if not scalars.adapts or param_square == 0.0 or update_square == 0.0:
-        return fp32(scalars.lr)
-    return fp32(scalars.lr * math.sqrt(param_square) / math.sqrt(update_square))
+        if any(updates.shard_groups):
+            sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups)
+            backend.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
+        else:
+            backend.lamb(lists, scalars, multiplier)
 
 
 def _reduced(sums: Tensor, shard_groups: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:

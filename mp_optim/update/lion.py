@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LionScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_range
+from mp_optim.update.stored import StatePrecision
 
 __all__ = ["Lion"]
 
@@ -20,14 +19,15 @@ class Lion(RuleOptimizer):
 
     Args:
         betas: of the interpolation that is signed, and of the momentum.
-        exp_avg_dtype: float32 or bfloat16.
+        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
     """
 
+    rule = "lion"
+
     def __init__(self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.95, 0.98),
-                 weight_decay: float = 0.0, *, backend: str = "auto",
-                 exp_avg_dtype: torch.dtype = torch.float32) -> None:
+                 weight_decay: float = 0.0, *, backend: str = "auto", **precision: Any) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, backend,
-                         {"exp_avg": exp_avg_dtype})
+                         StatePrecision(**precision))
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mp_optim.update.formats import Noise
 
-__all__ = ["REMAINDER", "AdamScalars", "LambScalars", "LionScalars", "SgdScalars", "TensorLists", "fp32", "scale_key"]
+__all__ = ["REMAINDER", "AdamScalars", "Given", "LambScalars", "LionScalars", "SgdScalars", "TensorLists", "fp32",
+           "scale_key"]
 
 REMAINDER = "remainder"
 """Key of the state that extends a bfloat16 main param to FP32."""
@@ -45,13 +46,35 @@ class TensorLists:
     main: list[Tensor]
     grad: list[Tensor]
     state: dict[str, list[Tensor]]
-    output: list[Tensor | None]
+    output: Sequence[Tensor | None]
     noise: list[Noise] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AdamScalars:
-    """Scalars of one Adam step; all but the flag are FP32 values formed in double."""
+class Given:
+    """What the scalars of a step were made from, for kernels that make their own."""
+
+    lr: float
+    weight_decay: float
+    step: int
+    bias_correction: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> Given:
+        """From a param group; numbers may be tensors there."""
+        return cls(float(group["lr"]), float(group["weight_decay"]), int(step), bool(group["bias_correction"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """Apart from the scalars themselves, so that those are what ``__slots__`` of a subclass lists."""
+
+    given: Given
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars(_Made):
+    """Scalars of one Adam step: FP32 values formed in double."""
 
     beta1: float
     one_minus_beta1: float
@@ -71,11 +94,11 @@ class AdamScalars:
         decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
         return cls(fp32(beta1), fp32(1 - beta1), fp32(beta2), fp32(1 - beta2), fp32(group["eps"]), fp32(lr / bias1),
                    fp32(1 / math.sqrt(bias2)), fp32(lr * decay) if decoupled else 0.0,
-                   0.0 if decoupled else fp32(decay))
+                   0.0 if decoupled else fp32(decay), given=Given.at(group, step))
 
 
 @dataclass(frozen=True, slots=True)
-class LambScalars:
+class LambScalars(_Made):
     """Scalars of one LAMB step."""
 
     beta1: float
@@ -98,7 +121,14 @@ class LambScalars:
         decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
         return cls(fp32(beta1), fp32(1 - beta1) if group["grad_averaging"] else 1.0, fp32(beta2), fp32(1 - beta2),
                    fp32(group["eps"]), fp32(1 / bias1), fp32(1 / math.sqrt(bias2)), fp32(decay) if decoupled else 0.0,
-                   0.0 if decoupled else fp32(decay), float(group["lr"]), bool(group["use_nvlamb"] or decay != 0.0))
+                   0.0 if decoupled else fp32(decay), float(group["lr"]), bool(group["use_nvlamb"] or decay != 0.0),
+                   given=Given.at(group, step))
+
+    def ratio(self, param_square: float, update_square: float) -> float:
+        """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr."""
+        if not self.adapts or param_square == 0.0 or update_square == 0.0:
+            return fp32(self.lr)
+        return fp32(self.lr * math.sqrt(param_square) / math.sqrt(update_square))
 
 
 @dataclass(frozen=True, slots=True)

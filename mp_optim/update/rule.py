@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mp_optim.slot_optimizer import Closure, SlotOptimizer
+from mp_optim.capabilities import refusal
+from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_fits
 from mp_optim.slots import (
     Slot,
     SlotUpdate,
@@ -22,89 +23,59 @@ from mp_optim.slots import (
     current_grad,
     iter_slots,
     local_tensor,
+    stream_of,
 )
-from mp_optim.update.backends import Backend, choose_backend
-from mp_optim.update.lists import TensorLists
+from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
+from mp_optim.update.formats import Noise, is_blocked, join, keep_valid, mix, split_
+from mp_optim.update.group_state import GroupState, Share, shares_of
+from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
+from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, new_moment
 
-__all__ = ["MOMENT_DTYPES", "RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
-
-
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+__all__ = ["RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
 
 
 class _Launch(NamedTuple):
     """Updates of one group with equal keys go into one backend call."""
 
     device: torch.device
+    dtype: torch.dtype
     step: float
     multiplier: float
 
 
-class _GroupState:
-    """State of one param group.
-
-    Attributes:
-        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step`` is a view of it.
-        slots: state tensors of each slot; empty until somebody looks.
-        mains: the tensor each slot's state was last found to fit.
-        steady_mains: all of them, if they are this package's own tensors and not a model's parameters, whose memory
-            others may move (``param.data = ...``).
-    """
-
-    def __init__(self, count: int) -> None:
-        self.steps = torch.zeros(count, dtype=torch.float32)
-        self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
-        self.mains: list[Tensor | None] = [None] * count
-        self.steady_mains: SteadyList | None = None
-        self._whole: dict[str, SteadyList] = {}
-
-    def is_whole(self, positions: Sequence[int]) -> bool:
-        """Whether these are all positions, in order."""
-        return len(positions) == len(self.slots) and positions == list(range(len(self.slots)))
-
-    def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
-        """State tensors of that name; the same list every time as long as all slots are asked for."""
-        if not self.is_whole(positions):
-            return [self.slots[position][name] for position in positions]
-        if name not in self._whole:
-            self._whole[name] = SteadyList(slot[name] for slot in self.slots).hold()
-        return self._whole[name]
-
-    def replaced(self) -> None:
-        """Forget lists of tensors: one of them is another tensor now."""
-        self._whole.clear()
-        self.steady_mains = None
-
-    def count(self, positions: Sequence[int]) -> None:
-        """Add a step to the given slots."""
-        if len(positions) == len(self.slots):
-            self.steps += 1
-        else:
-            self.steps[torch.tensor(positions)] += 1
-
-
 class RuleOptimizer(SlotOptimizer):
-    """A rule over FP32 tensors. State per slot: ``step`` (0-d FP32 on the CPU) and the rule's moments.
+    """A rule over FP32 tensors, and over bfloat16 ones beside remainders. State per slot: ``step`` (0-d FP32 on the
+    CPU), the rule's moments, with ``<moment>_scale`` if they are stored in blocks, and ``remainder`` if there is one.
 
     Args:
         backend: ``fused_backend`` of the config.
-        dtypes: dtype of each moment by name, float32 or bfloat16; float32 where nothing is said.
+        precision: how state is stored.
 
     Raises:
-        ValueError: a dtype that a moment cannot have.
+        ValueError: the backend is not usable, has no kernels for the rule, or does not store state so.
     """
 
+    rule = "custom"
+    """The rule's name in the config."""
+
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto",
-                 dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+                 precision: StatePrecision | None = None) -> None:
         choose_backend(backend, torch.device("cpu"))
         self._backend = backend
-        self._dtypes = dict(dtypes or {})
-        for name, dtype in self._dtypes.items():
-            if dtype not in MOMENT_DTYPES or (backend == "torch" and dtype != torch.float32):
-                raise ValueError(f"{name}_dtype={dtype}: moments are {MOMENT_DTYPES[0]} or {MOMENT_DTYPES[1]} (with "
-                                 f"backend='torch' only the former); backend={backend!r}")
-        self._groups: list[_GroupState] = []
+        self.precision = precision or StatePrecision()
+        self._check_backend()
+        self._groups: list[GroupState] = []
+        self._shares: tuple[Sequence[Slot], list[Share]] | None = None
         super().__init__(params, defaults)
+
+    def _check_backend(self) -> None:
+        name, how = self._backend, self.precision
+        refused = refusal(name, self.rule, (how.exp_avg_dtype, how.exp_avg_sq_dtype),
+                          how.param_remainder_bits if how.store_param_remainders else None, how.stochastic_rounding)
+        if refused is not None:
+            field, reason = refused
+            raise ValueError(f"{field}={(name if field == 'fused_backend' else getattr(how, field))!r}: {reason}")
+        check_forms(name, torch.device("cpu"), how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
 
     # -- what a rule provides -------------------------------------------------------------------
 
@@ -136,7 +107,7 @@ class RuleOptimizer(SlotOptimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._groups.append(_GroupState(len(group["params"])))
+        self._groups.append(GroupState(len(group["params"])))
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         own, group = self._groups[slot.group], self.param_groups[slot.group]
@@ -145,26 +116,84 @@ class RuleOptimizer(SlotOptimizer):
         main = local_tensor(tensor)
         if not state:
             state["step"] = own.steps[slot.position]
-        for name in self.moments(group):
-            if name not in state:
-                dtype = self._dtypes.get(name, torch.float32)
-                state[name] = torch.zeros(main.shape, dtype=dtype, device=main.device)
-                own.replaced()
-            elif state[name].shape != main.shape:
-                raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
-                                 f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
-            elif state[name].device != main.device:
-                state[name] = state[name].to(main.device)
-                own.replaced()
+        if new := self._new_tensors(slot, state, main):
+            state.update(new)
+            own.replaced()
+        if not self._is_split(main):
+            state.pop(REMAINDER, None)  # the parameter was bfloat16 once
         if own.mains[slot.position] is not tensor:
             own.mains[slot.position] = tensor
             own.steady_mains = None
         return state
 
+    def _new_tensors(self, slot: Slot, state: dict[str, Tensor], main: Tensor) -> dict[str, Tensor]:
+        """State that a main param lacks, or that is on another device."""
+        new: dict[str, Tensor] = {}
+        for name in self.moments(self.param_groups[slot.group]):
+            if name not in state:
+                new |= new_moment(name, main, self.precision.stored_dtype(name))
+            elif state[name].shape != main.shape:
+                raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
+                                 f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
+        if self._is_split(main) and REMAINDER not in state:
+            new[REMAINDER] = torch.zeros_like(main, dtype=self.precision.remainder_dtype)
+        return new | {key: value.to(main.device) for key, value in state.items()
+                      if key != "step" and value.device != main.device}
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        return full_precision(self.slot_state(slot), self._local(slot))
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        return fitted(self.slot_name(slot), self.slot_state(slot), self._local(slot), state, convert)
+
+    def _without_master(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """A state to load, and the FP32 main param in it that stands for a remainder."""
+        mine = self.slot_state(slot)
+        if MASTER not in state or REMAINDER not in mine:
+            return state, None
+        rest = {key: value for key, value in state.items() if key != MASTER}
+        return {**rest, REMAINDER: mine[REMAINDER]}, state[MASTER]
+
+    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        rest, master = self._without_master(slot, state)
+        if master is not None:
+            check_fits(f"{self.slot_name(slot)}.{MASTER}", self.main_param(slot), master)
+        super().check_slot_state(slot, rest)
+
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         self.check_slot_state(slot, state)
+        rest, master = self._without_master(slot, state)
         for key, own in self.slot_state(slot).items():
-            own.copy_(torch.as_tensor(state[key]))
+            own.copy_(torch.as_tensor(rest[key]))
+        if master is not None:
+            self.set_main_param(slot, master)
+
+    # -- main params ----------------------------------------------------------------------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.precision.main_dtype(dtype)
+
+    def _local(self, slot: Slot) -> Tensor:
+        return local_tensor(self.param_groups[slot.group]["params"][slot.position])
+
+    def _is_split(self, main: Tensor) -> bool:
+        return main.dtype != torch.float32 and self.precision.main_dtype(main.dtype) == main.dtype
+
+    def main_param(self, slot: Slot) -> Tensor:
+        main = self._local(slot)
+        return join(main, self.slot_state(slot)[REMAINDER]) if self._is_split(main) else super().main_param(slot)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        main = self._local(slot)
+        if self._is_split(main):
+            split_(value.to(main.device, torch.float32), main, self.slot_state(slot)[REMAINDER])
+        else:
+            main.copy_(value)
+
+    def written_outside(self, slot: Slot) -> None:
+        main = self._local(slot)
+        if self._is_split(main):
+            keep_valid(main, self.slot_state(slot)[REMAINDER])
 
     # -- stepping -------------------------------------------------------------------------------
 
@@ -194,40 +223,47 @@ class RuleOptimizer(SlotOptimizer):
     @torch.no_grad()
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         columns = SlotUpdates.of(updates)
-        groups = [slot.group for slot in columns.slots]
-        found = dict.fromkeys(groups)
-        for index in found:
-            part = columns if len(found) == 1 else columns.take([at for at, g in enumerate(groups) if g == index])
-            self._step_group(index, part, grad_norm)
+        if self._shares is None or self._shares[0] is not columns.slots:
+            self._shares = (columns.slots, shares_of(columns.slots))
+        shares = self._shares[1]
+        for share in shares:
+            part = columns if len(shares) == 1 else columns.take(share.members)
+            self._step_group(share.group, share.positions, part, grad_norm)
+        if not isinstance(columns.slots, tuple):  # a list may hold others at the next step
+            self._shares = None
 
-    def _step_group(self, index: int, updates: SlotUpdates, grad_norm: float | None) -> None:
+    def _step_group(self, index: int, positions: list[int], updates: SlotUpdates, grad_norm: float | None) -> None:
         group, own = self.param_groups[index], self._groups[index]
-        positions = [slot.position for slot in updates.slots]
         mains = self._mains(index, positions)
         steps = own.steps.tolist()
         multipliers = {value: self.effective_multiplier(group, value, grad_norm) for value in set(updates.multipliers)}
-        counts = [steps[position] for position in positions]
-        if len(mains.devices) == len(set(counts)) == len(multipliers) == 1:
-            launch = _Launch(mains[0].device, counts[0], multipliers[updates.multipliers[0]])
+        counts = steps if own.is_whole(positions) else [steps[position] for position in positions]
+        if len(mains.devices) == len(mains.dtypes) == len(set(counts)) == len(multipliers) == 1:
+            launch = _Launch(mains[0].device, mains[0].dtype, counts[0], multipliers[updates.multipliers[0]])
             self._launch(index, launch, updates, positions, mains)
         else:
-            keys = list(zip((main.device for main in mains), counts, updates.multipliers, strict=True))
-            for key in dict.fromkeys(keys):
-                members = [at for at, other in enumerate(keys) if other == key]
-                self._launch(index, _Launch(key[0], key[1], multipliers[key[2]]), updates.take(members),
-                             [positions[at] for at in members], SteadyList(mains[at] for at in members))
+            values = [multipliers[value] for value in updates.multipliers]
+            launches = [_Launch(main.device, main.dtype, count, value)
+                        for main, count, value in zip(mains, counts, values, strict=True)]
+            for launch in dict.fromkeys(launches):
+                members = [at for at, other in enumerate(launches) if other == launch]
+                self._launch(index, launch, updates.take(members), [positions[at] for at in members],
+                             SteadyList(mains[at] for at in members))
         own.count(positions)
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
         """What carries the rule out on a device, and why."""
-        return choose_backend(self._backend, device)
+        backend, why = choose_backend(self._backend, device)
+        if note := rule_note(backend.name, self.rule):
+            return choose_backend("reference", device)[0], f"{why}; {note}"
+        return backend, why
 
     def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
     def _mains(self, index: int, positions: Sequence[int]) -> SteadyList:
-        """The plain FP32 tensors at some positions of a group, with state that fits them."""
+        """The plain tensors to step at some positions of a group, with state that fits them."""
         params, own = self.param_groups[index]["params"], self._groups[index]
         whole = own.is_whole(positions)
         tensors = list(params) if whole else [params[position] for position in positions]
@@ -238,10 +274,12 @@ class RuleOptimizer(SlotOptimizer):
             for position in positions:
                 self.slot_state(Slot(index, position))
         mains = SteadyList(tensors if are_plain(tensors) else map(local_tensor, tensors))
-        if mains.dtypes - {torch.float32}:
-            position, main = next((p, m) for p, m in zip(positions, mains, strict=True) if m.dtype != torch.float32)
-            raise TypeError(f"{self.slot_name(Slot(index, position))} is {main.dtype}: {type(self).__name__} steps "
-                            "float32; wrap it in Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
+        for dtype in mains.dtypes:
+            if dtype != self.precision.main_dtype(dtype):
+                position = next(p for p, main in zip(positions, mains, strict=True) if main.dtype == dtype)
+                raise TypeError(f"{self.slot_name(Slot(index, position))} is {dtype}: {type(self).__name__} steps "
+                                "float32, and bfloat16 with store_param_remainders=True; wrap it in "
+                                "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
         if whole and set(map(type, tensors)) == {Tensor}:
             own.steady_mains = mains.hold()
         return mains
@@ -249,11 +287,11 @@ class RuleOptimizer(SlotOptimizer):
     def _launch(self, index: int, launch: _Launch, updates: SlotUpdates, positions: Sequence[int],
                 mains: SteadyList) -> None:
         group, own = self.param_groups[index], self._groups[index]
-        outputs = list(updates.outputs)
+        outputs = updates.outputs if isinstance(updates.outputs, SteadyList) else list(updates.outputs)
         lists = TensorLists(
             main=_contiguous(mains), grad=_contiguous(SteadyList.of(updates.grads)),
-            state={name: own.tensors(name, positions) for name in self.moments(group)},
-            output=_contiguous_outputs(outputs))
+            state={key: own.tensors(key, positions) for key in self._stored_keys(group, launch.dtype)},
+            output=_contiguous_outputs(outputs), noise=self._noise(index, launch, updates))
         backend, _ = self.backend_for(launch.device)
         self.apply(backend, lists, group, int(launch.step) + 1, launch.multiplier, updates)
         for mine, stepped in ((mains, lists.main), (outputs, lists.output)):
@@ -261,13 +299,30 @@ class RuleOptimizer(SlotOptimizer):
                 _copy_back(mine, stepped)
 
 
+    def _stored_keys(self, group: dict[str, Any], dtype: torch.dtype) -> list[str]:
+        """Keys of the state tensors that are stepped along with main params of a dtype."""
+        names = self.moments(group)
+        scales = [scale_key(name) for name in names if is_blocked(self.precision.stored_dtype(name))]
+        return [*names, *scales, *([REMAINDER] if dtype != torch.float32 else [])]
+
+    def _noise(self, index: int, launch: _Launch, updates: SlotUpdates) -> list[Noise] | None:
+        """Random bits that depend on seed, step and parameter alone."""
+        if not self.precision.stochastic_rounding:
+            return None
+        seed = mix(self.precision.seed ^ mix(int(launch.step) + 1))
+        return [Noise(seed, stream_of(self.slot_name(slot)) if stream is None else stream)
+                for slot, stream in zip(updates.slots, updates.streams, strict=True)]
+
+
 def _contiguous(tensors: SteadyList) -> SteadyList:
     """The list itself if every tensor in it is contiguous, else one that is."""
     return tensors if tensors.contiguous else SteadyList(tensor.contiguous() for tensor in tensors)
 
 
-def _contiguous_outputs(outputs: list[Tensor | None]) -> list[Tensor | None]:
+def _contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The list itself if every tensor in it is contiguous, else one with memory of its own for those that are not."""
+    if isinstance(outputs, SteadyList) and outputs.contiguous:
+        return outputs
     if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
         return outputs
     return [output if output is None or output.is_contiguous()

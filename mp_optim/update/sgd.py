@@ -9,17 +9,26 @@ from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import SgdScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_range
+from mp_optim.update.stored import StatePrecision
 
 __all__ = ["SGD"]
 
 
 class SGD(RuleOptimizer):
-    """SGD over FP32 tensors. The momentum buffer starts as the first gradient."""
+    """SGD over FP32 tensors. The momentum buffer starts as the first gradient.
+
+    Args:
+        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`; ``exp_avg_dtype`` is the buffer's.
+    """
+
+    rule = "sgd"
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, *, backend: str = "auto") -> None:
+                 weight_decay: float = 0.0, nesterov: bool = False, *, backend: str = "auto",
+                 **precision: Any) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "dampening": dampening,
-                                  "weight_decay": weight_decay, "nesterov": nesterov}, backend)
+                                  "weight_decay": weight_decay, "nesterov": nesterov}, backend,
+                         StatePrecision(**precision))
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()

@@ -15,22 +15,40 @@ Step = Callable[[], object]
 LR, BETAS, EPS, DECAY, CLIP = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
-def torch_adamw(mains: Sequence[Tensor], grads: Sequence[Tensor], **kwargs: Any) -> Step:
-    """``torch.optim.AdamW`` over FP32 tensors with FP32 gradients."""
-    params = [torch.nn.Parameter(main) for main in mains]
+SETTINGS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+
+
+def _params(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(tensor) for tensor in tensors]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-    optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **kwargs)
-    return optimizer.step
+    return params
+
+
+def torch_adamw(mains: Sequence[Tensor], grads: Sequence[Tensor], **kwargs: Any) -> Step:
+    """``torch.optim.AdamW`` over FP32 tensors with FP32 gradients."""
+    return torch.optim.AdamW(_params(mains, grads), **SETTINGS, **kwargs).step
 
 
 def deepspeed_cpu_adam(mains: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
     """DeepSpeedCPUAdam over FP32 tensors; builds its kernel at first use."""
     adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    params = [torch.nn.Parameter(main) for main in mains]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-    step: Step = adam(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True).step
+    step: Step = adam(_params(mains, grads), **SETTINGS, adamw_mode=True).step
+    return step
+
+
+def low_bit_adam(kind: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
+    """An AdamW with compact moments, over FP32 or bfloat16 params with gradients of the same dtype.
+
+    Args:
+        kind: ``torchao`` or ``bitsandbytes`` and the name of a class in its ``optim``. torchao rounds bfloat16 params
+            stochastically here, as they have no FP32 main param to gather small updates in; its first step compiles
+            (``torch.compile``, which needs a C++ compiler).
+    """
+    library, name = kind.split()
+    rounding = {"bf16_stochastic_round": params[0].dtype == torch.bfloat16} if library == "torchao" else {}
+    adam = getattr(importlib.import_module(f"{library}.optim"), name)
+    step: Step = adam(_params(params, grads), **SETTINGS, **rounding).step
     return step
 
 
@@ -43,7 +61,7 @@ class Composite:
         self.main_grads = [torch.empty_like(main) for main in self.mains]
         for main, grad in zip(self.mains, self.main_grads, strict=True):
             main.grad = grad
-        self.adam = torch.optim.AdamW(self.mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+        self.adam = torch.optim.AdamW(self.mains, **SETTINGS, fused=True)
         self.found_inf, self.inv_scale = torch.zeros(1), torch.ones(1)
 
     @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import platform
 from datetime import date
@@ -21,10 +23,24 @@ import mp_optim
 from benchmarks.sections import OURS, Section
 from mp_optim.update.backends.native_library import native_library
 
-_FORMATS = {"ms": "{:.2f}", "spread": "±{:.1%}", "gbs": "{:.1f}", "of_limit": "{:.2f}", "gparams": "{:.2f}",
-            "times_ours": "{:.2f}x", "times_one": "{:.2f}x", "speedup": "{:.2f}x", "state_bytes": "{:.0f}"}
+_FORMATS = {"ms": "{:.2f}", "spread": "±{:.1%}", "gbs": "{:.1f}", "of_limit": "{:.2f}", "gparams": "{:.3f}",
+            "times_ours": "{:.2f}x", "times_one": "{:.2f}x", "speedup": "{:.2f}x", "state_bytes": "{:.2f}",
+            "of_ours": "{:.3f}x"}
 _HEADS = {"gbs": "GB/s", "of_limit": "of the memory limit", "gparams": "Gparam/s", "times_ours": "times ours",
-          "times_one": "times one tensor", "state_bytes": "bytes a parameter, with the main param"}
+          "times_one": "times one tensor", "state_bytes": "bytes a parameter, with the main param",
+          "of_ours": "throughput, of our 8-bit kernel's"}
+
+
+_OPPONENTS = ("deepspeed", "megatron-core", "torchao", "bitsandbytes")
+
+
+def _installed() -> dict[str, str]:
+    """Versions of the opponents that are there."""
+    found = {}
+    for name in _OPPONENTS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def machine() -> dict[str, Any]:
@@ -33,7 +49,7 @@ def machine() -> dict[str, Any]:
     return {"cpu": model or platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
             "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(),
             "torch": torch.__version__, "mp_optim": mp_optim.__version__, "level": native_library().level,
-            "date": date.today().isoformat()}
+            "opponents": _installed(), "date": date.today().isoformat()}
 
 
 def _cpuinfo() -> list[str]:
@@ -46,7 +62,7 @@ def _columns(section: Section) -> list[str]:
 
 
 def _cell(key: str, value: float | None) -> str:
-    return "" if value is None else _FORMATS[key].format(value)
+    return "" if value is None else _FORMATS.get(key, "{:,.4g}").format(value)
 
 
 def show(console: Console, section: Section) -> None:
@@ -67,7 +83,8 @@ def show(console: Console, section: Section) -> None:
 def markdown(sections: list[Section], limit: float, regime: str) -> str:
     """All sections as one document."""
     where = machine()
-    lines = [f"{where['cpu']}, {where['threads']} threads, {where['level']}, torch {where['torch']}, "
+    others = "".join(f"{name} {version}, " for name, version in where["opponents"].items())
+    lines = [f"{where['cpu']}, {where['threads']} threads, {where['level']}, torch {where['torch']}, {others}"
              f"{where['date']}. Memory limit {limit / 1e9:.1f} GB/s ({regime}).", ""]
     for section in sections:
         columns = _columns(section)

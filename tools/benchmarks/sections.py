@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import opponents
+from benchmarks import megatron, opponents
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Composite
 from benchmarks.timing import Timing, alternate, ratio
-from mp_optim import FusedAdam, Lion, OptimizerConfig, get_megatron_optimizer
-from mp_optim.slots import Slot, SlotUpdate
+from mp_optim import FusedAdam, Lion, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.update import set_host_threads
 
 OURS = "mp_optim"
@@ -27,6 +27,8 @@ ADAM_BYTES = 28
 TORCH_BYTES = 28
 """FP32 p, m, v read and written, FP32 gradient read."""
 STEP_BYTES = 30
+FEW = 4
+"""Pieces for contenders that are slow, and for those compared with them."""
 
 
 @dataclass
@@ -87,25 +89,31 @@ def tensors(numel: int, count: int, dtype: torch.dtype, value: float | None = No
     return [(torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)]
 
 
-def our_kernel(mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None) -> Callable[[], object]:
+def our_kernel(mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None,
+               **settings: Any) -> Callable[[], object]:
     """``FusedAdam.step_slots``: the update alone."""
-    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    updates = [SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
-               for index, grad in enumerate(grads)]
+    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings)
+    updates = SlotUpdates.of([SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
+                              for index, grad in enumerate(grads)])
     return lambda: optimizer.step_slots(updates)
 
 
-def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
-    """The whole mixed-precision step through ``get_megatron_optimizer``, clipping on."""
+def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) -> MegatronOptimizer:
+    """What ``get_megatron_optimizer`` makes of params that have these gradients; clipping is on, all are decayed."""
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
     scale = {"loss_scale": 1.0} if half == "fp16" else {}
     config = OptimizerConfig(lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=DECAY,
                              clip_grad=CLIP, **{half: True}, **scale, **settings)
     model = nn.ParameterList([nn.Parameter(param) for param in params])
-    optimizer = get_megatron_optimizer(config, model)
+    optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param, grad in zip(model, grads, strict=True):
         param.grad = grad
-    return optimizer.step
+    return optimizer
+
+
+def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
+    """The whole mixed-precision step."""
+    return our_optimizer(params, grads, **settings).step
 
 
 def memory_limit(numel: int, rounds: int) -> tuple[Section, float]:
@@ -160,23 +168,104 @@ def full_step(numel: int, rounds: int, limit: float) -> Section:
                      times_ours=lambda name, t, ours=ours, timings=timings: ratio(t, timings[ours]))  # type: ignore[misc]
         del composite, params, grads, steps
         gc.collect()
+    with megatron.job_ended():
+        _add_megatron(section, numel, rounds, limit)
     return section
+
+
+def _add_megatron(section: Section, numel: int, rounds: int, limit: float) -> None:
+    """Rows of Megatron-core: each variant in turn with our step, as memory would not hold all of them at once."""
+    count = numel // PIECE
+    params, grads = (tensors(PIECE, count, torch.bfloat16) for _ in range(2))
+    ours = our_step([param.clone() for param in params], grads)
+    for name, fused, dtype in (("as built", False, torch.bfloat16), ("AdamW fused", True, torch.bfloat16),
+                               ("AdamW fused, FP32 main_grad", True, torch.float32)):
+        field_ = Contenders()
+        field_.add(f"Megatron-core, {name}", lambda fused=fused, dtype=dtype: megatron.megatron_step(  # type: ignore[misc]
+            [param.clone() for param in params], [grad.to(dtype) for grad in grads], fused=fused))
+        section.missing |= field_.missing
+        if field_.steps:
+            timings = alternate({OURS: ours, **field_.steps}, rounds, "Megatron-core")
+            first = timings.pop(OURS)
+            section.take(timings, of_limit=lambda _, t: STEP_BYTES * count * PIECE / t.median / limit,
+                         times_ours=lambda _, t, first=first: ratio(t, first))  # type: ignore[misc]
+        del field_
+        gc.collect()
+
+
+def _kind(moments: str, remainder_bits: int | None) -> dict[str, Any]:
+    """Config fields for moments of a dtype, and main params in FP32 or as a remainder beside the model's."""
+    mains = {"store_param_remainders": False} if remainder_bits is None else {"param_remainder_bits": remainder_bits}
+    return {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, **mains}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "FP32 moments": {},
+    "FP32 moments, 16-bit remainder": _kind("float32", 16),
+    "bf16 moments": _kind("bfloat16", None),
+    "bf16 moments, 16-bit remainder": _kind("bfloat16", 16),
+    "fp16 moments, 16-bit remainder": _kind("float16", 16),
+    "8-bit moments, 16-bit remainder": _kind("uint8", 16),
+    "8-bit moments, 8-bit remainder": _kind("uint8", 8),
+}
+"""Ways to keep optimizer state; main params are FP32 where there is no remainder. The first is what others are
+compared with."""
 
 
 def compact_states(numel: int, rounds: int) -> Section:
     """The full step with optimizer state in fewer bytes."""
     count = numel // PIECE
     params, grads = (tensors(PIECE, count, torch.bfloat16) for _ in range(2))
-    kinds: dict[str, dict[str, Any]] = {
-        "FP32 moments": {}, "bf16 moments": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}}
-    steps = {f"{OURS}, {name}": our_step([param.clone() for param in params], grads,
-                                         use_precision_aware_optimizer=bool(kind), **kind)
-             for name, kind in kinds.items()}
-    timings = alternate(steps, rounds, "compact")
-    section = Section("Compact states: the full step")
-    first = next(iter(timings))
-    section.take(timings, speedup=lambda name, t: ratio(timings[first], t),
-                 state_bytes=lambda name, t: 12.0 if name == first else 8.0)
+    optimizers: dict[str, MegatronOptimizer] = {}
+    field_ = Contenders()
+
+    def build(name: str, kind: dict[str, Any]) -> Callable[[], object]:
+        optimizers[name] = our_optimizer([param.clone() for param in params], grads, **kind)
+        return optimizers[name].step
+
+    for kind_name, kind in KINDS.items():
+        name = f"{OURS}, {kind_name}"
+        field_.add(name, lambda name=name, kind=kind: build(name, kind))  # type: ignore[misc]
+    timings = alternate(field_.steps, rounds, "compact")
+    section = Section("Compact states: the full step", missing=field_.missing)
+    first = next(iter(timings.values()))
+    section.take(timings, speedup=lambda name, t: ratio(first, t),
+                 state_bytes=lambda name, t: _state_bytes(optimizers[name]))
+    return section
+
+
+def _state_bytes(optimizer: MegatronOptimizer) -> float:
+    """Bytes of main params (or remainders) and moments for each parameter, as the tensors are."""
+    rows = optimizer.describe().rows
+    return sum(row.bytes for row in rows) / sum(row.params for row in rows)
+
+
+LOW_BIT = (("torchao AdamW8bit", "FP32"), ("torchao AdamWFp8", "FP32"), ("torchao AdamW4bit", "FP32"),
+           ("bitsandbytes AdamW8bit", "FP32"), ("torchao AdamW8bit", "bf16"), ("torchao AdamWFp8", "bf16"),
+           ("torchao _AdamW", "bf16"), ("bitsandbytes AdamW8bit", "bf16"))
+"""Optimizers of others and the dtype of the params they step; ``_AdamW`` has moments of the dtype of the params."""
+
+
+def eight_bit(numel: int, rounds: int) -> Section:
+    """The update alone with moments of 8 bits or few: ours and those of others, on a few pieces, as most are slow."""
+    count = max(1, min(numel // PIECE, FEW))
+    mains, grads = tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32)
+    half_mains, half_grads = tensors(PIECE, count, torch.bfloat16), tensors(PIECE, count, torch.bfloat16)
+    field_ = Contenders()
+    for name, dtype in (("8-bit", torch.uint8), ("bf16", torch.bfloat16), ("FP32", torch.float32)):
+        field_.add(f"{OURS}, {name} moments", lambda dtype=dtype: our_kernel(  # type: ignore[misc]
+            [main.clone() for main in mains], half_grads, [half.clone() for half in half_mains],
+            exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype))
+    pairs = {"FP32": (mains, grads), "bf16": (half_mains, half_grads)}
+    for kind, label in LOW_BIT:
+        field_.add(f"{kind}, {label} params", lambda kind=kind, pair=pairs[label]: opponents.low_bit_adam(  # type: ignore[misc]
+            kind, [param.clone() for param in pair[0]], pair[1]))
+    timings = alternate(field_.steps, max(3, min(rounds, 5)), "eight bit")
+    section = Section("8-bit and other compact moments, the update alone", missing=field_.missing)
+    columns: dict[str, Callable[[str, Timing], float]] = {"gparams": lambda _, t: count * PIECE / t.median / 1e9}
+    if (ours := timings.get(f"{OURS}, 8-bit moments")) is not None:
+        columns["of_ours"] = lambda _, t: ratio(ours, t)
+    section.take(timings, **columns)
     return section
 
 

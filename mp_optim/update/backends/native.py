@@ -57,7 +57,7 @@ def _threads() -> int:
 
 
 class _Kind(NamedTuple):
-    """Dtypes that the tensors of one kernel call share, by the names of ``MpTensors``; None: there are no tensors."""
+    """Dtypes that the tensors of one call share, by the names of ``MpTensors``; None where there is no tensor."""
 
     grad: torch.dtype
     main: torch.dtype | None = None
@@ -180,8 +180,10 @@ class NativeBackend(ReferenceBackend):
 
 
 def _mark_written(lists: TensorLists) -> None:
-    """Tell autograd, which cannot see the kernels write."""
-    written = [*lists.main, *(output for output in lists.output if output is not None)]
+    """Tell autograd, which cannot see the kernels write: a tensor of the model, which is the output if there is one."""
+    outputs = _outputs(lists)
+    written = outputs if len(outputs) == len(lists.main) else [
+        main if output is None else output for main, output in zip(lists.main, lists.output, strict=True)]
     try:
         increment_version(written)
     except TypeError:  # before torch 2.7 one at a time
@@ -198,21 +200,31 @@ def _by_kind(lists: TensorLists, moments: tuple[str, ...]) -> list[tuple[Sequenc
     if not lists.main:
         return []
     columns = _columns(lists, moments)
-    columns["output"] = [output for output in lists.output if output is not None]
+    columns["output"] = _outputs(lists)
     complete = len(columns["output"]) in (0, len(lists.output))
     dtypes = {name: SteadyList.of(tensors).dtypes for name, tensors in columns.items()}
     if complete and all(len(found) <= 1 for found in dtypes.values()):
-        shared = {name: next(iter(found)) for name, found in dtypes.items() if found}
-        return [(range(len(lists.main)), _kind(_Kind(**shared), lists, moments), lists)]
+        known: dict[str, Any] = {name: next(iter(found)) for name, found in dtypes.items() if found}
+        kind = _Kind(**known)
+        return [(range(len(lists.main)), _kind(kind, lists, moments), lists)]
     columns["output"] = lists.output
-    rows: list[tuple[Any, ...]] = [tuple(None if tensor is None else tensor.dtype for tensor in row)
-                                   for row in zip(*columns.values(), strict=True)]
+    names = list(columns)
+    rows = [tuple(None if tensor is None else tensor.dtype for tensor in row)
+            for row in zip(*columns.values(), strict=True)]
     parts: list[tuple[Sequence[int], _Kind | None, TensorLists]] = []
     for row in dict.fromkeys(rows):
         indices = [index for index, other in enumerate(rows) if other == row]
         part = _take(lists, indices)
-        parts.append((indices, _kind(_Kind(**dict(zip(columns, row, strict=True))), part, moments), part))
+        kinds: dict[str, Any] = dict(zip(names, row, strict=True))
+        parts.append((indices, _kind(_Kind(**kinds), part, moments), part))
     return parts
+
+
+def _outputs(lists: TensorLists) -> list[Tensor]:
+    """The outputs that there are; a list that knows its addresses is handed on as it is."""
+    if isinstance(lists.output, SteadyList):
+        return lists.output
+    return [output for output in lists.output if output is not None]
 
 
 def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:
@@ -244,5 +256,5 @@ def _table(lists: TensorLists, kind: _Kind, moments: tuple[str, ...]) -> _Table:
     columns |= {f"scale{1 + at}": lists.state[scale_key(name)]
                 for at, name in enumerate(moments) if scale_key(name) in lists.state}
     if kind.output is not None:
-        columns["output"] = [output for output in lists.output if output is not None]
+        columns["output"] = _outputs(lists)
     return _Table(kind, columns, lists.noise)

@@ -118,6 +118,11 @@ class ReferenceBackend:
             _write(batch, "exp_avg_sq", v)
             _write_mains(batch, p)
 
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
+        """Both phases of LAMB, for tensors that are whole parameters."""
+        sums = self.lamb_moments(lists, scalars, multiplier)
+        self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
+
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         owners: list[int] = []
         found: list[Tensor] = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.batches import batches, publish
+from mp_optim.update.batches import batches, mark_written, publish
 from mp_optim.update.lists import AdamScalars, SgdScalars, TensorLists
 
 __all__ = ["TorchBackend"]
@@ -41,6 +41,7 @@ class TorchBackend(ReferenceBackend):
                    weight_decay=weight_decay, eps=scalars.eps / scalars.inv_sqrt_bias2, amsgrad=False,
                    maximize=False)
             publish(batch)
+        mark_written(lists)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
@@ -49,6 +50,7 @@ class TorchBackend(ReferenceBackend):
                               dampening=1.0 - scalars.one_minus_dampening, nesterov=scalars.nesterov,
                               maximize=False, is_first_step=scalars.first)
             publish(batch)
+        mark_written(lists)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:

@@ -2,28 +2,45 @@
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import DTYPES, TinyMoE, config_for, is_expert, tokens_of
+from models import DTYPES, TinyMoE, config_for, is_expert, tokens_of, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mp_optim import ProcessGroups, checkpoint, get_megatron_optimizer
+from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
 
 CASES = [("adam", "fp32", 0.0), ("adam", "fp32", 0.5), ("adam", "fp32", 1.0), ("lamb", "fp32", 0.0),
-         ("lamb", "fp32", 0.5), ("adam", "bf16", 0.5), ("lamb", "bf16", 1.0), ("adam", "fp16", 0.3)]
+         ("lamb", "fp32", 0.5), ("adam", "bf16", 0.5), ("lamb", "bf16", 1.0), ("adam", "fp16", 0.3),
+         ("adam", "bf16-remainder", 0.0), ("adam", "bf16-remainder", 0.5)]
 STEPS = 4
+
+
+def build_sharded(precision: str, fraction: float, **settings: Any) -> tuple[TinyMoE, MegatronOptimizer]:
+    model = TinyMoE(DTYPES[precision.split("-")[0]])
+    mixed = model.dense.dtype != model.scale.dtype  # FSDP2 shards one dtype at a time
+    fully_shard(model, ignored_params={model.scale} if mixed else set())
+    return model, get_megatron_optimizer(config_for(precision, fraction, **settings), model,
+                                         expert_predicate=is_expert)
+
+
+def eight_bit_resumes(directory: str) -> dict[str, object]:
+    """8-bit blocks are a shard's own; saved and loaded they are the same bits."""
+    model, optimizer = build_sharded("bf16-8bit8", 0.5)
+    train(model, optimizer, 2)
+    checkpoint.save(directory, model, optimizer)
+    losses = train(model, optimizer, 2, start=2)
+    model, optimizer = build_sharded("bf16-8bit8", 1.0)
+    checkpoint.load(directory, model, optimizer)
+    return {"on": losses, "resumed": train(model, optimizer, 2, start=2)}
 
 
 def train_sharded(rule: str, precision: str, fraction: float, directory: str) -> dict[str, object]:
     """Train, with a checkpoint saved and loaded in the middle; whole tensors come back."""
-    model = TinyMoE(DTYPES[precision])
-    mixed = model.dense.dtype != model.scale.dtype  # FSDP2 shards one dtype at a time
-    fully_shard(model, ignored_params={model.scale} if mixed else set())
-    optimizer = get_megatron_optimizer(config_for(precision, fraction, optimizer=rule), model,
-                                       expert_predicate=is_expert)
+    model, optimizer = build_sharded(precision, fraction, optimizer=rule)
     norms, losses = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -72,6 +89,7 @@ def main(directory: str) -> None:
     result = {str(case): train_sharded(*case, f"{directory}/{index}") for index, case in enumerate(CASES)}
     result["agreement"] = agree_between_ranks()
     result["experts"] = experts_on_one_rank()
+    result["eight_bit"] = eight_bit_resumes(f"{directory}/eight_bit")
     torch.save(result, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

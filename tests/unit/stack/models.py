@@ -41,12 +41,27 @@ class TinyMoE(nn.Module):
         return nn.functional.cross_entropy(logits[:-1], tokens[1:])
 
 
+COMPACT: dict[str, dict[str, Any]] = {
+    "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+    "fp16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
+    "8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+    "8bit8": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8},
+    "stochastic": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8,
+                   "stochastic_rounding": True},
+    "remainder": {}, "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
+}
+"""Forms of state; a precision "bf16-8bit" is a bf16 model with the third."""
+
+
 def is_expert(param: Tensor, name: str) -> bool:
     return name.startswith("experts.")
 
 
 def config_for(precision: str, fraction: float = 0.0, **settings: Any) -> OptimizerConfig:
+    precision, _, compact = precision.partition("-")
     flags: dict[str, Any] = {precision: True} if precision != "fp32" else {}
+    if compact:
+        flags |= {"use_precision_aware_optimizer": True, **COMPACT[compact]}
     if precision == "fp16":
         flags["initial_loss_scale"] = 2.0**12
     if fraction > 0:
@@ -55,7 +70,7 @@ def config_for(precision: str, fraction: float = 0.0, **settings: Any) -> Optimi
 
 
 def build(precision: str, fraction: float = 0.0, experts: bool = True, seed: int = 0, **settings: Any):
-    model = TinyMoE(DTYPES[precision], experts, seed)
+    model = TinyMoE(DTYPES[precision.split("-")[0]], experts, seed)
     optimizer = get_megatron_optimizer(config_for(precision, fraction, **settings), model, expert_predicate=is_expert)
     return model, optimizer
 

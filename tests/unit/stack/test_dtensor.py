@@ -47,6 +47,11 @@ def test_megatron_4623_fsdp2_trains_like_one_process(ranks, case):
         torch.testing.assert_close(sharded["mains"][name], main.detach(), rtol=0, atol=1e-2 * max(1e-4, 16 * ulp))
 
 
+def test_eight_bit_shards_resume_bit_for_bit(ranks):
+    for rank in ranks:
+        assert rank["eight_bit"]["on"] == rank["eight_bit"]["resumed"]
+
+
 def test_ranks_agree_on_norm_and_skipping(ranks):
     for rank in ranks:
         # 2, 3 and the duplicate's 6 once

@@ -37,33 +37,6 @@ def test_every_fraction_gives_the_same_bits(precision, experts, rule):
         assert_same(run, runs[0])
 
 
-@pytest.mark.parametrize("rule", ["adam", "lamb"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_bfloat16_moments_give_the_same_bits_and_resume(tmp_path, precision, rule):
-    compact = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": torch.bfloat16,
-               "optimizer": rule}
-    runs = []
-    for fraction in (0.0, 0.5, 1.0):
-        model, optimizer = build(precision, fraction, **compact)
-        losses = train(model, optimizer, 4)
-        checkpoint.save(tmp_path / str(fraction), model, optimizer)
-        model, optimizer = build(precision, 1.0 - fraction, seed=9, **compact)
-        checkpoint.load(tmp_path / str(fraction), model, optimizer)
-        runs.append((losses + train(model, optimizer, 4, start=4), final(model)))
-        state = optimizer.state[model.dense]
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16 and state["exp_avg"].any()
-    model, optimizer = build(precision, **compact)
-    assert_same((train(model, optimizer, 8), final(model)), runs[0])
-    for run in runs[1:]:
-        assert_same(run, runs[0])
-    wide_model, wide = build(precision, optimizer=rule)
-    losses = train(wide_model, wide, 8)
-    assert losses != runs[0][0] and losses[-1] == pytest.approx(runs[0][0][-1], abs=0.02)
-    with pytest.raises(ValueError, match=r"float32, which torch\.bfloat16 cannot hold|of another dtype"):
-        checkpoint.save(tmp_path / "wide", wide_model, wide)
-        checkpoint.load(tmp_path / "wide", model, optimizer)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_adversarial_transfers_give_the_same_bits(precision, overlap):

@@ -90,3 +90,51 @@ def lion(p: Array, g: Array, m: Array, h: dict[str, Any], mult: float) -> tuple[
     if wd:
         p = p - p * F(lr * wd)
     return p - u, m * F(b2) + g * F(1 - b2)
+
+
+def split(p: Array, bits: int) -> tuple[Any, Any]:
+    """Main params as bfloat16 patterns and remainders, in exact integer arithmetic."""
+    pattern = p.view(np.uint32).astype(np.int64)
+    if bits == 8:
+        finite = np.isfinite(p)
+        quotient, rest = pattern // 256, pattern % 256
+        up = (rest > 128) | ((rest == 128) & (quotient % 2 == 1))
+        pattern = np.where(finite, (quotient + up) * 256, pattern)
+    pattern = np.where(np.isnan(p), 0x7FC00000, pattern)
+    high = (pattern + 0x8000) // 65536
+    low = (pattern - high * 65536) // (256 if bits == 8 else 1)
+    return high.astype(np.uint16).view(np.int16), low.astype(np.int8 if bits == 8 else np.int16)
+
+
+def join(high: Any, low: Any) -> Array:
+    pattern = high.view(np.uint16).astype(np.int64) * 65536
+    rest = low.astype(np.int64) * (256 if low.dtype == np.int8 else 1)
+    return np.where(pattern % 2**31 == 0, pattern, pattern + rest).astype(np.uint32).view(np.float32)
+
+
+def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
+    """Codes and scales of a moment, block by block."""
+    x = np.sqrt(x) if second else x
+    codes, scales = [], []
+    for block in (x[start : start + 256] for start in range(0, x.size, 256)):
+        top = np.max(np.abs(block))
+        if kind == "half":
+            scale = np.ldexp(F(1), int(np.floor(np.log2(np.float64(top)))) - 14).astype(np.float32)
+            code = (block * (F(1) / scale)).astype(np.float16)
+            code = np.maximum(code, np.float16(2.0**-24)) if second else code
+        else:
+            rough = top / F(255 if second else 127)
+            unit = np.float64(2.0) ** (math.floor(math.log2(rough)) - 15)  # 16 significant bits
+            scale = F(math.ceil(np.float64(rough) / unit) * unit)
+            code = np.clip(np.rint(block * (F(1) / scale)), 1 if second else -127, 255 if second else 127)
+            code = code.astype(np.uint8 if second else np.int8)
+        codes.append(code)
+        scales.append(scale)
+    return np.concatenate(codes), np.array(scales, dtype=np.float32)
+
+
+def dequantised(x: Array, kind: str, second: bool) -> Array:
+    """What is left of a moment after it was stored."""
+    codes, scales = quantise(x, kind, second)
+    value = codes.astype(np.float32) * np.repeat(scales, 256)[: x.size]
+    return value * value if second else value

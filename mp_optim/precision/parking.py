@@ -1,0 +1,36 @@
+"""Where an optimizer's accelerator tensors wait while something else needs the accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Parking"]
+
+
+class Parking:
+    """Tensors that were moved to the host, and where they came from. They stay the same objects."""
+
+    def __init__(self) -> None:
+        self._parked: list[tuple[Tensor, torch.device]] = []
+
+    @property
+    def occupied(self) -> bool:
+        """Whether something is parked here."""
+        return bool(self._parked)
+
+    @torch.no_grad()
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors to the host."""
+        for tensor in tensors:
+            self._parked.append((tensor, tensor.device))
+            tensor.data = tensor.data.cpu()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Move them back."""
+        for tensor, device in self._parked:
+            tensor.data = tensor.data.to(device)
+        self._parked.clear()

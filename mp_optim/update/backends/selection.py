@@ -1,0 +1,220 @@
+"""Which backend serves a ``fused_backend`` on a device, and why. Each is loaded and proven once per process and device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from mp_optim.capabilities import BACKENDS, CAPABILITIES, Capability
+from mp_optim.update.backends import multi_tensor
+from mp_optim.update.backends.interface import Backend
+from mp_optim.update.backends.native import NativeBackend
+from mp_optim.update.backends.native_library import native_library
+from mp_optim.update.backends.proof import BFLOAT16_MOMENTS, REMAINDERS, Proof, prove
+from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.torch_fused import TorchBackend
+
+__all__ = ["candidates", "check_forms", "check_serves", "choose_backend", "forget", "proof_of", "rule_note"]
+
+_SAME_BITS = "auto: the bits are the same in every place"
+_ON_HOST = ("native", "torch", "reference")
+_ON_ACCELERATOR = ("apex", "transformer_engine", "triton", "torch", "reference")
+
+
+class _NotHereError(Exception):
+    """A backend that cannot be had, with the reason."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a backend comes from.
+
+    Attributes:
+        load: makes it; any exception is the reason why it is not usable.
+        devices: types of the devices it serves; all if None.
+        missing: what to say where the module it is made of is not installed.
+    """
+
+    load: Callable[[], Backend]
+    devices: Callable[[], tuple[str, ...]] | None = None
+    missing: Mapping[str, str] | None = None
+
+
+def _native() -> Backend:
+    library = native_library()
+    if library.handle is None:
+        raise _NotHereError(library.why)
+    return NativeBackend(library)
+
+
+def _from_module(module: str) -> Callable[[], Backend]:
+    def load() -> Backend:
+        backend: Backend = importlib.import_module(f"mp_optim.update.backends.{module}").load()
+        return backend
+
+    return load
+
+
+def _triton() -> Backend:
+    found: Backend | None
+    found, why = importlib.import_module("mp_optim.update.backends.triton").triton_backend()
+    if found is None:
+        raise _NotHereError(why)
+    return found
+
+
+def _kernel_devices() -> tuple[str, ...]:
+    return (multi_tensor.KERNEL_DEVICE,)
+
+
+def _triton_devices() -> tuple[str, ...]:
+    return ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+
+
+_SOURCES: dict[str, _Source] = {
+    "native": _Source(_native, lambda: ("cpu",)),
+    "reference": _Source(ReferenceBackend),
+    "torch": _Source(TorchBackend),
+    "triton": _Source(_triton, _triton_devices, {
+        "mp_optim.update.backends.triton": "not part of this version"}),
+    "apex": _Source(_from_module("apex"), _kernel_devices, {
+        "amp_C": "NVIDIA apex with its CUDA extensions is not installed (apex on PyPI is another project)"}),
+    "transformer_engine": _Source(_from_module("transformer_engine"), _kernel_devices, {
+        "transformer_engine": "Transformer Engine is not installed",
+        "transformer_engine_torch": "Transformer Engine is installed without its PyTorch extension"}),
+}
+assert set(BACKENDS) == {"auto", *_SOURCES}
+
+
+def candidates(device: torch.device) -> tuple[str, ...]:
+    """What ``auto`` tries on a device, in order."""
+    return _ON_HOST if device.type == "cpu" else _ON_ACCELERATOR
+
+
+def forget() -> None:
+    """Forget all proofs, for a process in which a library was installed meanwhile."""
+    _proven.cache_clear()
+    _chosen.cache_clear()
+
+
+def proof_of(name: str, device: torch.device) -> Proof:
+    """What is known about a backend on a device: it is loaded, and takes its first step, when this is first asked."""
+    return _proven(name, device)[1]
+
+
+@cache
+def _proven(name: str, device: torch.device) -> tuple[Backend, Proof]:
+    """A backend and its proof; ``reference`` stands in for one that cannot be had."""
+    source = _SOURCES[name]
+    try:
+        backend = source.load()
+        if source.devices is not None and device.type not in source.devices():
+            none = "" if device.type != "cpu" or torch.cuda.is_available() else "; torch finds no CUDA device"
+            raise _NotHereError(f"its kernels run on {' and '.join(source.devices())}, not on {device.type}{none}")
+    except Exception as error:
+        unusable = Proof(name, str(device), False, False, math.nan, math.nan, _why_not(error, source))
+        return ReferenceBackend(), unusable
+    return backend, prove(backend, device)
+
+
+def _why_not(error: Exception, source: _Source) -> str:
+    if isinstance(error, _NotHereError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and source.missing and str(error.name) in source.missing:
+        return source.missing[str(error.name)]
+    return f"cannot be loaded: {type(error).__name__}: {str(error).strip() or 'no message'}"
+
+
+def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
+    """The backend for ``fused_backend=name`` on a device, and why.
+
+    ``auto`` takes the first of :func:`candidates` that has ``reference``'s bits there. A named backend is taken where
+    its kernels run; in the other place (host or accelerator) ``auto`` decides.
+
+    Raises:
+        ValueError: the name is unknown or not usable.
+    """
+    return _chosen(name, device)
+
+
+@cache
+def _chosen(name: str, device: torch.device) -> tuple[Backend, str]:
+    if name == "auto":
+        return _auto(device)
+    if name not in _SOURCES:
+        raise ValueError(f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}")
+    where = _serving_device(name, device)
+    backend, proof = _proven(name, where)
+    if not proof.usable:
+        raise ValueError(f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'")
+    if where != device:
+        other, _ = _auto(device)
+        same = "this has the same bits" if proof.exact else f"{name} has other bits, so placement shows in the results"
+        return other, f"{name} kernels run on {where.type}; {same}"
+    limits = getattr(backend, "limits", "")
+    return backend, "; ".join(filter(None, (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits)))
+
+
+def _serving_device(name: str, device: torch.device) -> torch.device:
+    """The device itself, or one that the backend is for."""
+    devices = _SOURCES[name].devices
+    if devices is None or device.type in devices():
+        return device
+    if devices() == ("cpu",):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
+
+
+def _auto(device: torch.device) -> tuple[Backend, str]:
+    passed_over: list[str] = []
+    for name in candidates(device):
+        backend, proof = _proven(name, device)
+        if proof.usable and proof.exact:
+            if isinstance(backend, NativeBackend):
+                return backend, f"{_SAME_BITS}; {backend.library.level}"
+            return backend, "; ".join([_SAME_BITS, *passed_over])
+        use = f" (choose fused_backend={name!r} to use it)" if proof.usable else ""
+        missing = "no native kernels: " if name == "native" else f"not {name}: "
+        passed_over.append(f"{missing}{proof.reason}{use}")
+    return ReferenceBackend(), "; ".join([_SAME_BITS, *passed_over])
+
+
+def check_serves(name: str, device: torch.device) -> None:
+    """Refuse a named backend for parameters that none of its kernels could reach.
+
+    Raises:
+        ValueError: naming the backend and the device.
+    """
+    if name in _SOURCES:
+        devices = _SOURCES[name].devices
+        if name != "native" and devices is not None and device.type not in (*devices(), "meta"):
+            choose_backend(name, device)  # where it is not usable at all, that is the better message
+            raise ValueError(f"fused_backend={name!r}: the model's parameters are on {device.type}, its kernels run on "
+                             f"{' and '.join(devices())}; move the model there, or choose 'auto'")
+
+
+def check_forms(name: str, device: torch.device, bfloat16_moments: bool, remainders: bool) -> None:
+    """Refuse forms of state that this installation of a named backend has no kernels for.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    lacks = {} if name not in _SOURCES else proof_of(name, _serving_device(name, device)).lacks
+    for field, form, wanted in (("exp_avg_dtype=torch.bfloat16", BFLOAT16_MOMENTS, bfloat16_moments),
+                                ("store_param_remainders=True", REMAINDERS, remainders)):
+        if wanted and form in lacks:
+            raise ValueError(f"{field}: this installation of fused_backend={name!r} has no kernels for it "
+                             f"({lacks[form]}); install a newer one, or choose another backend")
+
+
+def rule_note(name: str, rule: str) -> str:
+    """What describes a rule that a backend hands to ``reference``; empty if it has kernels for it."""
+    return "" if rule in CAPABILITIES.get(name, Capability()).rules else f"{name} has no kernels for {rule}"
+

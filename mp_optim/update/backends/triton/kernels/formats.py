@@ -1,0 +1,267 @@
+"""Values as they are stored: reading, rounding and writing. ``update/formats.py`` is the same in torch operations.
+
+bfloat16 is handled as its 16 bits: the interpreter would truncate where a GPU rounds.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(256)
+GOLDEN = tl.constexpr(0x9E3779B9)
+INFINITY = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+TINY = tl.constexpr((127 - 100) << 23)  # the bits of 2^-100
+ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds |x| < 2^22 to the nearest even integer
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer to element ``start`` of a tensor, from a column of addresses; None where there is no column.
+
+    ALIGNED: every address of the launch is a multiple of 16 bytes.
+    """
+    pointer = column
+    if column is not None:
+        if TYPE == tl.bfloat16:
+            pointer = tl.load(column + tensor).to(tl.pointer_type(tl.int16))
+        else:
+            pointer = tl.load(column + tensor).to(tl.pointer_type(TYPE))
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+        pointer = pointer + start
+    return pointer
+
+
+@triton.jit
+def fetch(pointer, offsets, count, MASKED: tl.constexpr):
+    """Elements as they lie in memory; 0 from ``count`` on."""
+    if MASKED:
+        raw = tl.load(pointer + offsets, mask=offsets < count, other=0)
+    else:
+        raw = tl.load(pointer + offsets)
+    return raw
+
+
+@triton.jit
+def put(pointer, raw, offsets, count, MASKED: tl.constexpr):
+    """Store elements below ``count``."""
+    if MASKED:
+        tl.store(pointer + offsets, raw, mask=offsets < count)
+    else:
+        tl.store(pointer + offsets, raw)
+
+
+@triton.jit
+def widened(raw, TYPE: tl.constexpr):
+    """FP32 values of stored elements."""
+    if TYPE == tl.bfloat16:
+        value = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@triton.jit
+def narrowed(value, TYPE: tl.constexpr):
+    """FP32 values rounded to nearest even into a floating dtype, as stored."""
+    if TYPE == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        raw = tl.where((bits & MAGNITUDE) > INFINITY, 0x7FC0, rounded).to(tl.int16)
+    else:
+        raw = value.to(TYPE)
+    return raw
+
+
+# -- random numbers -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def mix(x):
+    """The 32-bit finalizer of MurmurHash3, of uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def random_words(streams, tensor, seed, start, offsets, NOISY: tl.constexpr):
+    """32 random bits for each element; zeros, which nobody reads, without noise."""
+    if NOISY:
+        stream = tl.load(streams + tensor).to(tl.uint32, bitcast=True)
+        key = mix(seed.to(tl.uint32) ^ stream)
+        words = mix(key + (start.to(tl.uint32) + offsets.to(tl.uint32)) * GOLDEN)
+    else:
+        words = offsets
+    return words
+
+
+@triton.jit
+def sixteen_bits(words, ROOT: tl.constexpr):
+    """The bits that a moment is rounded with."""
+    if ROOT:
+        bits = words & 0xFFFF
+    else:
+        bits = words >> 16
+    return bits.to(tl.int32)
+
+
+# -- moments ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def decoded(raw, scale, TYPE: tl.constexpr, ROOT: tl.constexpr):
+    """FP32 values of a stored moment of shape (blocks, 256); ``scale`` of shape (blocks,), or None if it has none."""
+    value = widened(raw, TYPE)
+    if scale is not None:
+        value = value * scale[:, None]
+        if ROOT:
+            value = value * value
+    return value
+
+
+@triton.jit
+def read_moment(pointer, scales, blocks, offsets, count, TYPE: tl.constexpr, ROOT: tl.constexpr,
+                MASKED: tl.constexpr):
+    """FP32 values of a moment; ROOT says that it is the second one."""
+    scale = scales
+    if scales is not None:
+        scale = fetch(scales, blocks, tl.cdiv(count, BLOCK), MASKED)
+    return decoded(fetch(pointer, offsets, count, MASKED), scale, TYPE, ROOT)
+
+
+@triton.jit
+def write_moment(value, pointer, scales, blocks, offsets, count, words, TYPE: tl.constexpr, ROOT: tl.constexpr,
+                 NOISY: tl.constexpr, MASKED: tl.constexpr):
+    """Store FP32 values of a moment; returns the values as they are stored."""
+    scale = scales
+    if scales is not None:
+        if MASKED:
+            value = tl.where(offsets < count, value, 0.0)
+        raw, scale = encoded(value, words, TYPE, ROOT, NOISY)
+        put(scales, scale, blocks, tl.cdiv(count, BLOCK), MASKED)
+    elif NOISY and TYPE == tl.bfloat16:
+        raw = dithered(value, sixteen_bits(words, ROOT))
+    else:
+        raw = narrowed(value, TYPE)
+    put(pointer, raw, offsets, count, MASKED)
+    return decoded(raw, scale, TYPE, ROOT)
+
+
+@triton.jit
+def dithered(value, sixteen):
+    """bfloat16 bits of FP32 values whose lower 16 bits are cut off after random bits were added."""
+    bits = value.to(tl.int32, bitcast=True)
+    finite = (bits & INFINITY) != INFINITY
+    return tl.where(finite, (bits + sixteen) >> 16, narrowed(value, tl.bfloat16).to(tl.int32)).to(tl.int16)
+
+
+@triton.jit
+def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOISY: tl.constexpr):
+    """Codes of shape (blocks, 256) and scales of shape (blocks,)."""
+    if ROOT:
+        value = tl.sqrt_rn(value)
+    # As integers magnitudes have the order of the values, with inf above them and NaN above inf.
+    top = tl.max(value.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
+    good = (top >= TINY) & (top < INFINITY)
+    if TYPE == tl.float16:
+        exponent = (top & INFINITY) - (14 << 23)
+        scale = exponent.to(tl.float32, bitcast=True)
+        inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    else:
+        if ROOT:
+            step = tl.div_rn(top.to(tl.float32, bitcast=True), 255.0)
+        else:
+            step = tl.div_rn(top.to(tl.float32, bitcast=True), 127.0)
+        scale = ((step.to(tl.int32, bitcast=True) + 0xFF) & -0x100).to(tl.float32, bitcast=True)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    scaled = tl.where(good[:, None], value * inverse[:, None], 0.0)
+    if TYPE == tl.float16:
+        raw = half_codes(scaled, good, ROOT)
+    else:
+        raw = byte_codes(scaled, good, words, TYPE, ROOT, NOISY)
+    bad = tl.where(top < INFINITY, 0, 0x7FC00000).to(tl.float32, bitcast=True)
+    return raw, tl.where(good, scale, bad)
+
+
+@triton.jit
+def half_codes(scaled, good, ROOT: tl.constexpr):
+    """A root is never stored as 0: dividing by it would be a step of any length."""
+    raw = scaled.to(tl.float16)
+    if ROOT:
+        bits = raw.to(tl.int16, bitcast=True).to(tl.int32)
+        floor = tl.where(good, 1, -0x8000)[:, None]
+        raw = tl.maximum(bits, floor).to(tl.int16).to(tl.float16, bitcast=True)
+    return raw
+
+
+@triton.jit
+def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOISY: tl.constexpr):
+    """Integers nearest to the scaled values, or random neighbours; roots at least 1, as above."""
+    if NOISY:
+        scaled = scaled + sixteen_bits(words, ROOT).to(tl.float32) * 2.0**-16
+        codes = scaled.to(tl.int32)  # not tl.floor: a GPU's takes denormals for 0
+        codes = tl.where(codes.to(tl.float32) > scaled, codes - 1, codes)
+    else:
+        codes = ((scaled + ROUNDER) - ROUNDER).to(tl.int32)
+    if ROOT:
+        codes = tl.minimum(tl.maximum(codes, tl.where(good, 1, 0)[:, None]), 255)
+    else:
+        codes = tl.minimum(tl.maximum(codes, -127), 127)
+    return codes.to(TYPE)
+
+
+# -- main params --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def read_main(pointer, rests, offsets, count, REST: tl.constexpr, MASKED: tl.constexpr):
+    """FP32 main params, joined with their remainders if there are any."""
+    raw = fetch(pointer, offsets, count, MASKED)
+    if rests is None:
+        value = raw
+    else:
+        high = raw.to(tl.int32) << 16
+        low = fetch(rests, offsets, count, MASKED).to(tl.int32)
+        if REST == tl.int8:
+            low = low << 8
+        value = tl.where((high & MAGNITUDE) != 0, high + low, high).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def write_main(value, pointer, rests, outputs, offsets, count, words, REST: tl.constexpr, OUTPUT: tl.constexpr,
+               NOISY: tl.constexpr, MASKED: tl.constexpr):
+    """Store FP32 main params, split if there are remainders, and the outputs."""
+    if rests is None:
+        put(pointer, value, offsets, count, MASKED)
+        shown = value
+    else:
+        high, low = split(value, words, REST, NOISY)
+        put(pointer, high.to(tl.int16), offsets, count, MASKED)
+        put(rests, low.to(REST), offsets, count, MASKED)
+        shown = (high << 16).to(tl.float32, bitcast=True)
+    if outputs is not None:
+        put(outputs, narrowed(shown, OUTPUT), offsets, count, MASKED)
+
+
+@triton.jit
+def split(value, words, REST: tl.constexpr, NOISY: tl.constexpr):
+    """Upper 16 bits, rounded to nearest with ties away from zero, and what is missing; both int32."""
+    bits = value.to(tl.int32, bitcast=True)
+    is_nan = (bits & MAGNITUDE) > INFINITY
+    if REST == tl.int8:
+        if NOISY:
+            added = (mix(words ^ GOLDEN) & 0xFF).to(tl.int32)
+        else:
+            added = 0x7F + ((bits >> 8) & 1)
+        bits = tl.where((bits & INFINITY) != INFINITY, (bits + added) & -0x100, bits)
+    bits = tl.where(is_nan, 0x7FC00000, bits)
+    high = (bits + 0x8000) >> 16
+    low = bits - (high << 16)
+    if REST == tl.int8:
+        low = low >> 8
+    return high, low

@@ -1,0 +1,175 @@
+"""Tables of addresses and sizes on a device, copied there once for as long as they stay the same."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mp_optim.slots import SteadyList
+
+__all__ = ["RUN", "Column", "Plan", "Tables"]
+
+RUN = 1024
+"""Sums that one program adds up."""
+
+_REMEMBERED = 64 << 20  # bytes, beside what living lists hold
+_DTYPES = {"Q": torch.int64, "q": torch.int64, "i": torch.int32, "I": torch.int32}
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Addresses on a device, and whether all are multiples of 16."""
+
+    values: Tensor
+    aligned: bool
+
+
+class Plan:
+    """Which program works on which chunk of which tensor.
+
+    Attributes:
+        owners: int32, shape (programs,): the tensor of each program.
+        firsts: int32, shape (tensors,): each tensor's first program.
+        sizes: int64, shape (tensors,).
+    """
+
+    def __init__(self, tables: Tables, sizes: array[int], chunk: int, device: torch.device) -> None:
+        self._tables, self._device = tables, device
+        self._chunks = [-(-size // chunk) for size in sizes]
+        self.programs = sum(self._chunks)
+        self.owners, self.firsts = _shares(tables, self._chunks, device)
+        self.sizes = tables.values(sizes, device)
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """How each tensor's chunk sums become one sum: runs of RUN of them, until one is left."""
+        rounds: list[Round] = []
+        counts = self._chunks
+        while not rounds or max(counts) > 1:
+            rounds.append(Round(self._tables, counts, self._device))
+            counts = rounds[-1].results
+        return rounds
+
+
+class Round:
+    """One pass over sums that lie tensor by tensor in a row: ``counts`` before, ``results`` after it."""
+
+    def __init__(self, tables: Tables, counts: Sequence[int], device: torch.device) -> None:
+        self.results = [max(1, -(-count // RUN)) for count in counts]
+        self.programs = sum(self.results)
+        self.owners, self.firsts = _shares(tables, self.results, device)
+        self.starts = tables.values(array("i", _firsts(counts)), device)
+        self.counts = tables.values(array("i", counts), device)
+
+
+def _bytes_of(value: Any) -> int:
+    """Device memory of a table, or of a plan's largest one."""
+    table = value.owners if isinstance(value, Plan) else value
+    return int(table.nbytes)
+
+
+def _firsts(counts: Sequence[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))[:-1]
+
+
+def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
+    return tables.upload(owners, device), tables.values(array("i", _firsts(counts)), device)
+
+
+class Tables:
+    """Remembers what was copied to a device: by the list it came from, as long as that lives, and by its content.
+
+    A CUDA graph keeps using tables it was captured with, so those are never given up. A table is ordered with the
+    stream it was first used on: launches on other streams have to be ordered after that one, as for any tensor.
+    """
+
+    def __init__(self) -> None:
+        self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[SteadyList], Any]] = {}
+        self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
+        self._bytes = 0
+        self._captured: list[Any] = []
+
+    def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
+        """The addresses of tensors."""
+        def build(steady: SteadyList) -> Column:
+            addresses = steady.addresses
+            aligned = not any(address % 16 for address in addresses)
+            return Column(self.values(addresses, device), aligned)
+
+        return self._known(tensors, ("column", device), device, build)
+
+    def plan(self, tensors: Sequence[Tensor], chunk: int, device: torch.device) -> Plan:
+        """The programs that work on tensors in chunks of ``chunk`` elements."""
+        def build(steady: SteadyList) -> Plan:
+            sizes = steady.sizes
+            return self._remembered((sizes.tobytes(), chunk, device), device,
+                                    lambda: Plan(self, sizes, chunk, device))
+
+        return self._known(tensors, ("plan", chunk, device), device, build)
+
+    def values(self, values: array[int], device: torch.device) -> Tensor:
+        """A table of integers on the device."""
+        dtype = _DTYPES[values.typecode]
+        if not values:
+            return torch.empty(0, dtype=dtype, device=device)
+        return self._remembered((values.typecode, values.tobytes(), device), device,
+                                lambda: self.upload(torch.frombuffer(values, dtype=dtype), device))
+
+    def upload(self, table: Tensor, device: torch.device) -> Tensor:
+        """A copy of a table in host memory; nothing waits for it.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, which must not copy what the host may free.
+        """
+        if device.type != "cuda":
+            return table.clone()
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the addresses of these tensors are not on the device yet: take one step with the "
+                               "same tensors before a CUDA graph is captured")
+        return table.pin_memory().to(device, non_blocking=True)
+
+    def _known(self, tensors: Sequence[Tensor], kind: Hashable, device: torch.device,
+               build: Callable[[SteadyList], _Value]) -> _Value:
+        """What was made of this very list, which holds still as long as it lives."""
+        if not isinstance(tensors, SteadyList):
+            return self._kept(build(SteadyList(tensors)), device)
+        key = (id(tensors), kind)
+        found = self._of_list.get(key)
+        if found is not None and found[0]() is tensors:
+            known: _Value = found[1]
+            return self._kept(known, device)
+        value = build(tensors)
+        self._of_list[key] = (weakref.ref(tensors, lambda _: self._forget(key)), value)
+        return self._kept(value, device)
+
+    def _forget(self, key: tuple[int, Hashable]) -> None:
+        found = self._of_list.get(key)
+        if found is not None and found[0]() is None:  # its id may belong to a new list already
+            del self._of_list[key]
+
+    def _remembered(self, key: Hashable, device: torch.device, build: Callable[[], _Value]) -> _Value:
+        """What was made of this content; the least recently asked for is given up first."""
+        value: _Value | None = self._of_content.pop(key, None)
+        if value is None:
+            value = build()
+            self._bytes += _bytes_of(value)
+        self._of_content[key] = value
+        while self._bytes > _REMEMBERED and len(self._of_content) > 1:
+            self._bytes -= _bytes_of(self._of_content.popitem(last=False)[1])
+        return self._kept(value, device)
+
+    def _kept(self, value: _Value, device: torch.device) -> _Value:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.append(value)
+        return value

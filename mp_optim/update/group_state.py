@@ -1,0 +1,75 @@
+"""What a rule keeps for each param group, and which slots of a step are in which group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.slots import Slot, SteadyList
+
+__all__ = ["GroupState", "Share", "shares_of"]
+
+
+class Share(NamedTuple):
+    """The slots of a step that are in one group: which of the updates, and at which positions."""
+
+    group: int
+    members: list[int]
+    positions: list[int]
+
+
+def shares_of(slots: Sequence[Slot]) -> list[Share]:
+    """The shares of all groups that occur, in the order in which they do."""
+    found: dict[int, Share] = {}
+    for at, slot in enumerate(slots):
+        share = found.setdefault(slot.group, Share(slot.group, [], []))
+        share.members.append(at)
+        share.positions.append(slot.position)
+    return list(found.values())
+
+
+class GroupState:
+    """State of one param group.
+
+    Attributes:
+        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step`` is a view of it.
+        slots: state tensors of each slot; empty until somebody looks.
+        mains: the tensor each slot's state was last found to fit.
+        steady_mains: all of them, if they are this package's own tensors and not a model's parameters, whose memory
+            others may move (``param.data = ...``).
+    """
+
+    def __init__(self, count: int) -> None:
+        self.steps = torch.zeros(count, dtype=torch.float32)
+        self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        self.mains: list[Tensor | None] = [None] * count
+        self.steady_mains: SteadyList | None = None
+        self._whole: dict[str, SteadyList] = {}
+        self._positions = list(range(count))
+
+    def is_whole(self, positions: Sequence[int]) -> bool:
+        """Whether these are all positions, in order."""
+        return positions == self._positions
+
+    def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
+        """State tensors of that name; the same list every time as long as all slots are asked for."""
+        if not self.is_whole(positions):
+            return [self.slots[position][name] for position in positions]
+        if name not in self._whole:
+            self._whole[name] = SteadyList(slot[name] for slot in self.slots).hold()
+        return self._whole[name]
+
+    def replaced(self) -> None:
+        """Forget lists of tensors: one of them is another tensor now."""
+        self._whole.clear()
+        self.steady_mains = None
+
+    def count(self, positions: Sequence[int]) -> None:
+        """Add a step to the given slots."""
+        if len(positions) == len(self.slots):
+            self.steps += 1
+        else:
+            self.steps[torch.tensor(positions)] += 1

@@ -1,0 +1,239 @@
+"""Compact states through the stack: the same bits in every place, saved, loaded, converted only on request."""
+
+import copy
+
+import pytest
+import torch
+from models import COMPACT, build, same_bits, train
+
+from mp_optim import HybridDeviceOptimizer, checkpoint
+from mp_optim.slots import Slot
+
+FORMS = [f"{base}-{form}" for base in ("bf16", "fp16", "fp32") for form in COMPACT
+         if base == "bf16" or form in ("bf16", "fp16", "8bit")]
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def mains(optimizer):
+    return {name: main.detach().clone() for name, main in optimizer.named_main_params()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not same_bits(found[name], value)] == []
+
+
+def state_of(optimizer):
+    return {f"{slot}.{key}": value.clone() for slot in optimizer.slots()
+            for key, value in optimizer.slot_state(slot).items()}
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb", "lion", "sgd"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_fraction_gives_the_same_bits_and_resumes(tmp_path, form, rule):
+    runs = []
+    settings = {"optimizer": rule, "lr": 1e-3 if rule == "lion" else 1e-2}
+    if rule in ("lion", "sgd"):  # no second moment
+        settings["exp_avg_sq_dtype"] = "float32"
+    if "stochastic" in form:
+        settings["param_remainder_bits"] = 8
+    for index, fraction in enumerate((0.0, 0.4, 1.0)):
+        model, optimizer = build(form, fraction, **settings)
+        losses = train(model, optimizer, 3)
+        if index:  # go on in another place
+            checkpoint.save(tmp_path / str(index), model, optimizer)
+            model, optimizer = build(form, 1.0 - fraction, seed=9, **settings)
+            checkpoint.load(tmp_path / str(index), model, optimizer)
+        runs.append((losses + train(model, optimizer, 3, start=3), weights(model), state_of(optimizer)))
+    assert runs[0][0][-1] < runs[0][0][0]
+    for losses, params, state in runs[1:]:
+        assert losses == runs[0][0]
+        assert_same(params, runs[0][1])
+        assert_same(state, runs[0][2])
+
+
+def test_remainders_give_the_main_params_that_float32_ones_have():
+    wide_model, wide = build("bf16")
+    model, optimizer = build("bf16-remainder", 0.5)
+    assert train(model, optimizer, 8) == train(wide_model, wide, 8)
+    assert_same(mains(optimizer), mains(wide))
+    state = optimizer.state[model.dense]
+    assert state["remainder"].dtype == torch.int16 and "master_param" not in state
+    assert sum(row.bytes for row in optimizer.describe().rows if row.place == "device") < sum(
+        row.bytes for row in wide.describe().rows)
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb"])
+def test_compact_states_train_like_float32_ones(rule):
+    model, optimizer = build("bf16", optimizer=rule)
+    expected = train(model, optimizer, 12)
+    for form in COMPACT:
+        model, optimizer = build(f"bf16-{form}", optimizer=rule)
+        losses = train(model, optimizer, 12)
+        # Weights of a few hundredths and an lr of a hundredth: a rounded moment moves the loss in the third digit.
+        assert losses[-1] == pytest.approx(expected[-1], abs=0.05), form
+
+
+def test_dtypes_and_shapes_of_what_is_kept():
+    model, optimizer = build("bf16-8bit8", 0.5)
+    train(model, optimizer, 1)
+    for param in (model.dense, model.embed, model.experts["up"]):
+        state = optimizer.state[param]
+        assert {key: value.dtype for key, value in state.items()} == {
+            "step": torch.float32, "exp_avg": torch.int8, "exp_avg_scale": torch.float32, "exp_avg_sq": torch.uint8,
+            "exp_avg_sq_scale": torch.float32, "remainder": torch.int8}
+        assert state["exp_avg"].shape == state["remainder"].shape == param.shape and state["exp_avg"].any()
+        assert state["exp_avg_scale"].shape == (-(-param.numel() // 256),)
+    assert set(optimizer.state[model.scale]) == {"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"}
+
+
+@pytest.mark.parametrize("form", ["bf16-8bit8", "bf16-fp16", "bf16-bf16", "fp16-8bit", "bf16-stochastic"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_full_precision_form_loses_nothing(tmp_path, form, on_disk):
+    """FP32 on request; read back it is the same bits. Stochastic codes that miss their block's largest are rescaled."""
+    model, optimizer = build(form)
+    train(model, optimizer, 3)
+    full = optimizer.state_dict(full_precision=True)
+    assert all(value.dtype == torch.float32 for state in full["state"].values() for value in state.values())
+    assert ["master_param" in full["state"][i] for i in (0, 3)] == [True, True]
+    before = state_of(optimizer)
+    other_model, other = build(form, 0.5, seed=5)
+    if on_disk:
+        checkpoint.save(tmp_path, model, optimizer, full_precision=True)
+        checkpoint.load(tmp_path, other_model, other, convert="stochastic" in form)
+    else:
+        other_model.load_state_dict(model.state_dict())
+        other.load_state_dict(copy.deepcopy(full), convert="stochastic" in form)
+    if "stochastic" not in form:
+        assert_same(state_of(other), before)
+        assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
+
+
+def test_float32_states_become_compact_only_on_request(tmp_path):
+    wide_model, wide = build("bf16")
+    train(wide_model, wide, 3)
+    checkpoint.save(tmp_path, wide_model, wide)
+    for form, loses in (("bf16-remainder", False), ("bf16-bf16", True), ("bf16-8bit", True), ("bf16-8bit8", True)):
+        model, optimizer = build(form, 0.5, seed=4)
+        if loses:
+            before = state_of(optimizer)
+            with pytest.raises(ValueError, match=r"without loss|more bits than"):
+                checkpoint.load(tmp_path, model, optimizer)
+            assert_same(state_of(optimizer), before)
+        checkpoint.load(tmp_path, model, optimizer, convert=loses)
+        assert_same(mains(optimizer) if form != "bf16-8bit8" else {}, mains(wide) if form != "bf16-8bit8" else {})
+        assert train(model, optimizer, 2, start=3) == pytest.approx(
+            train(*copy_of(tmp_path, "bf16"), 2, start=3), abs=0.02)
+
+
+def copy_of(path, form):
+    model, optimizer = build(form, seed=8)
+    checkpoint.load(path, model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit", "bf16-8bit8", "bf16-bf16"])
+def test_compact_states_become_wider_ones_without_loss(tmp_path, form):
+    model, optimizer = build(form, 0.5)
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path, model, optimizer)
+    wide_model, wide = copy_of(tmp_path, "bf16")
+    assert_same(mains(wide), mains(optimizer))
+    full = optimizer.full_slot_state(Slot(0, 0))
+    assert_same(dict(wide.slot_state(Slot(0, 0))), full)
+    if form == "bf16-remainder":
+        assert train(wide_model, wide, 2, start=3) == train(model, optimizer, 2, start=3)
+
+
+def test_values_written_and_put_back_keep_their_remainders():
+    """As an exponential moving average does for an evaluation."""
+    model, optimizer = build("bf16-remainder", 0.5)
+    train(model, optimizer, 3)
+    before, saved = mains(optimizer), weights(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+        for name, param in model.named_parameters():
+            param.copy_(saved[name])
+    other_model, other = build("bf16-remainder", 0.5)
+    train(other_model, other, 3)
+    assert train(model, optimizer, 1, start=3) == train(other_model, other, 1, start=3)
+    assert_same(mains(optimizer), mains(other))
+    assert any(not same_bits(before[name], value) for name, value in mains(optimizer).items())
+
+
+@pytest.mark.parametrize("traceless", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_weights_written_outside_are_trained_on(fraction, traceless):
+    model, optimizer = build("bf16-remainder", fraction)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.data if traceless else param).mul_(0.0)
+    if traceless:
+        optimizer.reload_model_params()
+        assert not any(main.any() for main in mains(optimizer).values())
+    losses = train(model, optimizer, 2, start=2)
+    assert all(loss == loss for loss in losses) and all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_replaced_tensors_keep_their_remainders():
+    model, optimizer = build("bf16-remainder")
+    train(model, optimizer, 2)
+    expected = mains(optimizer)
+    param = torch.nn.Parameter(model.dense.detach().clone())
+    model.dense = param
+    for group in optimizer.param_groups:
+        group["params"] = [param if group_param.shape == (8, 8) else group_param for group_param in group["params"]]
+    assert_same(mains(optimizer), expected)
+    train(model, optimizer, 1, start=2)
+    assert not same_bits(dict(optimizer.named_main_params())["dense"], expected["dense"])
+
+
+def test_full_precision_values_can_be_loaded_into_remainders():
+    model, optimizer = build("bf16-remainder")
+    exact = torch.full((8, 8), 1.0 + 2.0**-20)
+    optimizer.reload_model_params({"dense": exact})
+    assert torch.equal(dict(optimizer.named_main_params())["dense"], exact)
+    assert torch.equal(model.dense, torch.ones(8, 8, dtype=torch.bfloat16))
+
+
+def test_stochastic_rounding_depends_on_seed_and_name_alone():
+    runs = {}
+    for seed, fraction in ((0, 0.0), (0, 0.7), (1, 0.0)):
+        model, optimizer = build("bf16-stochastic", fraction, stochastic_rounding_seed=seed)
+        train(model, optimizer, 3)
+        runs[seed, fraction] = state_of(optimizer)
+    assert_same(runs[0, 0.7], runs[0, 0.0])
+    assert any(not torch.equal(value, runs[1, 0.0][key]) for key, value in runs[0, 0.0].items())
+
+
+def test_the_hybrid_optimizer_alone_keeps_remainders_too():
+    params = [torch.nn.Parameter(torch.full((300,), 0.5 + i, dtype=torch.bfloat16)) for i in range(2)]
+    optimizer = HybridDeviceOptimizer(params, 0.5, lr=1e-4, sub_optimizer_kwargs={"store_param_remainders": True})
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.full_like(param, 0.1)
+        optimizer.step()
+    wide = torch.nn.Parameter(torch.full((300,), 1.5))
+    reference = HybridDeviceOptimizer([wide], 0.0, lr=1e-4)
+    for _ in range(3):
+        wide.grad = torch.full_like(wide, 0.1).bfloat16().float()
+        reference.step()
+    assert torch.equal(optimizer.main_param(Slot(0, 1)), wide.detach())
+    assert set(optimizer.slot_state(Slot(0, 0))) == {"step", "exp_avg", "exp_avg_sq", "remainder"}
+
+
+@pytest.mark.parametrize("form", ["bf16-8bit8", "bf16-remainder"])
+def test_a_skipped_step_changes_nothing(form):
+    model, optimizer = build(form, 0.5)
+    train(model, optimizer, 2)
+    before = state_of(optimizer), weights(model)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, float("nan"))
+    assert not optimizer.step().success
+    assert_same(state_of(optimizer), before[0])
+    assert_same(weights(model), before[1])

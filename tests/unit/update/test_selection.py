@@ -1,0 +1,223 @@
+"""Which backend is taken, and what is said about it: proofs, ``auto``, names, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.update import FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
+from mp_optim.update.backends import forget, multi_tensor, selection
+from mp_optim.update.backends.reference import ReferenceBackend
+from standins.gpu import Gpu
+
+CPU = torch.device("cpu")
+LIBRARIES = ("apex", "transformer_engine")
+
+
+@pytest.fixture
+def accelerator(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """The CPU plays the accelerator: ``auto`` tries what it would try there."""
+    monkeypatch.setattr(selection, "candidates", lambda device: selection._ON_ACCELERATOR)
+    forget()
+    return standins
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, module: Any) -> None:
+    monkeypatch.setitem(sys.modules, name, module)
+    forget()
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_proof_is_made_once_and_says_what_was_found(standins: Gpu, name: str) -> None:
+    proof = proof_of(name, CPU)
+    calls = len(standins.calls)
+    assert proof_of(name, CPU) is proof and len(standins.calls) == calls > 0
+    assert (proof.backend, proof.device, proof.usable, proof.exact) == (name, "cpu", True, False)
+    assert 0 < proof.ulps < 8 and 0 < proof.lrs < 1e-4
+    assert proof.reason == f"differs from reference by {proof.ulps:.3g} ulp, {proof.lrs:.2g} lr"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        proof.usable = False  # type: ignore[misc]
+
+
+def test_a_proof_does_not_touch_the_random_generator(standins: Gpu) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    proof_of("apex", CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_auto_passes_over_what_has_other_bits(accelerator: Gpu) -> None:
+    backend, why = choose_backend("auto", CPU)
+    assert backend.name == "reference"
+    for name in (*LIBRARIES, "torch"):
+        assert f"not {name}: {proof_of(name, CPU).reason} (choose fused_backend={name!r} to use it)" in why
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), model)
+    assert "choose fused_backend='apex' to use it" in str(optimizer.describe())
+
+
+def test_auto_takes_the_first_with_the_bits_of_reference(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exact(ReferenceBackend):
+        name = "triton"
+
+    found = ModuleType("mp_optim.update.backends.triton")
+    found.triton_backend = lambda: (Exact(), "a test")  # type: ignore[attr-defined]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    install(monkeypatch, "mp_optim.update.backends.triton", found)
+    backend, why = choose_backend("auto", CPU)
+    assert isinstance(backend, Exact) and "not torch" not in why and "not apex" in why
+    assert choose_backend("triton", CPU)[1] == "fused_backend='triton'"
+    found.triton_backend = lambda: (None, "ImportError: no triton")  # type: ignore[attr-defined]
+    forget()
+    assert proof_of("triton", CPU).reason == "ImportError: no triton"
+
+
+def test_on_the_host_native_comes_first() -> None:
+    assert selection.candidates(CPU)[0] == "native"
+    assert selection.candidates(torch.device("cuda")) == ("apex", "transformer_engine", "triton", "torch", "reference")
+
+
+def test_one_that_is_slightly_wrong_is_not_usable(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = sys.modules["amp_C"]
+    right = library.multi_tensor_adam
+    monkeypatch.setattr(library, "multi_tensor_adam",
+                        lambda chunk, flag, lists, lr, *rest: right(chunk, flag, lists, lr * 1.001, *rest))
+    forget()
+    proof = proof_of("apex", CPU)
+    assert not proof.usable and proof.reason.startswith("wrong: a first step differs from reference by")
+    with pytest.raises(ValueError, match="fused_backend='apex' is not available: wrong"):
+        choose_backend("apex", CPU)
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (ModuleNotFoundError("No module named 'amp_C'", name="amp_C"), "apex with its CUDA extensions is not installed"),
+    (ModuleNotFoundError("No module named 'x'", name="x"), "cannot be loaded: ModuleNotFoundError: No module named"),
+    (OSError("libnccl.so.2: cannot open"), "cannot be loaded: OSError: libnccl.so.2"),
+    (RuntimeError("cudnn shared object not found."), "cannot be loaded: RuntimeError: cudnn shared object not found.")])
+def test_broken_installations_are_a_reason_and_no_crash(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch,
+                                                        error: Exception, words: str) -> None:
+    """Megatron catches ImportError alone, so that a broken Transformer Engine ends it."""
+    real = selection.importlib.import_module
+
+    def broken(name: str) -> Any:
+        if name in ("amp_C", "transformer_engine.pytorch"):
+            raise error
+        return real(name)
+
+    monkeypatch.setattr(selection.importlib, "import_module", broken)
+    forget()
+    assert words in proof_of("apex", CPU).reason
+    assert choose_backend("auto", CPU)[0].name == "reference"
+    with pytest.raises(ValueError, match="fused_backend='apex' is not available"):
+        FusedAdam([torch.zeros(3)], backend="apex")
+    with pytest.raises(ValueError, match="fused_backend='transformer_engine' is not available"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend="transformer_engine"), nn.Linear(2, 2))
+
+
+def test_a_kernel_that_raises_is_a_reason(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(sys.modules["amp_C"], "multi_tensor_adam", fails)
+    forget()
+    assert "fails a first step: RuntimeError: CUDA error: no kernel image" in proof_of("apex", CPU).reason
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_named_backends_are_described_with_their_limits(standins: Gpu, name: str) -> None:
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend=name), nn.Linear(4, 4))
+    text = str(optimizer.describe())
+    assert f"{name} (fused_backend={name!r}; differs from reference by" in text and "reference)" in text
+
+
+def test_without_a_gpu_a_named_backend_says_so(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
+    forget()
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="its kernels run on cuda, not on cpu; torch finds no CUDA device"):
+            choose_backend("apex", CPU)
+
+
+def test_a_model_that_no_kernel_reaches_is_refused(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working apex, and a model on the host: nothing would use what was asked for."""
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
+    monkeypatch.setattr(selection, "choose_backend", lambda name, device: None)
+    with pytest.raises(ValueError, match="fused_backend='apex': the model's parameters are on cpu"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend="apex"), nn.Linear(2, 2))
+
+
+def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
+        standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = torch.device("meta")  # plays the place where apex's kernels do not run
+    chosen, why = None, ""
+    monkeypatch.setattr(selection, "_serving_device", lambda name, device: CPU)
+    chosen, why = choose_backend("apex", accelerator)
+    assert chosen.name == "reference"
+    assert why == "apex kernels run on cpu; apex has other bits, so placement shows in the results"
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"optimizer": "lion", "fused_backend": "apex"}, "fused_backend='apex': has no kernels for optimizer='lion'"),
+    ({"optimizer": "lamb", "fused_backend": "transformer_engine"}, "has no kernels for optimizer='lamb'; choose "
+     "fused_backend='auto', or an optimizer of ['adam', 'sgd']"),
+    ({"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "apex"},
+     "store_param_remainders=True: fused_backend='apex' keeps main params in float32"),
+    ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "fused_backend": "apex"},
+     "exp_avg_dtype=torch.bfloat16: fused_backend='apex' keeps moments in torch.float32"),
+    ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16", "fused_backend": "transformer_engine"},
+     "exp_avg_sq_dtype=torch.bfloat16: fused_backend='transformer_engine' keeps moments in torch.float32, or both"),
+    ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8",
+      "fused_backend": "transformer_engine"}, "exp_avg_dtype=torch.uint8"),
+    ({"use_precision_aware_optimizer": True, "bf16": True, "param_remainder_bits": 8,
+      "fused_backend": "transformer_engine"}, "param_remainder_bits=8"),
+    ({"use_precision_aware_optimizer": True, "bf16": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16",
+      "stochastic_rounding": True, "fused_backend": "transformer_engine"}, "stochastic_rounding=True")])
+def test_what_a_library_cannot_do_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        OptimizerConfig(lr=0.1, **settings)
+    assert words in str(caught.value)
+
+
+def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
+    with pytest.raises(ValueError, match="fused_backend='apex': has no kernels for optimizer='lion'"):
+        Lion([torch.zeros(3)], backend="apex")
+    with pytest.raises(ValueError, match="exp_avg_dtype="):
+        FusedAdam([torch.zeros(3)], backend="apex", exp_avg_dtype=torch.bfloat16)
+
+
+def test_what_transformer_engine_stores_in_fewer_bits_is_stepped_by_it(standins: Gpu) -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    config = OptimizerConfig(lr=0.01, bf16=True, use_precision_aware_optimizer=True, exp_avg_dtype="bf16",
+                             exp_avg_sq_dtype="bf16", clip_grad=0.0, fused_backend="transformer_engine")
+    optimizer = get_megatron_optimizer(config, model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    del standins.calls[:]
+    optimizer.step()
+    assert set(standins.calls) >= {"multi_tensor_adam_param_remainder"} and "multi_tensor_adam" not in standins.calls
+    assert standins.damage == []
+
+
+def test_an_older_library_lacks_forms_and_is_usable_without(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proof_of("transformer_engine", CPU).lacks == {}
+    monkeypatch.delattr(sys.modules["transformer_engine_torch"], "multi_tensor_adam_param_remainder")
+    forget()
+    proof = proof_of("transformer_engine", CPU)
+    assert proof.usable and list(proof.lacks) == ["remainders"]
+    FusedAdam([torch.zeros(3)], backend="transformer_engine")
+    with pytest.raises(ValueError, match="store_param_remainders=True: this installation of fused_backend='transf"):
+        FusedAdam([torch.zeros(3)], backend="transformer_engine", store_param_remainders=True)
+
+
+def test_rules_that_torch_has_no_kernels_for_are_shown_as_reference() -> None:
+    optimizer = FusedLAMB([torch.zeros(3)], backend="torch")
+    backend, why = optimizer.backend_for(CPU)
+    assert backend.name == "reference" and "torch has no kernels for lamb" in why

@@ -1,0 +1,609 @@
+"""The Triton kernels equal ``reference`` bit for bit. Without a GPU they run under Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.slots import SteadyList
+from mp_optim.update import backends
+from mp_optim.update.backends import choose_backend
+from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.triton import triton_backend
+from mp_optim.update.backends.triton.tables import _bytes_of
+from mp_optim.update.formats import BLOCK, Noise, blocks_of, encode_, is_blocked, split_
+from mp_optim.update.lists import (
+    REMAINDER,
+    AdamScalars,
+    LambScalars,
+    LionScalars,
+    SgdScalars,
+    TensorLists,
+    scale_key,
+)
+
+FOUND, WHY = triton_backend()
+REFERENCE = ReferenceBackend()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+FIRST = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+SECOND = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+MAINS: list[torch.dtype | None] = [None, torch.int16, torch.int8]
+ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, math.inf, -math.inf, math.nan]
+SIZES = [0, 1, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193, 11_111]
+GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True,
+         "adam_w_mode": True, "grad_averaging": True, "use_nvlamb": False, "momentum": 0.9, "dampening": 0.0,
+         "nesterov": False}
+KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",),
+        "sgd": ("momentum_buffer",), "plain sgd": ()}
+
+pytestmark = [
+    pytest.mark.skipif(FOUND is None, reason=f"no Triton kernels: {WHY}"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # the interpreter's, for overflow and nan in numpy
+
+
+def kernels() -> Any:
+    assert FOUND is not None
+    return FOUND
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a launch's tensors look like."""
+
+    grad: torch.dtype = torch.bfloat16
+    output: torch.dtype | None = torch.bfloat16
+    rest: torch.dtype | None = None
+    moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    noisy: bool = False
+    odd: bool = False
+    aligned: bool = False
+
+
+def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
+    """Random values over many magnitudes, with odd ones among them."""
+    x = torch.randn(n, generator=generator) * torch.pow(10.0, torch.randint(-12, 6, (n,), generator=generator).float())
+    if odd and n:
+        where = torch.randint(0, n, (min(n, 40),), generator=generator)
+        x[where] = torch.tensor(ODD)[torch.randint(0, len(ODD), (len(where),), generator=generator)]
+    return x
+
+
+def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case) -> TensorLists:
+    """The same lists for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def put(x: Tensor, dtype: torch.dtype) -> Tensor:
+        offset = 0 if case.aligned else int(torch.randint(0, 9, (), generator=generator))
+        buffer = torch.zeros(len(x) + offset, dtype=dtype)[offset:]
+        return buffer.copy_(x)
+
+    def random(dtype: torch.dtype) -> list[Tensor]:
+        return [put(values(generator, n, case.odd), dtype) for n in sizes]
+
+    main, state = random(torch.float32), {}
+    if case.rest is not None:
+        state[REMAINDER] = [put(torch.zeros(n), case.rest) for n in sizes]
+        whole, main = main, [put(torch.zeros(n), torch.bfloat16) for n in sizes]
+        for value, param, rest in zip(whole, main, state[REMAINDER], strict=True):
+            split_(value, param, rest)
+    for key, dtype in zip(keys, case.moments, strict=False):
+        state[key] = [put(torch.zeros(n), dtype) for n in sizes]
+        if is_blocked(dtype):
+            state[scale_key(key)] = [torch.zeros(blocks_of(n)) for n in sizes]
+        scales = state.get(scale_key(key), [None] * len(sizes))
+        for stored, scale in zip(state[key], scales, strict=True):
+            value = values(generator, len(stored), case.odd)
+            second = key == "exp_avg_sq"
+            encode_(value.abs_() if second else value, stored, scale, second)
+    return TensorLists(main, random(case.grad), state,
+                       [None] * len(sizes) if case.output is None else random(case.output),
+                       [Noise(0x9ABCDEF1, 77 + at) for at in range(len(sizes))] if case.noisy else None)
+
+
+def on_device(lists: TensorLists) -> TensorLists:
+    """Copies on the GPU; without one the lists themselves."""
+    if DEVICE == "cpu":
+        return lists
+
+    def moved(tensors: Sequence[Tensor | None]) -> list[Any]:
+        return [None if t is None else torch.empty(t.numel() + 8, dtype=t.dtype, device=DEVICE)[
+            t.storage_offset() : t.storage_offset() + t.numel()].copy_(t) for t in tensors]
+
+    return TensorLists(moved(lists.main), moved(lists.grad), {k: moved(v) for k, v in lists.state.items()},
+                       moved(lists.output), lists.noise)
+
+
+def on_host(lists: TensorLists) -> TensorLists:
+    """Copies on the CPU."""
+    def moved(tensors: Sequence[Tensor | None]) -> list[Any]:
+        return [None if t is None else t.cpu().clone() for t in tensors]
+
+    return TensorLists(moved(lists.main), moved(lists.grad), {k: moved(v) for k, v in lists.state.items()},
+                       moved(lists.output), lists.noise)
+
+
+def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
+    """Equal bits; all NaNs count as equal, as IEEE does not say which one an operation makes."""
+    if a is None or b is None:
+        assert a is b
+        return
+    a, bits = a.cpu(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    same = a.view(bits) == b.view(bits)
+    if a.is_floating_point():
+        same |= a.isnan() & b.isnan()
+    assert bool(same.all()), f"{label}: {a[~same][:4].tolist()} instead of {b[~same][:4].tolist()}"
+
+
+def assert_same_lists(ours: TensorLists, theirs: TensorLists) -> None:
+    for index in range(len(ours.main)):
+        for key, tensors in ours.state.items():
+            assert_same(tensors[index], theirs.state[key][index], f"{key}[{index}]")
+        assert_same(ours.main[index], theirs.main[index], f"main[{index}]")
+        assert_same(ours.output[index], theirs.output[index], f"output[{index}]")
+
+
+def run(backend: Any, rule: str, lists: TensorLists, group: dict[str, Any], step: int,
+        multiplier: float | Tensor) -> Tensor | None:
+    if rule == "adam":
+        backend.adam(lists, AdamScalars.at(group, step), multiplier)
+    elif rule == "sgd":
+        backend.sgd(lists, SgdScalars.at(group, step), multiplier)
+    elif rule == "lion":
+        backend.lion(lists, LionScalars.at(group, step), multiplier)
+    else:
+        scalars = LambScalars.at(group, step)
+        sums: Tensor = backend.lamb_moments(lists, scalars, multiplier)
+        backend.lamb_apply(lists, scalars, [float(np.float32(0.1 / (1 + index))) for index in range(len(lists.main))])
+        return sums
+    return None
+
+
+def check(rule: str, sizes: Sequence[int], case: Case, *, seed: int = 1, step: int = 2, multiplier: float = 0.375,
+          **settings: Any) -> None:
+    """One step by the kernels and one by ``reference``, from the same lists."""
+    ours, theirs = (lists_of(seed, sizes, KEYS[rule], case) for _ in range(2))
+    ours, group, short = on_device(ours), {**GROUP, **settings}, rule.split()[-1]
+    found = run(kernels(), short, ours, group, step, multiplier)
+    expected = run(REFERENCE, short, theirs, group, step, multiplier)
+    assert_same_lists(ours, theirs)
+    if expected is not None:
+        assert_same(found, expected, "sums")
+
+
+# -- the same bits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("rule", list(KEYS))
+def test_sizes_around_every_boundary(rule: str, aligned: bool) -> None:
+    check(rule, SIZES, Case(aligned=aligned))
+    check(rule, SIZES, Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=aligned))
+
+
+@pytest.mark.parametrize("rest", MAINS)
+@pytest.mark.parametrize("output", [None, *FLOATS])
+@pytest.mark.parametrize("grad", FLOATS)
+def test_dtypes_of_gradient_main_param_and_output(grad: torch.dtype, output: torch.dtype | None,
+                                                  rest: torch.dtype | None) -> None:
+    for rule in ("adam", "plain sgd"):
+        check(rule, [300, 1], Case(grad, output, rest, odd=True))
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("first", FIRST)
+def test_dtypes_of_moments(first: torch.dtype, second: torch.dtype, noisy: bool) -> None:
+    for rule in ("adam", "lamb"):
+        check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, odd=first == second))
+    if first == second or second == torch.uint8:
+        for rule, rest in (("lion", None), ("sgd", torch.int8)):
+            check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, rest=rest))
+
+
+EXAMPLES = 25 if DEVICE == "cpu" else 5  # on a GPU nearly every one is compiled
+cases = st.builds(Case, st.sampled_from(FLOATS), st.sampled_from([None, *FLOATS]), st.sampled_from(MAINS),
+                  st.tuples(st.sampled_from(FIRST), st.sampled_from(SECOND)), st.booleans(), st.booleans(),
+                  st.booleans())
+sizes_of_tensors = st.lists(st.one_of(st.integers(0, 70), st.sampled_from(SIZES), st.integers(0, 5000)),
+                            min_size=1, max_size=4)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+@pytest.mark.parametrize("rule", list(KEYS))
+def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
+    check(rule, data.draw(sizes_of_tensors), data.draw(cases), seed=data.draw(st.integers(0, 2**20)),
+          step=data.draw(st.sampled_from([1, 2, 1000])),
+          multiplier=float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6, 1e-42])))),
+          lr=data.draw(st.sampled_from([0.0, 1.0, 1e-3, 0.3])), eps=data.draw(st.sampled_from([0.0, 1e-8, 1.0])),
+          weight_decay=data.draw(st.sampled_from([0.0, 0.1, 1.0])), bias_correction=data.draw(st.booleans()),
+          adam_w_mode=data.draw(st.booleans()), grad_averaging=data.draw(st.booleans()),
+          dampening=data.draw(st.sampled_from([0.0, 0.5])), nesterov=rule == "sgd" and data.draw(st.booleans()),
+          momentum=0.0 if rule == "plain sgd" else 0.9)
+
+
+def test_many_steps_of_compact_state() -> None:
+    case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), noisy=True)
+    for rule in ("adam", "lamb"):
+        ours, theirs = (lists_of(3, [700, 256], KEYS[rule], case) for _ in range(2))
+        ours = on_device(ours)
+        for step in range(1, 8):
+            for backend, lists in ((kernels(), ours), (REFERENCE, theirs)):
+                lists.noise[:] = [Noise(step * 0x1234567, noise.stream) for noise in lists.noise or []]
+                run(backend, rule, lists, GROUP, step, 0.5)
+        assert_same_lists(ours, theirs)
+
+
+def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers() -> None:
+    """Every kind of block beside others: what one holds must not leak into another."""
+    blocks = [0.0, 1e-45, 1e-40, 2.0**-100, 2.0**-101, 1.0, 3e38, math.inf, math.nan]
+    rows = torch.tensor(blocks).repeat_interleave(BLOCK).view(-1, BLOCK) * torch.linspace(-1, 1, BLOCK)
+    x = torch.cat([rows.flatten(), torch.tensor(ODD)])
+    group = {**GROUP, "momentum": 0.5, "betas": (0.5, 0.5), "weight_decay": 0.0}
+    for first, second in zip(FIRST, SECOND, strict=True):
+        for noisy in (False, True):
+            ours, theirs = (lists_of(1, [len(x)], KEYS["adam"], Case(torch.float32, None, None, (first, second), noisy))
+                            for _ in range(2))
+            for lists in (ours, theirs):
+                lists.grad[0].copy_(x)
+            ours = on_device(ours)
+            run(kernels(), "adam", ours, group, 1, 1.0)
+            run(REFERENCE, "adam", theirs, group, 1, 1.0)
+            assert_same_lists(ours, theirs)
+
+
+def test_a_root_that_is_far_below_its_block_is_stored_as_the_smallest_code() -> None:
+    for second in (torch.float16, torch.uint8):
+        lists = lists_of(1, [BLOCK], KEYS["adam"], Case(torch.float32, None, None, (torch.float32, second)))
+        lists.grad[0].fill_(1e-12)[0] = 1e6
+        for key in ("exp_avg_sq", scale_key("exp_avg_sq")):
+            lists.state[key][0].zero_()
+        lists = on_device(lists)
+        run(kernels(), "adam", lists, GROUP, 1, 1.0)
+        codes = lists.state["exp_avg_sq"][0]
+        assert (codes.view(torch.int16) if second == torch.float16 else codes).min() == 1
+
+
+def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does() -> None:
+    group = {**GROUP, "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    for dtype in (torch.float16, torch.bfloat16):
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        main = torch.zeros(2**16, device=DEVICE)
+        run(kernels(), "sgd", TensorLists([main], [every.to(DEVICE)], {}, [None]), group, 1, 1.0)
+        assert_same(main, torch.zeros(2**16) - every.float(), "read")
+        exact = every.float()
+        exact = exact[exact.isfinite()]
+        near = torch.cat([torch.nextafter(exact, torch.tensor(s)) for s in (math.inf, -math.inf)] + [
+            (exact[1:] + exact[:-1]) / 2, exact * (1 + 2**-12), exact * (1 + 2**-9)])
+        output, mains = torch.empty(len(near), dtype=dtype, device=DEVICE), near.to(DEVICE, copy=True)
+        grads = torch.zeros(len(near), device=DEVICE)
+        run(kernels(), "sgd", TensorLists([mains], [grads], {}, [output]), group, 1, 1.0)
+        assert_same(output, near.to(dtype), "rounded")
+
+
+# -- sums -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sizes_of_tensors, st.sampled_from(FLOATS), st.booleans(), st.booleans(), st.integers(0, 2**20))
+def test_sums_of_squares_equal_reference(sizes: list[int], dtype: torch.dtype, odd: bool, aligned: bool,
+                                         seed: int) -> None:
+    lists = lists_of(seed, sizes, (), Case(dtype, odd=odd, aligned=aligned))
+    assert_same(kernels().sum_of_squares(on_device(lists).grad), REFERENCE.sum_of_squares(lists.grad), "sums")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of few thousand elements take several rounds."""
+    monkeypatch.setattr("mp_optim.update.backends.triton.backend.CHUNK", 2048)
+    monkeypatch.setattr("mp_optim.update.backends.triton.backend.SUM_CHUNK", 1024)
+    monkeypatch.setattr("mp_optim.update.backends.triton.backend.RUN", 4)
+    monkeypatch.setattr("mp_optim.update.backends.triton.tables.RUN", 4)
+    kernels()._tables.__init__()
+
+
+def test_sums_in_several_rounds(small_chunks: None) -> None:
+    sizes = [0, 1024 * 4, 1024 * 16 + 1, 18_000, 5]
+    lists = lists_of(5, sizes, (), Case(torch.float32))
+    assert_same(kernels().sum_of_squares(on_device(lists).grad), REFERENCE.sum_of_squares(lists.grad), "sums")
+    check("lamb", sizes, Case())
+    kernels()._tables.__init__()
+
+
+def test_sums_of_mixed_dtypes_and_strides_and_of_nothing() -> None:
+    tensors = [torch.randn(40, 30).t(), torch.randn(5).double(), torch.randn(2000).half(), torch.zeros(0),
+               torch.randn(7).bfloat16()]
+    on_gpu = [tensor.to(DEVICE) for tensor in tensors]
+    assert_same(kernels().sum_of_squares(on_gpu), REFERENCE.sum_of_squares(tensors), "sums")
+    assert kernels().sum_of_squares([]).shape == (0,)
+    nothing = lists_of(1, [0, 0], KEYS["lamb"], Case())
+    assert torch.equal(kernels().lamb_moments(on_device(nothing), LambScalars.at(GROUP, 1), 1.0).cpu(),
+                       torch.zeros(2, 2, dtype=torch.float64))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the tables of this test are made by hand, on the CPU")
+def test_elements_past_the_range_of_32_bits() -> None:
+    from mp_optim.update.backends.triton.kernels import sums
+
+    big = torch.from_numpy(np.zeros(2**32 + 9000, np.int16)).view(torch.bfloat16)  # untouched, it takes no memory
+    big[-1], big[2**32 - 16384] = 3.0, 5.0
+    owners = torch.zeros(2, dtype=torch.int32)
+    first = torch.tensor([-(2**32 // 16384 - 1)], dtype=torch.int32)
+    found = torch.empty(2, dtype=torch.float64)
+    address = torch.tensor([big.data_ptr()])
+    sums.chunk_sums[(2,)](owners, first, torch.tensor([len(big)]), address, found,
+                          TYPE=sums.tl.bfloat16, ALIGNED=True, CHUNK=16384)
+    assert found.tolist() == [25.0, 9.0]
+
+
+# -- what is on the device ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", list(KEYS))
+def test_multiplier_and_skip_may_be_on_the_device(rule: str) -> None:
+    case, sizes = Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16)), [2500, 7]
+    short = rule.split()[-1]
+    for control in ([0.37], [0.37, 0.0]):
+        ours, theirs = (on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2))
+        run(kernels(), short, ours, GROUP, 2, torch.tensor(control, device=DEVICE))
+        run(kernels(), short, theirs, GROUP, 2, float(np.float32(0.37)))
+        assert_same_lists(ours, on_host(theirs))
+    ours, theirs = (on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2))
+    skip = torch.tensor([0.37, 1.0], device=DEVICE)
+    if rule == "lamb":
+        scalars = LambScalars.at(GROUP, 2)
+        assert not kernels().lamb_moments(ours, scalars, skip).any()
+        kernels().lamb_apply(ours, scalars, torch.ones(2, device=DEVICE), skip=skip[1:])
+    else:
+        run(kernels(), short, ours, GROUP, 2, skip)
+    assert_same_lists(ours, on_host(theirs))
+
+
+def test_ratios_may_be_on_the_device() -> None:
+    ours, theirs = (on_device(lists_of(1, [2500, 7, 9], KEYS["lamb"], Case())) for _ in range(2))
+    scalars, ratios = LambScalars.at(GROUP, 2), [0.5, 0.25, 0.125]
+    for lists in (ours, theirs):
+        lists.output[1] = torch.zeros(7, dtype=torch.float16, device=DEVICE)  # two kinds
+    kernels().lamb_apply(ours, scalars, torch.tensor(ratios, device=DEVICE))
+    kernels().lamb_apply(theirs, scalars, ratios)
+    assert_same_lists(ours, on_host(theirs))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_ratios_are_formed_on_the_device_as_on_the_host(decay: float) -> None:
+    sizes, group = [2500, 7, 0, 300, 9], {**GROUP, "weight_decay": decay, "lr": 0.1}
+    ours, theirs = (lists_of(1, sizes, KEYS["lamb"], Case()) for _ in range(2))
+    for lists in (ours, theirs):
+        lists.main[1].zero_()
+        for tensor in (lists.main[3], lists.grad[3], lists.state["exp_avg"][3]):
+            tensor.zero_()
+        lists.grad[4][0] = math.inf
+    ours, scalars = on_device(ours), LambScalars.at(group, 2)
+    kernels().lamb(ours, scalars, torch.tensor([0.375, 0.0], device=DEVICE))
+    sums = REFERENCE.lamb_moments(theirs, scalars, 0.375)
+    ratios = [0.1 * math.sqrt(p) / math.sqrt(u) if scalars.adapts and p and u else 0.1 for p, u in sums.tolist()]
+    REFERENCE.lamb_apply(theirs, scalars, torch.tensor(ratios, dtype=torch.float64).float().tolist())
+    assert_same_lists(ours, theirs)
+    before = on_device(on_host(ours))
+    kernels().lamb(ours, scalars, torch.tensor([0.375, 1.0], device=DEVICE))
+    assert_same_lists(ours, on_host(before))
+
+
+def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
+    group = [Case(torch.float64, None), Case(), Case(torch.float32, None), Case(torch.float16, torch.float32), Case()]
+
+    def joined(keys: tuple[str, ...]) -> TensorLists:
+        parts = [lists_of(at, [900], keys, case) for at, case in enumerate(group)]
+        return TensorLists([p.main[0] for p in parts], [p.grad[0] for p in parts],
+                           {key: [p.state[key][0] for p in parts] for key in keys}, [p.output[0] for p in parts])
+
+    for rule in ("adam", "lamb", "lion", "sgd"):
+        theirs, ours = joined(KEYS[rule]), on_device(joined(KEYS[rule]))
+        assert_sums = run(REFERENCE, rule, theirs, GROUP, 2, 0.5), run(kernels(), rule, ours, GROUP, 2, 0.5)
+        assert_same_lists(ours, theirs)
+        assert_same(assert_sums[1], assert_sums[0], "sums")
+        skipped, before = on_device(joined(KEYS[rule])), on_device(joined(KEYS[rule]))
+        if rule != "lamb":
+            run(kernels(), rule, skipped, GROUP, 2, torch.tensor([1.0, 1.0], device=DEVICE))
+            assert_same_lists(skipped, on_host(before))
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many values were copied to the device, in order."""
+    tables, counted = kernels()._tables, []
+    tables.__init__()
+    upload: Callable[..., Tensor] = tables.upload
+
+    def counting(table: Tensor, device: torch.device) -> Tensor:
+        counted.append(table.numel())
+        return upload(table, device)
+
+    monkeypatch.setattr(tables, "upload", counting)
+    yield counted
+    tables.__init__()
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
+    lists = on_device(lists_of(1, [300] * 20, KEYS["adam"], Case()))
+    if steady:
+        lists = TensorLists(SteadyList(lists.main), SteadyList(lists.grad),
+                            {key: SteadyList(found) for key, found in lists.state.items()}, SteadyList(lists.output))
+    run(kernels(), "adam", lists, GROUP, 1, 1.0)
+    assert uploads == [20] * 8  # owners, firsts, sizes, gradients, main params, two moments, outputs
+    run(kernels(), "adam", lists, GROUP, 2, 0.5)
+    assert len(uploads) == 8
+    lists.grad[:] = [grad.clone() for grad in lists.grad]
+    moved = TensorLists(lists.main, SteadyList(lists.grad) if steady else lists.grad, lists.state, lists.output)
+    run(kernels(), "adam", moved, GROUP, 3, 0.5)
+    assert len(uploads) == 9
+
+
+def test_one_launch_however_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    from mp_optim.update.backends.triton.kernels import rules
+
+    class Counted:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launched.append(grid[0])
+            return self.kernel[grid]
+
+    monkeypatch.setattr(rules, "adam", Counted(rules.adam))
+    check("adam", [300] * 40 + [9000], Case())
+    assert launched == [42]
+
+
+def test_tables_of_lists_that_are_gone_are_forgotten() -> None:
+    tables = kernels()._tables
+    before = len(tables._of_list)
+    tensors = SteadyList([torch.zeros(3, device=DEVICE)])
+    kernels().sum_of_squares(tensors)
+    assert len(tables._of_list) == before + 2
+    del tensors
+    assert len(tables._of_list) == before
+
+
+def test_tables_that_nobody_asks_for_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = kernels()._tables
+    tables.__init__()
+    monkeypatch.setattr("mp_optim.update.backends.triton.tables._REMEMBERED", 1000)
+    for _ in range(5):
+        check("adam", [30] * 20, Case())
+    assert tables._bytes <= 1000 and tables._bytes == sum(map(_bytes_of, tables._of_content.values()))
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
+    control = torch.tensor([0.37, 0.0], device=DEVICE)
+    case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8))
+    ours, theirs = (on_device(lists_of(1, SIZES, KEYS["adam"], case)) for _ in range(2))
+    for lists in (ours, theirs):
+        run(kernels(), "adam", lists, GROUP, 1, control)
+        kernels().sum_of_squares(lists.grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(kernels(), "adam", ours, GROUP, 2, control)
+        sums = kernels().sum_of_squares(ours.grad)
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(2):
+        graph.replay()
+        run(kernels(), "adam", theirs, GROUP, 2, control)
+    torch.cuda.set_sync_debug_mode("default")
+    assert_same_lists(ours, on_host(theirs))
+    assert_same(sums, kernels().sum_of_squares(theirs.grad).cpu(), "sums")
+
+
+# -- choosing it ------------------------------------------------------------------------------------------------------
+
+
+def test_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, why = choose_backend("triton", torch.device(DEVICE))
+    assert backend is FOUND and "Triton" in why
+    elsewhere, why = choose_backend("triton", torch.device("cpu" if DEVICE == "cuda" else "meta"))
+    assert elsewhere is not FOUND and "does not run on" in why and "same bits" in why
+    monkeypatch.setattr(backends, "triton_backend", lambda: (None, "OSError: broken"))
+    with pytest.raises(ValueError, match="'triton' is not available: OSError: broken; choose 'auto'"):
+        choose_backend("triton", torch.device(DEVICE))
+
+
+@pytest.mark.parametrize(("trouble", "said"), [
+    ("", "torch sees no GPU"), ("broken", "OSError: cannot load"), ("old", "Triton 3.5.1 takes denormals for 0")])
+def test_without_a_device_or_a_triton_that_fits_everything_else_works(trouble: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text("raise OSError('cannot load')")
+    path = [str(tmp_path)] if trouble == "broken" else []
+    program = (f"import torch; torch.cuda.is_available = lambda: {trouble == 'old'}\n"
+               f"if {trouble == 'old'}: import triton; triton.__version__ = '3.5.1'\n"
+               "from mp_optim.update.backends import choose_backend as choose\n"
+               "print(choose('auto', torch.device('cpu'))[0].name)\n"
+               "try: choose('triton', torch.device('cpu'))\n"
+               "except ValueError as error: print(error)")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([*path, *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    auto, triton = done.stdout.splitlines()
+    assert auto in ("native", "reference")
+    assert said in triton
+
+
+def test_an_optimizer_steps_with_it_and_gives_the_same_bits() -> None:
+    def trained(backend: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 5)).bfloat16().to(DEVICE)
+        optimizer = get_megatron_optimizer(OptimizerConfig(
+            lr=1e-2, bf16=True, fused_backend=backend, use_precision_aware_optimizer=True, exp_avg_dtype="uint8",
+            exp_avg_sq_dtype="uint8", store_param_remainders=True, stochastic_rounding=True), model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            optimizer.scale_loss(model(torch.ones(4, 20, device=DEVICE).bfloat16()).square().mean()).backward()
+            assert optimizer.step().success
+        return [param.detach().cpu() for param in model.parameters()]
+
+    for ours, theirs in zip(trained("triton"), trained("reference"), strict=True):
+        assert_same(ours, theirs, "param")
+
+
+# -- what the compiler makes of it ------------------------------------------------------------------------------------
+
+INEXACT = re.compile(r"\s(\S*(?:fma|mad)\.\S*f(?:16|32|64)\S*|\S+\.(?:ftz|approx|full)\S*|(?:mul|add|sub)\.f\S+)")
+WIDE = r"{}\.global[\w.:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What launches compile for sm_90, by ``triton_ptx.py``."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+                   "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("triton_ptx.py")), "90"], capture_output=True,
+                          text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_no_scalar_is_compiled_into_a_kernel(compiled: dict[str, dict[str, Any]]) -> None:
+    """Triton compiles integers that are 1 into the code; other steps and learning rates must not compile anew."""
+    assert {label: len(variant["ptx"]) for label, variant in compiled.items()} == dict.fromkeys(compiled, 1)
+    assert {variant["kernel"] for variant in compiled.values()} == {
+        "adam", "sgd", "lion", "lamb_moments", "lamb_apply", "chunk_sums", "run_sums"}
+
+
+def test_nothing_is_contracted_flushed_or_approximate(compiled: dict[str, dict[str, Any]]) -> None:
+    """``.rn`` is what keeps the assembler from contracting a multiplication with an addition."""
+    for label, variant in compiled.items():
+        ptx = variant["ptx"][0]
+        assert not INEXACT.findall(ptx), f"{label}: {sorted(set(INEXACT.findall(ptx)))}"
+        if variant["kernel"] in ("adam", "lamb_moments", "lamb_apply"):
+            assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx, label
+
+
+def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
+    """Exactly as many wide accesses as the unmasked path of a thread has bytes."""
+    for label, variant in compiled.items():
+        counts = {verb: len(re.findall(WIDE.format(verb), variant["ptx"][0])) for verb in ("ld", "st")}
+        assert counts == variant["wide"], label

@@ -1,0 +1,104 @@
+#!/usr/bin/env python
+"""Train one small mixture of experts with every form of optimizer state, over several seeds.
+
+python tools/benchmark_quality.py --steps 2000 --output docs/benchmarks
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from benchmarks.quality_report import write
+from rich.progress import track
+
+from mp_optim import OptimizerConfig
+from training.config import DataConfig, ModelConfig, RunConfig, SchedulerConfig, TrainConfig
+from training.loop import train
+
+
+def _compact(moments: str, bits: int = 16, **more: Any) -> dict[str, Any]:
+    remainder = {} if bits == 16 else {"param_remainder_bits": bits}
+    return {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, **remainder,
+            **more}
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "FP32": {},
+    "bf16 moments, 16-bit remainder": _compact("bfloat16"),
+    "bf16 moments, 16-bit remainder, stochastic": _compact("bfloat16", stochastic_rounding=True),
+    "fp16 moments, 16-bit remainder": _compact("float16"),
+    "8-bit moments, 16-bit remainder": _compact("uint8"),
+    "8-bit moments, 8-bit remainder": _compact("uint8", 8),
+    "8-bit moments, 8-bit remainder, stochastic": _compact("uint8", 8, stochastic_rounding=True),
+}
+"""State formats by name; the first is what the others are compared with."""
+
+
+@dataclass
+class Options:
+    """What to train."""
+
+    steps: int = 2000
+    seeds: int = 3
+    jobs: int = os.cpu_count() or 1
+    """Runs at a time, one thread each."""
+    forms: tuple[str, ...] = tuple(FORMS)
+    output: Path | None = None
+    """Folder for quality.json, quality.md and quality.png."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run and its outcome: held-out loss at the end, and the training losses."""
+
+    form: str
+    seed: int
+    eval_loss: float
+    losses: list[float]
+
+
+def run_config(form: str, seed: int, steps: int) -> TrainConfig:
+    """A mixture of experts small enough to train often."""
+    return TrainConfig(
+        model=ModelConfig(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
+                          num_experts=4, num_experts_per_tok=2),
+        data=DataConfig(source="stdlib", seq_length=128, max_megabytes=16.0),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, adam_beta2=0.99, clip_grad=1.0, bf16=True,
+                                  **FORMS[form]),
+        scheduler=SchedulerConfig(lr_warmup_steps=steps // 20),
+        run=RunConfig(steps=steps, global_batch_size=8, micro_batch_size=8, seed=seed, device="cpu",
+                      eval_interval=steps, eval_batches=64))
+
+
+def run_one(job: tuple[str, int, int]) -> Run:
+    """Train once, on one thread."""
+    torch.set_num_threads(1)
+    form, seed, steps = job
+    records = train(run_config(form, seed, steps)).records
+    return Run(form, seed, float(records[-1].eval_loss or float("nan")), [record.loss for record in records])
+
+
+def main(options: Options) -> None:
+    jobs = [(form, 1000 + seed, options.steps) for seed in range(options.seeds) for form in options.forms]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        runs = list(track(pool.map(run_one, jobs), total=len(jobs), description="training"))
+    for form in options.forms:
+        found = [run.eval_loss for run in runs if run.form == form]
+        print(f"{form:45s} {statistics.mean(found):.4f}  {' '.join(f'{value:.4f}' for value in found)}")
+    if options.output is not None:
+        write(options.output, [dataclasses.asdict(run) for run in runs], options.steps)
+        (options.output / "quality.json").write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

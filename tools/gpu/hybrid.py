@@ -1,0 +1,51 @@
+"""The hybrid step: device slots on the device, host slots on the host, and what that takes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from benchmarks.opponents import CLIP, DECAY, LR
+from benchmarks.sections import Section
+from torch import nn
+
+from gpu.timing import alternate
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+
+PIECE = 1 << 22
+
+
+def fractions(device: torch.device, numel: int, rounds: int) -> Section:
+    """Milliseconds, bytes over the bus, and peak device memory against the formula, at offload fractions 0, 0.5, 1."""
+    section = Section("Hybrid step: fraction on the host")
+    for fraction in (0.0, 0.5, 1.0):
+        section.rows[f"{fraction}"] = _one(device, numel // PIECE or 1, fraction, rounds)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return section
+
+
+def _one(device: torch.device, count: int, fraction: float, rounds: int) -> dict[str, float]:
+    settings: dict[str, Any] = {} if fraction == 0.0 else {
+        "optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction, "overlap_cpu_optimizer_d2h_h2d": True}
+    cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if cuda else 0
+    model = nn.ParameterList([nn.Parameter(torch.full((PIECE,), 0.02, dtype=torch.bfloat16, device=device))
+                              for _ in range(count)])
+    optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP,
+                                                       **settings), model, config_overrides={})
+    for param in model:
+        param.grad = torch.full_like(param, 1e-3)
+    optimizer.init_state()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    timing = alternate(device, {"step": optimizer.step}, rounds, f"hybrid {fraction}")["step"]
+    peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
+    on_device = sum(row.params for row in optimizer.describe().rows if row.place == "device")
+    formula = count * PIECE * 4 + on_device * 12
+    metrics = optimizer.metrics()
+    return {"ms": timing.median * 1e3, "spread": timing.spread, "bytes_down": metrics["bytes_down"],
+            "bytes_up": metrics["bytes_up"], "peak_bytes": float(peak), "formula_bytes": float(formula),
+            "peak_over_formula": peak / formula}
