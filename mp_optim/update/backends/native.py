@@ -57,7 +57,7 @@ def _threads() -> int:
 
 
 class _Kind(NamedTuple):
-    """Dtypes that the tensors of one kernel call share, by the names of ``MpTensors``; None: there are no tensors."""
+    """Dtypes that the tensors of one call share, by the names of ``MpTensors``; None where there is no tensor."""
 
     grad: torch.dtype
     main: torch.dtype | None = None
@@ -204,16 +204,19 @@ def _by_kind(lists: TensorLists, moments: tuple[str, ...]) -> list[tuple[Sequenc
     complete = len(columns["output"]) in (0, len(lists.output))
     dtypes = {name: SteadyList.of(tensors).dtypes for name, tensors in columns.items()}
     if complete and all(len(found) <= 1 for found in dtypes.values()):
-        shared = {name: next(iter(found)) for name, found in dtypes.items() if found}
-        return [(range(len(lists.main)), _kind(_Kind(**shared), lists, moments), lists)]
+        known: dict[str, Any] = {name: next(iter(found)) for name, found in dtypes.items() if found}
+        kind = _Kind(**known)
+        return [(range(len(lists.main)), _kind(kind, lists, moments), lists)]
     columns["output"] = lists.output
-    rows: list[tuple[Any, ...]] = [tuple(None if tensor is None else tensor.dtype for tensor in row)
-                                   for row in zip(*columns.values(), strict=True)]
+    names = list(columns)
+    rows = [tuple(None if tensor is None else tensor.dtype for tensor in row)
+            for row in zip(*columns.values(), strict=True)]
     parts: list[tuple[Sequence[int], _Kind | None, TensorLists]] = []
     for row in dict.fromkeys(rows):
         indices = [index for index, other in enumerate(rows) if other == row]
         part = _take(lists, indices)
-        parts.append((indices, _kind(_Kind(**dict(zip(columns, row, strict=True))), part, moments), part))
+        kinds: dict[str, Any] = dict(zip(names, row, strict=True))
+        parts.append((indices, _kind(_Kind(**kinds), part, moments), part))
     return parts
 
 

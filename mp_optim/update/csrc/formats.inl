@@ -277,7 +277,8 @@ static void write_bytes_randomly(const float* from, float inverse, char* to, uin
     for (int k = 0; k < kChunk / kLanes; ++k) {
         u32x16 bits = sixteen_bits<roots>(key, index + kLanes * k);
         f32x16 fraction = to_float(as<i32x16>(bits)) * 0x1p-16f;
-        codes[k] = within(to_floor(load<f32x16>(from + kLanes * k) * inverse + fraction), roots ? 1 : -127, roots ? 255 : 127);
+        i32x16 code = to_floor(load<f32x16>(from + kLanes * k) * inverse + fraction);
+        codes[k] = within(code, roots ? 1 : -127, roots ? 255 : 127);
     }
     store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
 }

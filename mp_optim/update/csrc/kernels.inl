@@ -40,12 +40,13 @@ struct Directions {
         for (int64_t start = 0; start < run.numel; start += kScaled) {
             const int64_t n = run.numel - start < kScaled ? run.numel - start : kScaled;
             const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
-            for_each_chunk(run, start, n, tail, [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
+            auto step = [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
                 const float* main = read_main<AnyFormats>(r, i, p);
                 const float* first = read_moment<false, AnyFormats>(r, i, scale1, m);
                 const float* second = read_moment<true, AnyFormats>(r, i, scale2, v);
                 find_chunk(main, first, second, s, start + at);
-            });
+            };
+            for_each_chunk(run, start, n, tail, step);
         }
         clear_from(run.numel);
     }

@@ -17,8 +17,12 @@ MP_INLINE f64xn read_few_as_f64(const float* p) { return as<f64xn>(_mm256_cvtps_
 
 MP_INLINE u32xn read_few_u16(const char* p) { return as<u32xn>(_mm256_cvtepu16_epi32(load<__m128i>(p))); }
 MP_INLINE i32xn read_few_i16(const char* p) { return as<i32xn>(_mm256_cvtepi16_epi32(load<__m128i>(p))); }
-MP_INLINE i32xn read_few_u8(const char* p) { return as<i32xn>(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
-MP_INLINE i32xn read_few_i8(const char* p) { return as<i32xn>(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+MP_INLINE i32xn read_few_u8(const char* p) {
+    return as<i32xn>(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+MP_INLINE i32xn read_few_i8(const char* p) {
+    return as<i32xn>(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 MP_INLINE f32xn read_few_f16(const char* p) { return as<f32xn>(_mm256_cvtph_ps(load<__m128i>(p))); }
 
 MP_INLINE i32xn to_nearest(f32xn x) { return as<i32xn>(_mm256_cvtps_epi32(as<__m256>(x))); }
@@ -31,7 +35,8 @@ MP_INLINE bool may_have_nan(f32xn a, f32xn b) {
 
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {
     const __m256i half = _mm256_set1_epi32(0xffff);
-    __m256i packed = _mm256_packus_epi32(_mm256_and_si256(as<__m256i>(a), half), _mm256_and_si256(as<__m256i>(b), half));
+    __m256i low_a = _mm256_and_si256(as<__m256i>(a), half), low_b = _mm256_and_si256(as<__m256i>(b), half);
+    __m256i packed = _mm256_packus_epi32(low_a, low_b);
     return as<u16x2n>(_mm256_permute4x64_epi64(packed, 0xd8));
 }
 

@@ -18,7 +18,7 @@ MP_INLINE f64xn read_few_as_f64(const float* p) { return f64xn{double(p[0]), dou
 
 template <class V, class T>
 MP_INLINE V read_few(const char* p) {
-    V r;
+    V r{};
     for (int i = 0; i < 4; ++i) r[i] = load<T>(p + sizeof(T) * i);
     return r;
 }
@@ -29,13 +29,13 @@ MP_INLINE i32xn read_few_u8(const char* p) { return read_few<i32xn, uint8_t>(p);
 MP_INLINE i32xn read_few_i8(const char* p) { return read_few<i32xn, int8_t>(p); }
 
 MP_INLINE f32xn read_few_f16(const char* p) {
-    f32xn r;
+    f32xn r{};
     for (int i = 0; i < 4; ++i) r[i] = half_to_float(load<uint16_t>(p + 2 * i));
     return r;
 }
 
 MP_INLINE u16x2n to_few_f16(f32xn a, f32xn b) {
-    u16x2n r;
+    u16x2n r{};
     for (int i = 0; i < 8; ++i) r[i] = float_to_half(i < 4 ? a[i] : b[i - 4]);
     return r;
 }
@@ -50,7 +50,7 @@ MP_INLINE u32xn larger(u32xn a, u32xn b) {
 MP_INLINE bool may_have_nan(f32xn, f32xn) { return true; }
 
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {
-    u16x2n r;
+    u16x2n r{};
     for (int i = 0; i < 8; ++i) r[i] = uint16_t(i < 4 ? a[i] : b[i - 4]);
     return r;
 }

@@ -190,8 +190,9 @@ MP_INLINE f64x8 read_as_f64(const float* p) {
 #if defined(MP_AVX2)
 #define MP_PAIRS(few, a, b) {few(a.low, a.high), few(b.low, b.high)}
 #else
-#define MP_PAIRS(few, a, b) \
-    {{few(a.low.low, a.low.high), few(a.high.low, a.high.high)}, {few(b.low.low, b.low.high), few(b.high.low, b.high.high)}}
+#define MP_PAIRS(few, a, b)                                            \
+    {{few(a.low.low, a.low.high), few(a.high.low, a.high.high)},        \
+     {few(b.low.low, b.low.high), few(b.high.low, b.high.high)}}
 #endif
 
 MP_INLINE u16x32 lower(u32x16 a, u32x16 b) { return MP_PAIRS(lower, a, b); }

@@ -57,7 +57,7 @@ MP_INLINE uint16_t float_to_half(float x) {
     uint32_t bits = as<uint32_t>(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
     if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and above
-    if (magnitude < 0x38800000)  // below the normal range: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
+    if (magnitude < 0x38800000)  // below the normal range: + 0.5 leaves the rounded multiple of 2^-24 in the low bits
         return uint16_t(sign | (as<uint32_t>(as<float>(magnitude) + 0.5f) - 0x3f000000));
     return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
 }

@@ -61,7 +61,8 @@ static double sum_of_squares_in(const Run& run, int64_t* zero_count) {
         }
         i32x16 here = {};
         // One stream: far ahead, and only into the second-level cache.
-        for (int64_t ahead = 0; ahead < kBlock * size_of(dtype); ahead += 64) __builtin_prefetch(p + 8192 + ahead, 0, 2);
+        constexpr int64_t bytes = kBlock * size_of(dtype);
+        for (int64_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(p + 8192 + ahead, 0, 2);
         if (dtype != MP_F32 || zeros)
             for (int i = 0; i < kBlock; i += kLanes) {
                 f32x16 x = read_as_f32<dtype>(p + size_of(dtype) * i);
@@ -79,10 +80,15 @@ static double sum_of_squares_in(const Run& run, int64_t* zero_count) {
     return pairs.total();
 }
 
+template <int dtype>
+MP_INLINE double sum_of_squares_in(const Run& run, int64_t* zeros) {
+    return zeros ? sum_of_squares_in<dtype, true>(run, zeros) : sum_of_squares_in<dtype, false>(run, zeros);
+}
+
 static double sum_of_squares(const Run& run, int64_t* zeros) {
     switch (run.grad.dtype) {
-        case MP_BF16: return zeros ? sum_of_squares_in<MP_BF16, true>(run, zeros) : sum_of_squares_in<MP_BF16, false>(run, zeros);
-        case MP_F16: return zeros ? sum_of_squares_in<MP_F16, true>(run, zeros) : sum_of_squares_in<MP_F16, false>(run, zeros);
-        default: return zeros ? sum_of_squares_in<MP_F32, true>(run, zeros) : sum_of_squares_in<MP_F32, false>(run, zeros);
+        case MP_BF16: return sum_of_squares_in<MP_BF16>(run, zeros);
+        case MP_F16: return sum_of_squares_in<MP_F16>(run, zeros);
+        default: return sum_of_squares_in<MP_F32>(run, zeros);
     }
 }

@@ -47,8 +47,8 @@ STATUS = Path("/proc/self/status")
 REFERENCE = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REMAINDERS = [None, torch.int16, torch.int8]
-ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33,
-       math.inf, -math.inf, math.nan]
+ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33, math.inf, -math.inf,
+       math.nan]
 
 pytestmark = [pytest.mark.native,
               pytest.mark.skipif(LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}")]
@@ -338,12 +338,14 @@ def test_what_the_kernels_do_not_read_goes_to_reference() -> None:
         assert_same_lists(ours, theirs)
 
 
-def test_written_tensors_are_known_to_autograd() -> None:
-    lists = lists_of(4, [300], torch.bfloat16, torch.bfloat16, KEYS["adam"], False, (torch.uint8,) * 2, torch.int16)
-    versions = [lists.main[0]._version, lists.output[0]._version if lists.output[0] is not None else 0]
+@pytest.mark.parametrize("output", [None, torch.bfloat16])
+def test_written_parameters_are_known_to_autograd(output: torch.dtype | None) -> None:
+    """Those of the model: the outputs, or main params that are its parameters themselves."""
+    lists = lists_of(4, [300], torch.bfloat16, output, KEYS["adam"], False, (torch.uint8,) * 2, torch.int16)
+    parameter = lists.main[0] if lists.output[0] is None else lists.output[0]
+    version = parameter._version
     run(NativeBackend(LIBRARY), "adam", lists, GROUP, 3, 0.5)
-    assert lists.output[0] is not None and torch.equal(lists.output[0], lists.main[0])
-    assert lists.main[0]._version > versions[0] and lists.output[0]._version > versions[1]
+    assert parameter._version > version and torch.equal(parameter, lists.main[0])
 
 
 def test_calls_from_several_threads_do_not_mix() -> None:

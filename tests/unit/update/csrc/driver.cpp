@@ -205,7 +205,8 @@ int main() {
         start = end + 1;
     }
     std::vector<std::thread> callers;
-    for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_all({200000, 7}, {MP_BF16, MP_BF16, MP_F32, MP_F32, MP_NONE, false}, 3); });
+    const Kind plain{MP_BF16, MP_BF16, MP_F32, MP_F32, MP_NONE, false};
+    for (int i = 0; i < 3; ++i) callers.emplace_back([&plain] { run_all({200000, 7}, plain, 3); });
     for (std::thread& caller : callers) caller.join();
     bad_arguments();
     bad_compact_arguments();
