@@ -180,10 +180,8 @@ class NativeBackend(ReferenceBackend):
 
 
 def _mark_written(lists: TensorLists) -> None:
-    """Tell autograd, which cannot see the kernels write: a tensor of the model, which is the output if there is one."""
-    outputs = _outputs(lists)
-    written = outputs if len(outputs) == len(lists.main) else [
-        main if output is None else output for main, output in zip(lists.main, lists.output, strict=True)]
+    """Tell autograd, which cannot see the kernels write."""
+    written = [*lists.main, *_outputs(lists)]
     try:
         increment_version(written)
     except TypeError:  # before torch 2.7 one at a time

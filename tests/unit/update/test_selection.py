@@ -25,6 +25,7 @@ LIBRARIES = ("apex", "transformer_engine")
 def accelerator(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """The CPU plays the accelerator: ``auto`` tries what it would try there."""
     monkeypatch.setattr(selection, "candidates", lambda device: selection._ON_ACCELERATOR)
+    monkeypatch.setitem(sys.modules, "mp_optim.update.backends.triton", None)
     forget()
     return standins
 

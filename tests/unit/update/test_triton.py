@@ -22,8 +22,7 @@ from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import SteadyList
-from mp_optim.update import backends
-from mp_optim.update.backends import choose_backend
+from mp_optim.update.backends import choose_backend, proof_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.backends.triton.tables import _bytes_of
@@ -523,14 +522,10 @@ def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
 # -- choosing it ------------------------------------------------------------------------------------------------------
 
 
-def test_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_proves_itself() -> None:
     backend, why = choose_backend("triton", torch.device(DEVICE))
-    assert backend is FOUND and "Triton" in why
-    elsewhere, why = choose_backend("triton", torch.device("cpu" if DEVICE == "cuda" else "meta"))
-    assert elsewhere is not FOUND and "does not run on" in why and "same bits" in why
-    monkeypatch.setattr(backends, "triton_backend", lambda: (None, "OSError: broken"))
-    with pytest.raises(ValueError, match="'triton' is not available: OSError: broken; choose 'auto'"):
-        choose_backend("triton", torch.device(DEVICE))
+    assert backend.name == "triton" and "triton" in why
+    assert proof_of("triton", torch.device(DEVICE)).exact
 
 
 @pytest.mark.parametrize(("trouble", "said"), [
@@ -538,12 +533,11 @@ def test_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_device_or_a_triton_that_fits_everything_else_works(trouble: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise OSError('cannot load')")
     path = [str(tmp_path)] if trouble == "broken" else []
-    program = (f"import torch; torch.cuda.is_available = lambda: {trouble == 'old'}\n"
-               f"if {trouble == 'old'}: import triton; triton.__version__ = '3.5.1'\n"
-               "from mp_optim.update.backends import choose_backend as choose\n"
+    program = ("import torch; from mp_optim.update.backends import choose_backend as choose\n"
                "print(choose('auto', torch.device('cpu'))[0].name)\n"
-               "try: choose('triton', torch.device('cpu'))\n"
-               "except ValueError as error: print(error)")
+               f"torch.cuda.is_available = lambda: {trouble == 'old'}\n"
+               f"if {trouble == 'old'}: import triton; triton.__version__ = '3.5.1'\n"
+               "from mp_optim.update.backends.triton import triton_backend; print(triton_backend()[1])")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([*path, *sys.path])}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     auto, triton = done.stdout.splitlines()
