@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BACKENDS", "CAPABILITIES", "RULES", "Capability", "refusal"]
+__all__ = ["BACKENDS", "CAPABILITIES", "OPTIMIZERS", "RULES", "Capability", "refusal"]
 
 RULES = ("adam", "lamb", "sgd", "lion")
+"""What backends have kernels for."""
+OPTIMIZERS = (*RULES, "muon")
+"""What a config can ask for. Muon's matrices are stepped by torch operations, the rest by one of the rules."""
 BACKENDS = ("auto", "native", "reference", "torch", "triton", "apex", "transformer_engine")
 _TWO_MOMENTS = ("adam", "lamb")
 

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from mp_optim.capabilities import BACKENDS, RULES, refusal
+from mp_optim.capabilities import BACKENDS, OPTIMIZERS, refusal
+from mp_optim.muon_settings import (
+    COEFFICIENT_TYPES,
+    MATMUL_PRECISIONS,
+    SCALAR_OPTIMIZERS,
+    SCALE_MODES,
+    TP_MODES,
+    coefficients,
+)
 
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
 
@@ -30,7 +38,8 @@ class OptimizerConfig:
     """
 
     optimizer: str = "adam"
-    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd, lamb or lion."""
+    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd, lamb, lion, or muon for matrices with
+    ``muon_scalar_optimizer`` for the rest."""
     lr: float | None = None
     """Learning rate; the max_lr of every param group. Required."""
     min_lr: float | None = None
@@ -93,6 +102,28 @@ class OptimizerConfig:
     """Weight of the momentum in the blend whose sign is the step (lion)."""
     lion_beta2: float = 0.98
     """Decay of the momentum (lion)."""
+    muon_momentum: float = 0.95
+    """Decay of muon's momentum, an average of gradients."""
+    muon_use_nesterov: bool = False
+    """Muon orthogonalises its momentum one step ahead."""
+    muon_split_qkv: bool = True
+    """Muon orthogonalises the query, key and value parts of a fused weight (``linear_qkv``) each by itself."""
+    muon_scale_mode: str = "spectral"
+    """Scale of muon's steps: spectral sqrt(max(rows, columns)), unit_rms_norm sqrt(rows / columns), or shape_scaling
+    sqrt(max(1, rows / columns))."""
+    muon_extra_scale_factor: float = 1.0
+    """Multiplies the scale; 0.2 with spectral comes near the length of AdamW's steps, so that its lr can be kept."""
+    muon_fp32_matmul_prec: str = "medium"
+    """Products of matrices in muon: medium is bfloat16, highest is FP32."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps of muon."""
+    muon_coefficient_type: str = "quintic"
+    """Polynomials of these steps: simple, quintic or polar_express."""
+    muon_tp_mode: str = "duplicated"
+    """Matrices that are split over ranks: duplicated, gathered and orthogonalised whole, or blockwise, each part by
+    itself, so that results depend on the layout."""
+    muon_scalar_optimizer: str = "adam"
+    """With muon, what steps embeddings, output layers and whatever is no matrix: adam or lion."""
     lamb_use_nvlamb: bool = False
     """LAMB adapts the learning rate also where weight decay is 0."""
     lamb_grad_averaging: bool = True
@@ -142,6 +173,11 @@ class OptimizerConfig:
         """Whether bfloat16 parameters are stepped as they are, beside their remainders."""
         return self.use_precision_aware_optimizer and self.store_param_remainders and self.bf16
 
+    @property
+    def elementwise_rule(self) -> str:
+        """The rule that backends carry out: muon's products of matrices are torch's, whatever the backend."""
+        return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
+
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> OptimizerConfig:
         """A config from plain data, such as a YAML mapping."""
@@ -179,8 +215,9 @@ _ELSEWHERE = {
     "fp8_recipe": "parameters are bf16, fp16 or fp32",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters are bf16, fp16 or fp32",
     "config_logger_dir": "log dataclasses.asdict(config)",
-    "muon_": "optimizer is adam, sgd, lamb or lion", "adaptive_muon_": "optimizer is adam, sgd, lamb or lion",
-    "soap_": "optimizer is adam, sgd, lamb or lion",
+    "muon_use_syrk": "products of matrices are torch's", "muon_nesterov": "it is called muon_use_nesterov here",
+    "adaptive_muon_": "optimizer is adam, sgd, lamb, lion or muon",
+    "soap_": "optimizer is adam, sgd, lamb, lion or muon",
 }
 """Megatron's fields (or their beginnings) that this version has no use for, and what there is instead."""
 
@@ -226,11 +263,20 @@ def _check_types(config: OptimizerConfig) -> None:
         _fail(config, spec.name, f"must be a {spec.type}, not a {type(value).__name__}")
 
 
+_CHOICES = {"optimizer": OPTIMIZERS, "fused_backend": BACKENDS, "muon_scale_mode": SCALE_MODES,
+            "muon_fp32_matmul_prec": MATMUL_PRECISIONS, "muon_coefficient_type": COEFFICIENT_TYPES,
+            "muon_tp_mode": TP_MODES, "muon_scalar_optimizer": SCALAR_OPTIMIZERS}
+_NOT_HERE = {("muon_fp32_matmul_prec", "high"): "; TF32 is not to be had on the host",
+             ("muon_tp_mode", "distributed"): "; it adds up products in an order that depends on the ranks"}
+"""Choices of Megatron's that are not supported, and why."""
+
+
 def _check_choices(config: OptimizerConfig) -> None:
-    for name, choices in (("optimizer", RULES), ("fused_backend", BACKENDS)):
+    for name, choices in _CHOICES.items():
         value = getattr(config, name)
         if value not in choices:
-            _fail(config, name, f"must be one of {list(choices)}{_nearest(str(value), list(choices))}")
+            why = _NOT_HERE.get((name, value)) or _nearest(str(value), list(choices))
+            _fail(config, name, f"must be one of {list(choices)}{why}")
 
 
 def _check_ranges(config: OptimizerConfig) -> None:
@@ -245,7 +291,7 @@ def _check_ranges(config: OptimizerConfig) -> None:
     for name in ("weight_decay", "adam_eps", "sgd_momentum", "clip_grad"):
         if not 0.0 <= getattr(config, name) < math.inf:
             _fail(config, name, "must be a finite number >= 0")
-    for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"):
+    for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"):
         if not 0.0 <= getattr(config, name) < 1.0:
             _fail(config, name, "must be in [0, 1)")
     if config.host_threads is not None and (config.host_threads < 1 or int(config.host_threads) != config.host_threads):
@@ -253,6 +299,12 @@ def _check_ranges(config: OptimizerConfig) -> None:
     if config.host_cores is not None and (not config.host_cores or not all(isinstance(core, int) and core >= 0
                                                                       for core in config.host_cores)):
         _fail(config, "host_cores", "must name at least one core")
+    if not 0.0 < config.muon_extra_scale_factor < math.inf:
+        _fail(config, "muon_extra_scale_factor", "must be a finite number > 0")
+    try:
+        coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
+    except ValueError as error:
+        raise ValueError(f"muon_{error}") from None
     if not config.grad_norm_skip_threshold > 0.0:
         _fail(config, "grad_norm_skip_threshold", "must be > 0 (inf: never skip)")
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
@@ -276,7 +328,7 @@ def _check_precision(config: OptimizerConfig) -> None:
         if value not in choices:
             _fail(config, name, f"must be one of {list(choices)} in this version")
     moments = [dtype for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype) if isinstance(dtype, torch.dtype)]
-    refused = refusal(config.fused_backend, config.optimizer, moments,
+    refused = refusal(config.fused_backend, config.elementwise_rule, moments,
                       config.param_remainder_bits if config.keeps_remainders else None, config.stochastic_rounding)
     if refused is not None:
         _fail(config, *refused)
@@ -306,19 +358,19 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "min_loss_scale": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
     "loss_scale_window": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
     "hysteresis": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
-    "adam_beta1": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer in ("adam", "lamb")),
-    "adam_beta2": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer in ("adam", "lamb")),
-    "adam_eps": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer in ("adam", "lamb")),
+    "adam_beta1": ("optimizer='adam' or 'lamb', or muon with adam", lambda c: c.elementwise_rule in ("adam", "lamb")),
+    "adam_beta2": ("optimizer='adam' or 'lamb', or muon with adam", lambda c: c.elementwise_rule in ("adam", "lamb")),
+    "adam_eps": ("optimizer='adam' or 'lamb', or muon with adam", lambda c: c.elementwise_rule in ("adam", "lamb")),
     "decoupled_weight_decay": ("optimizer='adam' or 'lamb'", lambda c: c.optimizer in ("adam", "lamb")),
-    "lion_beta1": ("optimizer='lion'", lambda c: c.optimizer == "lion"),
-    "lion_beta2": ("optimizer='lion'", lambda c: c.optimizer == "lion"),
+    "lion_beta1": ("optimizer='lion', or muon with lion", lambda c: c.elementwise_rule == "lion"),
+    "lion_beta2": ("optimizer='lion', or muon with lion", lambda c: c.elementwise_rule == "lion"),
     "sgd_momentum": ("optimizer='sgd'", lambda c: c.optimizer == "sgd"),
     "lamb_use_nvlamb": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "lamb_grad_averaging": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
     "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
     "exp_avg_dtype": ("use_precision_aware_optimizer=True", lambda c: c.use_precision_aware_optimizer),
     "exp_avg_sq_dtype": ("use_precision_aware_optimizer=True and optimizer='adam' or 'lamb'",
-                         lambda c: c.use_precision_aware_optimizer and c.optimizer in ("adam", "lamb")),
+                         lambda c: c.use_precision_aware_optimizer and c.elementwise_rule in ("adam", "lamb")),
     "store_param_remainders": ("use_precision_aware_optimizer=True", lambda c: c.use_precision_aware_optimizer),
     "param_remainder_bits": ("use_precision_aware_optimizer=True, store_param_remainders=True and bf16=True",
                              lambda c: c.keeps_remainders),
@@ -327,6 +379,10 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
                                 c.exp_avg_dtype, c.exp_avg_sq_dtype}.isdisjoint({torch.bfloat16, torch.uint8}))),
     "stochastic_rounding_seed": ("stochastic_rounding=True", lambda c: c.stochastic_rounding),
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
+    **{name: ("optimizer='muon'", lambda c: c.optimizer == "muon") for name in (
+        "muon_momentum", "muon_use_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_extra_scale_factor",
+        "muon_fp32_matmul_prec", "muon_num_ns_steps", "muon_coefficient_type", "muon_tp_mode",
+        "muon_scalar_optimizer")},
 }
 """Fields that do something only in company: what they need, and whether a config has it."""
 

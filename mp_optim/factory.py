@@ -23,7 +23,7 @@ from mp_optim.precision import (
 )
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, check_serves, set_host_cores, set_host_threads
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon, check_serves, set_host_cores, set_host_threads
 
 __all__ = ["get_megatron_optimizer"]
 
@@ -106,6 +106,8 @@ def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: Meg
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     rule, settings = _rule(config)
     construction = {"backend": config.fused_backend, **_state_precision(config)}
+    if config.optimizer == "muon":
+        construction["scalar_optimizer"] = config.muon_scalar_optimizer
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
         warnings.warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0", stacklevel=4)
     if not config.optimizer_cpu_offload:
@@ -135,6 +137,13 @@ def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:
                            "grad_averaging": config.lamb_grad_averaging, "use_nvlamb": config.lamb_use_nvlamb}
     if config.optimizer == "lion":
         return Lion, {**common, "betas": (config.lion_beta1, config.lion_beta2)}
+    if config.optimizer == "muon":
+        betas = adam["betas"] if config.muon_scalar_optimizer == "adam" else (config.lion_beta1, config.lion_beta2)
+        return Muon, {**common, "betas": betas, "eps": config.adam_eps, "momentum": config.muon_momentum,
+                      "nesterov": config.muon_use_nesterov, "num_ns_steps": config.muon_num_ns_steps,
+                      "coefficient_type": config.muon_coefficient_type, "scale_mode": config.muon_scale_mode,
+                      "extra_scale_factor": config.muon_extra_scale_factor, "tp_mode": config.muon_tp_mode,
+                      "fp32_matmul_prec": config.muon_fp32_matmul_prec}
     if config.optimizer == "sgd":
         return SGD, {**common, "momentum": config.sgd_momentum}
     raise ValueError(f"optimizer={config.optimizer!r} has no rule here")

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.muon_groups import MuonAssignment, is_embedding_or_output
 
 __all__ = [
     "ParamGroupOverride", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "check_claims",
@@ -76,6 +77,9 @@ class ParamGroupOverride(TypedDict, total=False):
     eps: float
     betas: tuple[float, float]
     momentum: float
+    optimizer: str
+    """With muon: which of muon and ``muon_scalar_optimizer`` steps the parameters."""
+    qkv_split_shapes: tuple[int, ...]
 
 
 Overrides = Mapping[ParamKey, ParamGroupOverride]
@@ -88,12 +92,6 @@ def _no_weight_decay(param: Tensor, name: str) -> bool:
 def _no_weight_decay_but_qk(param: Tensor, name: str) -> bool:
     qk = any(part in f".{name}" for part in (".q_layernorm.", ".k_layernorm.", ".q_norm.", ".k_norm."))
     return _no_weight_decay(param, name) and not qk
-
-
-def _embedding_or_output(param: Tensor, name: str) -> bool:
-    parts = name.split(".")
-    named = any(part in ("embed_tokens", "word_embeddings", "lm_head", "output_layer") for part in parts)
-    return bool(getattr(param, "is_embedding_or_output_parameter", named))
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
@@ -112,7 +110,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
         decoupled: ParamGroupOverride = {"max_lr": config.decoupled_lr}
         if floor is not None:
             decoupled["min_lr"] = floor
-        key = ParamKey(with_name_predicate=ParamWithNamePredicate("embedding_or_output", _embedding_or_output))
+        key = ParamKey(with_name_predicate=ParamWithNamePredicate("embedding_or_output", is_embedding_or_output))
         overrides[key] = decoupled
     return overrides
 
@@ -122,7 +120,8 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
     """Learning rates that transfer across width (Yang et al. 2022, table 8).
 
     Adam: hidden matrices get ``lr / width`` and ``eps / width``. SGD: vector-like parameters and
-    embeddings get ``lr * width``.
+    embeddings get ``lr * width``. With ``optimizer="muon"`` hidden matrices are Muon's, whose scale modes take care of
+    width: nothing is overridden.
 
     Args:
         mup_width_mult: width of this model over the width the rates were tuned at, > 0.
@@ -133,13 +132,15 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
     if optimizer_type not in ("adam", "sgd"):
         raise ValueError(f"optimizer_type={optimizer_type!r}: must be 'adam' or 'sgd'")
     lr = _required_lr(config)
+    if config.optimizer == "muon":
+        return {}
 
     def limits(factor: float) -> ParamGroupOverride:
         floor: ParamGroupOverride = {} if config.min_lr is None else {"min_lr": config.min_lr * factor}
         return {"max_lr": lr * factor, **floor}
 
     def hidden(param: Tensor, name: str) -> bool:
-        return param.ndim >= 2 and not _embedding_or_output(param, name)
+        return param.ndim >= 2 and not is_embedding_or_output(param, name)
 
     if optimizer_type == "sgd":
         key = ParamKey(with_name_predicate=ParamWithNamePredicate("mup_vector_like", lambda p, n: not hidden(p, n)))
@@ -151,8 +152,11 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
 def check_config_overrides_consistency(config: OptimizerConfig, config_overrides: Overrides | None) -> None:
     """Raise ValueError if an override sets what only the whole stack can have."""
     whole = ("optimizer", "optimizer_cpu_offload", "fp16", "bf16")
+    rules = ("muon", config.muon_scalar_optimizer) if config.optimizer == "muon" else (config.optimizer,)
     for override in (config_overrides or {}).values():
         for name, value in override.items():
+            if name == "optimizer" and value in rules:
+                continue
             if name in whole and value != getattr(config, name):
                 raise ValueError(f"override {name}={value!r} differs from the config's {getattr(config, name)!r}; "
                                  "it is one setting for the whole stack")
@@ -181,7 +185,9 @@ def _required_lr(config: OptimizerConfig) -> float:
     return config.lr
 
 
-_RULE_SETTINGS = {"adam": ("eps", "betas"), "lamb": ("eps", "betas"), "lion": ("betas",), "sgd": ("momentum",)}
+_RULE_SETTINGS = {"adam": ("eps", "betas"), "lamb": ("eps", "betas"), "lion": ("betas",), "sgd": ("momentum",),
+                  "muon": ("eps", "betas", "momentum", "nesterov", "num_ns_steps", "coefficient_type", "scale_mode",
+                           "extra_scale_factor", "fp32_matmul_prec", "tp_mode", "qkv_split_shapes")}
 _INSTEAD = {"lr": "max_lr", "weight_decay": "wd_mult, start_wd and end_wd"}
 
 
@@ -232,12 +238,15 @@ def get_param_groups(model_chunks: Sequence[nn.Module], config: OptimizerConfig,
     check_config_overrides_consistency(config, config_overrides)
     overrides = {key: _checked(config, override) for key, override in (config_overrides or {}).items()}
     expert = expert_predicate or is_expert_param
+    muon = MuonAssignment(model_chunks, config) if config.optimizer == "muon" else None
     members: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[tuple[str, Tensor]]] = {}
     for name, param in _named_params(model_chunks):
         if param.is_complex() or not param.is_floating_point():
             raise TypeError(f"{name} is {param.dtype}: only real floating-point parameters can be trained; freeze it")
-        override = _combined(param, name, overrides)
-        members.setdefault((bool(expert(param, name)), tuple(sorted(override.items()))), []).append((name, param))
+        override, is_expert = _combined(param, name, overrides), bool(expert(param, name))
+        if muon is not None:
+            override = muon.settings(param, name, is_expert, override)
+        members.setdefault((is_expert, tuple(sorted(override.items()))), []).append((name, param))
     _warn_unmatched(model_chunks, overrides)
     ordered = sorted(members.items(), key=lambda item: item[0][0])
     return [_group(config, lr, is_expert, dict(override), named) for (is_expert, override), named in ordered]

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from mp_optim.layouts import Layout
+
 __all__ = [
     "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "SteadyList", "all_same", "are_plain",
     "current_grad", "follow", "have_grad_only", "iter_slots", "local_tensor", "same_memory", "slot_name", "stream_of",
@@ -51,6 +53,8 @@ class SlotUpdate(NamedTuple):
             whole-parameter norms. Empty if the local tensor is the whole parameter.
         stream: 32 bits that tell the parameter's random numbers from others', wherever it is stepped; by default
             made of the slot's name.
+        layout: where the model's own tensor lies and how it is split, for rules that need whole matrices. None if the
+            stepped tensor is the whole parameter, on its device.
     """
 
     slot: Slot
@@ -59,12 +63,13 @@ class SlotUpdate(NamedTuple):
     output: Tensor | None = None
     shard_groups: tuple[ProcessGroup, ...] = ()
     stream: int | None = None
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SlotUpdates(Sequence[SlotUpdate]):
     """The updates of a step as parallel lists: with thousands of slots, one pass over a list is cheap and an object
-    for each is not. The fields are those of :class:`SlotUpdate`, in the plural."""
+    for each is not. The fields are those of :class:`SlotUpdate`, in the plural; ``layouts`` may be empty for none."""
 
     slots: Sequence[Slot]
     grads: Sequence[Tensor]
@@ -72,6 +77,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
     outputs: Sequence[Tensor | None]
     shard_groups: Sequence[tuple[ProcessGroup, ...]]
     streams: Sequence[int | None]
+    layouts: Sequence[Layout | None] = ()
 
     @classmethod
     def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:
@@ -79,13 +85,15 @@ class SlotUpdates(Sequence[SlotUpdate]):
         if isinstance(updates, SlotUpdates):
             return updates
         return cls(tuple(u.slot for u in updates), [u.grad for u in updates], [u.multiplier for u in updates],
-                   [u.output for u in updates], [u.shard_groups for u in updates], [u.stream for u in updates])
+                   [u.output for u in updates], [u.shard_groups for u in updates], [u.stream for u in updates],
+                   [u.layout for u in updates])
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
         return SlotUpdates(tuple(self.slots[i] for i in indices), [self.grads[i] for i in indices],
                            [self.multipliers[i] for i in indices], [self.outputs[i] for i in indices],
-                           [self.shard_groups[i] for i in indices], [self.streams[i] for i in indices])
+                           [self.shard_groups[i] for i in indices], [self.streams[i] for i in indices],
+                           [self.layouts[i] for i in indices] if self.layouts else ())
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -98,7 +106,8 @@ class SlotUpdates(Sequence[SlotUpdate]):
         if isinstance(index, slice):
             return self.take(range(len(self))[index])
         return SlotUpdate(self.slots[index], self.grads[index], self.multipliers[index], self.outputs[index],
-                          self.shard_groups[index], self.streams[index])
+                          self.shard_groups[index], self.streams[index],
+                          self.layouts[index] if self.layouts else None)
 
 
 class SteadyList(list[Tensor]):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.layouts import layout_of
 from mp_optim.placement.arena import HostArena, aligned_bytes
 from mp_optim.placement.pipeline import HostPipeline, Traffic
 from mp_optim.placement.plan import plan_offload
@@ -269,7 +270,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [SlotUpdate(slot, local_tensor(grad), stream=stream_of(self.slot_name(slot)))
+        updates = [SlotUpdate(slot, local_tensor(grad), stream=stream_of(self.slot_name(slot)),
+                              layout=layout_of(param))
                    for slot, param in iter_slots(self.param_groups)
                    if (grad := current_grad(param)) is not None]
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)

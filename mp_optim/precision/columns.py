@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.layouts import Layout
 from mp_optim.precision.measure import NormKey
 from mp_optim.slots import (
     Slot,
@@ -37,6 +38,7 @@ class _Selection:
     outputs: Sequence[Tensor | None]
     shard_groups: list[tuple[ProcessGroup, ...]]
     streams: list[int]
+    layouts: list[Layout]
 
 
 @dataclass
@@ -51,6 +53,7 @@ class SlotColumns:
         bound: whether it was trainable when its group was added or since, and so has state.
         keys: which norm its gradient counts in.
         streams: what tells its random numbers from others'.
+        layouts: where the model's tensor lies, and how it is split.
         first: index of each group's first slot.
     """
 
@@ -62,6 +65,7 @@ class SlotColumns:
     bound: list[bool] = field(default_factory=list)
     keys: list[NormKey] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     _plain: bool = True
     _whole: _Selection | None = None
@@ -88,11 +92,12 @@ class SlotColumns:
         return [index for index, param in enumerate(params) if param is not self.params[index]
                 or versions[index] != self.versions[index] or addresses[index] != self.addresses[index]]
 
-    def see(self, slot: Slot, param: Tensor, key: NormKey) -> None:
+    def see(self, slot: Slot, param: Tensor, key: NormKey, layout: Layout) -> None:
         """Take one more slot and the tensor there as seen."""
         self.slots.append(slot)
         self.params.append(param)
         self.keys.append(key)
+        self.layouts.append(layout)
         plain = are_plain([param])
         self.versions += _versions([param], plain)
         self.addresses += _addresses([param], plain)
@@ -162,7 +167,7 @@ class SlotColumns:
         alone = len(self.distinct_keys) == 1 and len(keys) > 0
         return SlotUpdates(
             slots=whole.slots, grads=grads, outputs=whole.outputs, shard_groups=whole.shard_groups,
-            streams=whole.streams, multipliers=[multipliers[keys[0].group]] * len(keys) if alone
+            streams=whole.streams, layouts=whole.layouts, multipliers=[multipliers[keys[0].group]] * len(keys) if alone
             else [multipliers[key.group] for key in keys])
 
     def _everything(self) -> _Selection:
@@ -179,7 +184,7 @@ class SlotColumns:
                                                   for param, apart in zip(writable, separate, strict=True)]
         return _Selection(indices, tuple(self.slots[index] for index in indices), writable, outputs,
                           [self.keys[index].shard_groups for index in indices],
-                          [self.streams[index] for index in indices])
+                          [self.streams[index] for index in indices], [self.layouts[index] for index in indices])
 
 
 _GRAD, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")

@@ -68,7 +68,7 @@ def describe(optimizer: MegatronOptimizer) -> Description:
     counts: dict[tuple[int, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     place_of = getattr(optimizer.inner, "place", lambda slot: "device")
     for slot, param in iter_slots(optimizer.param_groups):
-        backend, why = _stepper(optimizer, place_of(slot), param.device)
+        backend, why = _stepper(optimizer, slot.group, place_of(slot), param.device)
         key = (slot.group, place_of(slot), str(param.dtype).removeprefix("torch."), backend, why)
         state = optimizer.inner.slot_state(slot) if optimizer.has_state(slot) else {}
         main = optimizer.inner.param_groups[slot.group]["params"][slot.position]
@@ -81,11 +81,11 @@ def describe(optimizer: MegatronOptimizer) -> Description:
                              for (group, place, dtype, backend, why), (slots, params, size) in counts.items()))
 
 
-def _stepper(optimizer: MegatronOptimizer, place: str, device: torch.device) -> tuple[str, str]:
+def _stepper(optimizer: MegatronOptimizer, group: int, place: str, device: torch.device) -> tuple[str, str]:
     sub: Any = getattr(optimizer.inner, "sub_optimizer", lambda _: optimizer.inner)(place)
     foreign = getattr(sub, "optimizer", None)
     if foreign is not None:
         return type(foreign).__name__, "given by the caller; gets FP32 gradients"
     where = torch.device("cpu") if place == "host" else device
-    backend, why = sub.backend_for(where)
-    return backend.name, why
+    found: tuple[str, str] = sub.group_backend(sub.param_groups[group], where)
+    return found

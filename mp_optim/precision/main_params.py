@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from mp_optim.layouts import Layout, layout_of
 from mp_optim.precision.columns import SlotColumns
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
 from mp_optim.precision.parking import Parking
@@ -64,7 +66,7 @@ class MainParams(SlotOptimizer):
         seen.first.append(len(seen.slots))
         for position, param in enumerate(self.param_groups[index]["params"]):
             slot = Slot(index, position)
-            seen.see(slot, param, self._norm_key(slot, param))
+            seen.see(slot, param, self._norm_key(slot, param), self._layout(slot, param))
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
             seen.streams.append(stream_of(self.slot_name(slot)))
@@ -96,9 +98,15 @@ class MainParams(SlotOptimizer):
         return NormKey(group, shard_groups_of(self.slot_name(slot), param))
 
     def _is_tensor_parallel_duplicate(self, slot: Slot, param: Tensor) -> bool:
-        expert = self.param_groups[slot.group].get("is_expert_parallel", False)
-        tp = self.process_groups.expert_tp if expert else self.process_groups.tp
+        tp = self._tensor_parallel(slot)
         return tp is not None and not getattr(param, "tensor_model_parallel", False) and tp.rank() > 0
+
+    def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
+        expert = self.param_groups[slot.group].get("is_expert_parallel", False)
+        return self.process_groups.expert_tp if expert else self.process_groups.tp
+
+    def _layout(self, slot: Slot, param: Tensor) -> Layout:
+        return layout_of(param, self._tensor_parallel(slot))
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -129,7 +137,7 @@ class MainParams(SlotOptimizer):
             slot, param = seen.slots[index], params[index]
             if seen.bound[index]:
                 self._rebind(index, slot, param)
-            seen.keys[index] = self._norm_key(slot, param)
+            seen.keys[index], seen.layouts[index] = self._norm_key(slot, param), self._layout(slot, param)
         if changed:
             seen.look(params)
 

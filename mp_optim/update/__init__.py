@@ -1,4 +1,4 @@
-"""Which rule: Adam, LAMB, SGD, Lion over slots, and the backends that carry them out."""
+"""Which rule: Adam, LAMB, SGD, Lion, Muon over slots, and the backends that carry them out."""
 
 from mp_optim.update.adam import FusedAdam
 from mp_optim.update.backends import Backend, check_serves, choose_backend, proof_of
@@ -6,6 +6,7 @@ from mp_optim.update.backends.native import set_host_cores, set_host_threads
 from mp_optim.update.foreign import ForeignOptimizer, as_slot_optimizer
 from mp_optim.update.lamb import FusedLAMB
 from mp_optim.update.lion import Lion
+from mp_optim.update.muon import Muon
 from mp_optim.update.rule import RuleOptimizer, global_grad_norm
 from mp_optim.update.sgd import SGD
 
@@ -16,6 +17,7 @@ __all__ = [
     "FusedAdam",
     "FusedLAMB",
     "Lion",
+    "Muon",
     "RuleOptimizer",
     "as_slot_optimizer",
     "check_serves",

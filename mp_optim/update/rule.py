@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.capabilities import refusal
+from mp_optim.layouts import layout_of
 from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_fits
 from mp_optim.slots import (
     Slot,
@@ -215,7 +216,7 @@ class RuleOptimizer(SlotOptimizer):
             if grad.layout != torch.strided or not grad.is_floating_point():
                 raise TypeError(f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; dense "
                                 "floating-point gradients are supported")
-            updates.append(SlotUpdate(slot, local_tensor(grad)))
+            updates.append(SlotUpdate(slot, local_tensor(grad), layout=layout_of(param)))
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
         self.step_slots(updates, grad_norm=global_grad_norm([u.grad for u in updates]) if clips else None)
         return loss
@@ -257,6 +258,11 @@ class RuleOptimizer(SlotOptimizer):
         if note := rule_note(backend.name, self.rule):
             return choose_backend("reference", device)[0], f"{why}; {note}"
         return backend, why
+
+    def group_backend(self, group: dict[str, Any], device: torch.device) -> tuple[str, str]:
+        """Name of what steps a group on a device, and why."""
+        backend, why = self.backend_for(device)
+        return backend.name, why
 
     def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
         """The multiplier after the rule's own clipping, if it has one."""
