@@ -24,7 +24,7 @@ from mp_optim.precision import (
 )
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.scheduler import OptimizerParamScheduler
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,7 @@ __all__ = [
     "HybridDeviceOptimizer",
     "Lion",
     "MegatronOptimizer",
+    "Muon",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "ParamGroupOverride",

@@ -64,6 +64,7 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
         overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
         param_groups = get_param_groups(chunks, config, overrides, expert_predicate)
     check_claims(chunks, param_groups)
+    _check_partitions(config, param_groups, groups_of)
     dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]
     experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
     scaler = _grad_scaler(config, _device(chunks))
@@ -73,6 +74,21 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
              if groups or where.grad_stats is not None]
     parts = [_part(config, groups, scaler, where) for groups, where in kinds or [(dense, groups_of)]]
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+
+
+def _check_partitions(config: OptimizerConfig, groups: Sequence[Mapping[str, Any]], ranks: ProcessGroups) -> None:
+    """Raise unless muon can know how the matrices are split that it has to gather."""
+    if config.optimizer != "muon" or config.muon_tp_mode == "blockwise":
+        return
+    for group in groups:
+        tp = ranks.expert_tp if group.get("is_expert_parallel", False) else ranks.tp
+        if tp is None or tp.size() == 1 or group.get("optimizer", "muon") != "muon":
+            continue
+        for index, param in enumerate(group["params"]):
+            if getattr(param, "tensor_model_parallel", False) and not hasattr(param, "partition_dim"):
+                name = (group.get("param_names") or {index: f"param{index}"})[index]
+                raise ValueError(f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot gather it: "
+                                 "set the attribute, or muon_tp_mode='blockwise'")
 
 
 def _set_up_host(config: OptimizerConfig) -> None:

@@ -1,0 +1,141 @@
+"""Four gloo processes: Muon over parameters that are split in every way, beside the same parameters whole."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from mp_optim import MegatronOptimizer, OptimizerConfig, ParamKey, ProcessGroups, get_megatron_optimizer
+
+SHAPES = {"wide": (6, 10), "tall": (10, 6), "narrow": (2, 9), "fused": (32, 6), "embed": (7, 6), "bias": (9,),
+          "experts.up": (4, 6, 10), "experts.down": (3, 8, 6)}
+OVERRIDES = {ParamKey(name="fused"): {"qkv_split_shapes": (4, 2, 2)}, ParamKey(name="embed"): {"optimizer": "adam"}}
+STEPS = 3
+FRACTIONS = (0.0, 0.5, 1.0)
+
+
+def values(step: int) -> dict[str, Tensor]:
+    """Parameters at step -1, gradients at the others."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+
+
+def model_of(params: dict[str, Tensor]) -> nn.Module:
+    model = nn.Module()
+    model.experts = nn.Module()
+    for name, value in params.items():
+        owner = model.experts if name.startswith("experts.") else model
+        owner.register_parameter(name.removeprefix("experts."), nn.Parameter(value))
+    return model
+
+
+def built(model: nn.Module, fraction: float, groups: ProcessGroups | None = None, **settings: object
+          ) -> MegatronOptimizer:
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
+    config = OptimizerConfig(optimizer="muon", lr=1e-2, weight_decay=0.1, bf16=True, **offload, **settings)
+    return get_megatron_optimizer(config, model, OVERRIDES, process_groups=groups)
+
+
+def train(part: Callable[[str, Tensor], Tensor], whole: Callable[[str, Tensor], Tensor], fraction: float,
+          groups: ProcessGroups | None = None, mark: Callable[[str, Tensor], None] = lambda name, param: None,
+          **settings: object) -> dict[str, Tensor]:
+    """Step parameters that are parts of the whole ones; their main params come back whole."""
+    model = model_of({name: part(name, value) for name, value in values(-1).items()})
+    named = dict(model.named_parameters())
+    for name, param in named.items():
+        mark(name, param)
+    optimizer = built(model, fraction, groups, **settings)
+    for step in range(STEPS):
+        for name, grad in values(step).items():
+            named[name].grad = part(name, grad)
+        assert optimizer.step().success
+    return {name: whole(name, main).clone() for name, main in optimizer.named_main_params()}
+
+
+def single(fraction: float = 0.0, **settings: object) -> dict[str, Tensor]:
+    """The same in one process."""
+    return train(lambda name, value: value.clone(), lambda name, main: main.detach(), fraction, **settings)
+
+
+def _rows(name: str) -> Sequence[object]:
+    return [Shard(0)]
+
+
+def _columns(name: str) -> Sequence[object]:
+    return [Shard(len(SHAPES[name]) - 1)]
+
+
+def _middle(name: str) -> Sequence[object]:
+    return [Shard(1) if len(SHAPES[name]) > 1 else Replicate()]
+
+
+def _grid(name: str) -> Sequence[object]:
+    return [Shard(0), Shard(1)] if len(SHAPES[name]) > 1 else [Replicate(), Shard(0)]
+
+
+def _hybrid(name: str) -> Sequence[object]:
+    return [Replicate(), Shard(0)]
+
+
+CASES: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
+    "1 rank": ((1,), _rows), "2 ranks, rows": ((2,), _rows), "4 ranks, rows": ((4,), _rows),
+    "4 ranks, columns": ((4,), _columns), "2 ranks, middle": ((2,), _middle), "2 x 2, both": ((2, 2), _grid),
+    "2 x 2, copies": ((2, 2), _hybrid)}
+
+
+def on_mesh(mesh: DeviceMesh, layout: Callable[[str], Sequence[object]], fraction: float, **settings: object
+            ) -> dict[str, Tensor]:
+    return train(lambda name, value: distribute_tensor(value, mesh, layout(name)),
+                 lambda name, main: main.full_tensor() if isinstance(main, DTensor) else main, fraction, **settings)
+
+
+def tensor_parallel() -> dict[str, Tensor]:
+    """Plain tensors with Megatron's attributes: matrices split by rows or columns, the others on every rank."""
+    world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    dims = {"fused": 0, "experts.up": 0}  # what divides by four
+
+    def part(name: str, value: Tensor) -> Tensor:
+        return value.chunk(size, dims[name])[rank].clone() if name in dims else value.clone()
+
+    def mark(name: str, param: Tensor) -> None:
+        if name in dims:
+            param.tensor_model_parallel, param.partition_dim = True, dims[name]
+
+    def whole(name: str, main: Tensor) -> Tensor:
+        if name not in dims:
+            return main.detach()
+        parts = [torch.empty_like(main) for _ in range(size)]
+        dist.all_gather(parts, main.detach().contiguous())
+        return torch.cat(parts, dims[name])
+
+    groups = ProcessGroups(grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world)
+    return train(part, whole, 0.5, groups, mark)
+
+
+def main(directory: str) -> None:
+    dist.init_process_group("gloo")
+    found: dict[str, dict[str, Tensor]] = {}
+    for case, (shape, layout) in CASES.items():
+        mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape))
+        if mesh.get_coordinate() is not None:
+            for fraction in FRACTIONS:
+                found[f"{case}, {fraction}"] = on_mesh(mesh, layout, fraction)
+        dist.barrier()
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    if mesh.get_coordinate() is not None:
+        found["blockwise"] = on_mesh(mesh, _rows, 0.0, muon_tp_mode="blockwise")
+    found["tensor parallel"] = tensor_parallel()
+    torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
