@@ -102,7 +102,8 @@ def main(options: Options) -> None:
         runs = list(track(pool.map(run_one, jobs), total=len(jobs), description="learning rates"))
         best = {rule: min((run for run in runs if run.rule == rule), key=lambda run: run.eval_loss).lr
                 for rule in RULES}
-        jobs = [(rule, lr, first + seed, options.steps) for rule, lr in best.items() for seed in range(1, options.seeds)]
+        jobs = [(rule, lr, first + seed, options.steps)
+                for rule, lr in best.items() for seed in range(1, options.seeds)]
         runs += track(pool.map(run_one, jobs), total=len(jobs), description="seeds")
     text = report(runs, best, options.steps)
     print(text)

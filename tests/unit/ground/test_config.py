@@ -46,6 +46,18 @@ from mp_optim import OptimizerConfig
     ({"decoupled_min_lr": 1e-4}, "decoupled_min_lr"),
     ({"clip_grad": -1}, "clip_grad=-1"),
     ({"grad_norm_skip_threshold": 0}, "grad_norm_skip_threshold=0"),
+    ({"muon_momentum": 0.9}, "muon_momentum=0.9: has no effect without optimizer='muon'"),
+    ({"optimizer": "muon", "muon_momentum": 1.0}, "muon_momentum=1.0: must be in"),
+    ({"optimizer": "muon", "muon_num_ns_steps": 6}, "muon_num_ns_steps=6: coefficient_type='quintic'"),
+    ({"optimizer": "muon", "muon_scale_mode": "spectal"}, "muon_scale_mode='spectal': .*did you mean 'spectral'"),
+    ({"optimizer": "muon", "muon_tp_mode": "distributed"}, "order that depends on the ranks"),
+    ({"optimizer": "muon", "muon_fp32_matmul_prec": "high"}, "TF32"),
+    ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor=0.0"),
+    ({"optimizer": "muon", "muon_scalar_optimizer": "sgd"}, "muon_scalar_optimizer='sgd': must be one of"),
+    ({"optimizer": "muon", "lion_beta1": 0.5}, "lion_beta1=0.5: has no effect without optimizer='lion', or muon"),
+    ({"optimizer": "muon", "muon_scalar_optimizer": "lion", "adam_eps": 1e-6}, "adam_eps=1e-06: has no effect"),
+    ({"optimizer": "muon", "decoupled_weight_decay": False}, "decoupled_weight_decay=False: has no effect"),
+    ({"optimizer": "muon", "muon_scalar_optimizer": "lion", "fused_backend": "apex"}, "has no kernels for"),
 ])
 def test_a_bad_setting_is_named(settings, names):
     with pytest.raises(ValueError, match=names.replace("(", r"\(")):
@@ -55,6 +67,8 @@ def test_a_bad_setting_is_named(settings, names):
 def test_an_unknown_field_names_the_nearest():
     with pytest.raises(TypeError, match="did you mean 'optimizer'"):
         OptimizerConfig(optimiser="adam")
+    with pytest.raises(TypeError, match="muon_use_nesterov"):
+        OptimizerConfig(muon_nesterov=True)
     with pytest.raises(TypeError, match="did you mean 'weight_decay'"):
         OptimizerConfig.from_dict({"weightdecay": 0.1})
     with pytest.raises(TypeError, match=r"use_distributed_optimizer.*FSDP2"):

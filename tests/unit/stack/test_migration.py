@@ -1,0 +1,500 @@
+"""State of other libraries, in and out, bit for bit: their real objects where they can be had, else their layout."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import TinyMoE, build, config_for, same_bits, train
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from mp_optim import checkpoint, get_megatron_optimizer
+from mp_optim.checkpoint import foreign
+
+ROOT = Path(__file__).parents[3]
+
+
+def tree_equal(a, b):
+    """Equal types and values, tensors to the bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and same_bits(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(tree_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(tree_equal, a, b))
+    return a == b
+
+
+def same_state(a, b):
+    return tree_equal({n: dict(s) for n, s in a.state.items()}, {n: dict(s) for n, s in b.state.items()})
+
+
+def cloned(state):
+    return foreign.ForeignState(state.groups, {name: {key: value.clone() for key, value in found.items()}
+                                               for name, found in state.state.items()}, state.grad_scaler)
+
+
+def bf16_run(optimizer_cls, steps=3, named=False, groups=1):
+    """A bf16 model stepped by a torch optimizer on FP32 copies, as people write it."""
+    model = TinyMoE(torch.bfloat16)
+    named_params = list(model.named_parameters())
+    masters = {name: p.detach().float().clone() for name, p in named_params}
+    given = [(name, masters[name]) if named else masters[name] for name in masters]
+    split = [given] if groups == 1 else [given[:3], given[3:]]
+    optimizer = optimizer_cls([{"params": part} for part in split], lr=1e-2, weight_decay=0.1)
+    for step in range(steps):
+        model.zero_grad()
+        model(torch.arange(11)[torch.randperm(11, generator=torch.Generator().manual_seed(step))]).backward()
+        for name, param in named_params:
+            masters[name].grad = param.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in named_params:
+                param.copy_(masters[name])
+    return model, optimizer, masters
+
+
+def assert_imported(optimizer, model, expected, masters):
+    """The live state is the foreign one, and the model's parameters are the FP32 ones rounded."""
+    found = foreign.export_state(optimizer)
+    assert set(found.names) == set(masters)
+    for name, state in expected.items():
+        for key, value in state.items():
+            assert same_bits(found.state[name][key].float(), value.float()), f"{name}.{key}"
+        assert same_bits(found.state[name]["master_param"], masters[name])
+    for name, param in model.named_parameters():
+        assert same_bits(param.detach(), masters[name].to(param.dtype))
+
+
+# -- torch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["by position", "by name"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_torch_round_trips(named, groups):
+    _, optimizer, masters = bf16_run(torch.optim.AdamW, named=named, groups=groups)
+    saved = optimizer.state_dict()
+    state = foreign.from_torch(saved, None if named else list(masters), masters=masters)
+    back = foreign.to_torch(state, param_names=named)
+    assert tree_equal(back, saved)
+    assert tree_equal(foreign.fp32_params(state), masters)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
+def test_torch_state_is_imported(precision, fraction):
+    _, adamw, masters = bf16_run(torch.optim.AdamW)
+    state = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
+    model, optimizer = build(precision, fraction, seed=5)
+    foreign.import_state(optimizer, state)
+    assert_imported(optimizer, model, {n: {k: v for k, v in s.items() if k != "master_param"}
+                                       for n, s in state.state.items()}, masters)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}, "hyperparameters are ours"
+    losses = train(model, optimizer, 2)
+    assert optimizer.metrics()["skipped_steps"] == 0 and len(losses) == 2
+
+
+def test_exported_state_is_what_torch_continues_from():
+    model, optimizer = build("fp32")
+    train(model, optimizer, 3)
+    state = foreign.export_state(optimizer)
+    copies = {name: nn.Parameter(value.clone()) for name, value in foreign.fp32_params(state).items()}
+    adamw = torch.optim.AdamW([{"params": [(name, copies[name]) for name in group.names]} for group in state.groups])
+    adamw.load_state_dict(foreign.to_torch(cloned(state)))
+    assert [group["weight_decay"] for group in adamw.param_groups] == [g.settings["weight_decay"] for g in state.groups]
+    model.zero_grad()
+    model(torch.arange(11)).backward()
+    for name, param in model.named_parameters():
+        copies[name].grad = param.grad.clone()
+    torch.nn.utils.clip_grad_norm_(copies.values(), 1.0)
+    adamw.step()
+    optimizer.step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(copies[name].detach(), param.detach(), rtol=0, atol=1e-2 * 1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "bf16-8bit"])
+@pytest.mark.parametrize("way", ["torch", "deepspeed", "file"])
+def test_out_and_in_again_continues_bit_for_bit(tmp_path, precision, way):
+    model, optimizer = build(precision)
+    train(model, optimizer, 3)
+    state = cloned(foreign.export_state(optimizer))
+    if way == "torch":
+        back = foreign.from_torch(foreign.to_torch(state), masters=foreign.fp32_params(state))
+    elif way == "deepspeed":
+        foreign.to_deepspeed(state, tmp_path)
+        back = foreign.from_deepspeed(tmp_path)
+    else:
+        foreign.to_file(state, tmp_path / "state.pt")
+        back = foreign.from_file(tmp_path / "state.pt")
+        assert back.groups == state.groups
+    assert same_state(back, state)
+    scale = optimizer.get_loss_scale().clone()
+    expected = train(model, optimizer, 3, start=3), {n: p.detach().clone() for n, p in model.named_parameters()}
+    other, fresh = build(precision, 0.5, seed=8)
+    foreign.import_state(fresh, back)
+    if way == "file":
+        assert torch.equal(fresh.get_loss_scale(), scale)
+    assert train(other, fresh, 3, start=3) == expected[0]
+    assert all(same_bits(p.detach(), expected[1][n]) for n, p in other.named_parameters())
+
+
+def test_a_checkpoint_of_ours_is_exported_without_its_model(tmp_path):
+    model, optimizer = build("bf16", 0.5)
+    train(model, optimizer, 2)
+    checkpoint.save(tmp_path, model, optimizer)
+    assert same_state(foreign.from_checkpoint(tmp_path), foreign.export_state(optimizer))
+    compact, optimizer = build("bf16-8bit")
+    train(compact, optimizer, 1)
+    checkpoint.save(tmp_path / "compact", compact, optimizer)
+    with pytest.raises(ValueError, match=r"compact state .*full_precision=True"):
+        foreign.from_checkpoint(tmp_path / "compact")
+    checkpoint.save(tmp_path / "compact", compact, optimizer, full_precision=True)
+    assert same_state(foreign.from_checkpoint(tmp_path / "compact"), foreign.export_state(optimizer))
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        foreign.from_checkpoint(tmp_path / "nothing")
+
+
+def test_momentum_of_sgd_and_muon_is_state_like_any_other():
+    _, sgd, masters = bf16_run(lambda groups, **kw: torch.optim.SGD(groups, momentum=0.9, **kw))
+    state = foreign.from_torch(sgd.state_dict(), list(masters), masters=masters, step=3)
+    model, optimizer = build("bf16", optimizer="sgd")
+    foreign.import_state(optimizer, state)
+    assert_imported(optimizer, model, {n: {"momentum_buffer": s["momentum_buffer"]} for n, s in state.state.items()},
+                    masters)
+    with pytest.raises(ValueError, match=r"the state of embed has no step.*pass step="):
+        foreign.from_torch(sgd.state_dict(), list(masters))
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+
+def test_names_that_do_not_fit_are_listed():
+    _, adamw, masters = bf16_run(torch.optim.AdamW)
+    names = list(masters)
+    with pytest.raises(ValueError, match=r"no param_names; pass names= for its groups of \[7\]"):
+        foreign.from_torch(adamw.state_dict())
+    with pytest.raises(ValueError, match=r"6 names for groups of \[7\]"):
+        foreign.from_torch(adamw.state_dict(), names[:6])
+    with pytest.raises(ValueError, match=r"names occur twice: \['embed'\]"):
+        foreign.from_torch(adamw.state_dict(), ["embed", *names[:-1]])
+    with pytest.raises(ValueError, match=r"masters of parameters .*\['other'\]"):
+        foreign.from_torch(adamw.state_dict(), names, masters={"other": torch.ones(1)})
+    state = foreign.from_torch(adamw.state_dict(), names, masters=masters)
+    prefixed = state.renamed(lambda name: f"module.{name}")
+    model, optimizer = build("bf16")
+    before = cloned(foreign.export_state(optimizer))
+    with pytest.raises(ValueError, match=r"missing \['bias', .*unknown \['module.bias'"):
+        foreign.import_state(optimizer, prefixed)
+    with pytest.raises(ValueError, match=r"would be called \['x'\]"):
+        state.renamed(lambda name: "x")
+    assert same_state(foreign.export_state(optimizer), before)
+    foreign.import_state(optimizer, prefixed.renamed(lambda name: name.removeprefix("module.")))
+
+
+def test_state_that_does_not_fit_is_refused_and_nothing_is_written():
+    _, adamw, masters = bf16_run(torch.optim.AdamW)
+    state = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
+    model, optimizer = build("bf16")
+    before = cloned(foreign.export_state(optimizer))
+
+    def changed(name, **new):
+        return foreign.ForeignState(state.groups, {**state.state, name: {**state.state[name], **new}})
+
+    for wrong, reason in ((changed("dense", exp_avg=torch.ones(3, 3)), r"dense\.exp_avg: saved shape \(3, 3\)"),
+                          (changed("dense", max_exp_avg_sq=torch.ones(8, 8)), r"unknown \['max_exp_avg_sq'\]"),
+                          (changed("dense", exp_avg=torch.ones(8, 8).double() / 3), r"torch\.float64")):
+        with pytest.raises(ValueError, match=reason):
+            foreign.import_state(optimizer, wrong)
+    bare = foreign.from_torch(adamw.state_dict(), list(masters))
+    with pytest.raises(ValueError, match=r"embed is torch\.bfloat16, .*main_from_model=True"):
+        foreign.import_state(optimizer, bare)
+    assert same_state(foreign.export_state(optimizer), before)
+    assert all(same_bits(p.detach(), before.state[n]["master_param"].to(p.dtype)) for n, p in model.named_parameters())
+    foreign.import_state(optimizer, bare, main_from_model=True)
+    after = foreign.export_state(optimizer)
+    assert all(same_bits(after.state[n]["master_param"], before.state[n]["master_param"]) for n in after.names)
+    assert same_bits(after.state["dense"]["exp_avg"], state.state["dense"]["exp_avg"])
+
+
+def test_a_parameter_that_was_never_stepped_starts_from_zero():
+    _, adamw, masters = bf16_run(torch.optim.AdamW)
+    saved = adamw.state_dict()
+    del saved["state"][1]
+    model, optimizer = build("bf16")
+    train(model, optimizer, 1)
+    value = model.dense.detach().clone() if list(masters)[1] == "dense" else None
+    foreign.import_state(optimizer, foreign.from_torch(saved, list(masters), masters=None), main_from_model=True)
+    state = foreign.export_state(optimizer).state["dense"]
+    assert float(state["step"]) == 0.0 and not state["exp_avg"].any()
+    assert value is not None and same_bits(model.dense.detach(), value)
+
+
+# -- Megatron -------------------------------------------------------------------------------------
+
+
+def megatron_like(parts):
+    """The layout of Float16OptimizerWithFloat16Params.state_dict: the FP32 copies beside the inner state."""
+    return {"optimizer": {"state": {i: {"exp_avg": torch.randn(s), "exp_avg_sq": torch.rand(s)} for i, (_, s, _)
+                                    in enumerate(parts)},
+                          "param_groups": [{"lr": 1e-3, "step": 4, "params": list(range(len(parts)))}]},
+            "grad_scaler": {"scale": torch.tensor([2.0**9]), "growth_tracker": torch.tensor([3], dtype=torch.int32),
+                            "hysteresis_tracker": torch.tensor([2], dtype=torch.int32)},
+            "fp32_from_fp16_params": [[torch.randn(s) for _, s, half in parts if half]]}
+
+
+def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
+    model, optimizer = build("fp16")
+    shapes = {name: (p.shape, p.dtype != torch.float32) for name, p in model.named_parameters()}
+    dense = [(n, *shapes[n]) for n in shapes if not n.startswith("experts")]
+    experts = [(n, *shapes[n]) for n in shapes if n.startswith("experts")]
+    chain = {0: megatron_like(dense), 1: megatron_like(experts)}
+    torch.save(chain, tmp_path / "chain.pt")
+    chain = torch.load(tmp_path / "chain.pt", weights_only=True)
+    names = [n for n, *_ in (*dense, *experts)]
+    state = foreign.from_megatron(chain, names, fp32_names={"scale"})
+    assert same_state(foreign.from_megatron([chain[0], chain[1]], names, fp32_names={"scale"}), state)
+    foreign.import_state(optimizer, state)
+    assert float(optimizer.get_loss_scale()) == 2.0**9
+    found = foreign.export_state(optimizer).state
+    for (name, _, half), index in zip(dense, range(9), strict=False):
+        assert same_bits(found[name]["exp_avg"], chain[0]["optimizer"]["state"][index]["exp_avg"])
+        assert float(found[name]["step"]) == 4.0
+        if not half:
+            assert same_bits(found[name]["master_param"], model.get_parameter(name).detach())
+    with pytest.raises(ValueError, match=r"has 4 FP32 copies for 5 16-bit parameters; name those .*fp32_names="):
+        foreign.from_megatron(chain, names)
+    with pytest.raises(ValueError, match="8 names for parts of"):
+        foreign.from_megatron(chain, [*names, "more"])
+    with pytest.raises(ValueError, match="without --use-distributed-optimizer"):
+        foreign.from_megatron({"optimizer": {"param_groups": []}}, [])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_real_megatron_state_is_imported(tmp_path):
+    sys.path.insert(0, str(ROOT / "tools"))
+    from benchmarks import megatron
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"up": (6, 4), "down": (4, 6), "bias": (6,)}
+    params = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    with megatron.job_ended():
+        grads = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes.values()]
+        step = megatron.megatron_step(list(params.values()), grads, fused=True)
+        for _ in range(3):
+            step()
+        theirs = next(cell.cell_contents for cell in step.__closure__
+                      if hasattr(cell.cell_contents, "state_dict"))
+        saved = theirs.state_dict()
+    torch.save(saved, tmp_path / "megatron.pt")
+    saved = torch.load(tmp_path / "megatron.pt", weights_only=True)
+    state = foreign.from_megatron(saved, list(shapes))
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape).bfloat16()) for name, shape in shapes.items()})
+    optimizer = get_megatron_optimizer(config_for("bf16"), model)
+    foreign.import_state(optimizer, state)
+    masters = dict(zip(shapes, saved["fp32_from_fp16_params"][0], strict=True))
+    assert {float(s["step"]) for s in state.state.values()} == {3.0}
+    assert_imported(optimizer, model, {n: {k: s[k] for k in ("exp_avg", "exp_avg_sq", "step")}
+                                       for n, s in state.state.items()}, masters)
+    assert all(same_bits(model[name].detach(), params[name]) for name in shapes), "their parameters, from their masters"
+
+
+# -- apex -----------------------------------------------------------------------------------------
+
+
+def apex_like():
+    """The layout of apex's FusedAdam with master_weights: step in the group, FP32 copies in param_groups_master."""
+    shapes = [[(4, 6), (6,)], [(3, 3)]]
+    state, index = {}, 0
+    for group in shapes:
+        for shape in group:
+            state[index] = {"exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
+            index += 1
+    groups = [{"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay,
+               "step": torch.tensor([7], dtype=torch.int32) if decay else 7, "params": params}
+              for decay, params in ((0.1, [0, 1]), (0.0, [2]))]
+    return {"state": state, "param_groups": groups}, [[torch.randn(s) for s in group] for group in shapes]
+
+
+def test_apex_state_and_its_masters_are_imported():
+    saved, masters = apex_like()
+    names = ["w", "b", "v"]
+    state = foreign.from_apex(saved, masters, names)
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros_like(value).bfloat16())
+                              for name, value in zip(names, [*masters[0], *masters[1]], strict=True)})
+    optimizer = get_megatron_optimizer(config_for("bf16"), model)
+    foreign.import_state(optimizer, state)
+    of = dict(zip(names, [*masters[0], *masters[1]], strict=True))
+    assert_imported(optimizer, model, dict(zip(names, saved["state"].values(), strict=True)), of)
+    assert {float(s["step"]) for s in state.state.values()} == {7.0}
+    with pytest.raises(ValueError, match="masters of"):
+        foreign.from_apex(saved, masters[:1], names)
+    assert foreign.fp32_params(foreign.from_apex(saved, None, names)) == {}
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------------
+
+
+def write_universal(folder, params, step=5, flat=False):
+    """What ds_to_universal.py writes: {"param": tensor} and a bare step; from ZeRO-3 bare flat tensors, no step."""
+    for name, states in params.items():
+        path = folder / "zero" / name
+        path.mkdir(parents=True)
+        for key, value in states.items():
+            torch.save(value.flatten() if flat else {"param": value, "cat_dim": 0}, path / f"{key}.pt")
+        if not flat:
+            torch.save(step, path / "step.pt")
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["zero 1 and 2", "zero 3"])
+def test_universal_checkpoints_are_imported(tmp_path, flat):
+    model, optimizer = build("bf16")
+    params = {name: {"fp32": torch.randn(p.shape), "exp_avg": torch.randn(p.shape), "exp_avg_sq": torch.rand(p.shape)}
+              for name, p in model.named_parameters()}
+    write_universal(tmp_path, params, flat=flat)
+    if flat:
+        with pytest.raises(ValueError, match=r"step\.pt is missing .*pass step="):
+            foreign.from_deepspeed(tmp_path)
+    state = foreign.from_deepspeed(tmp_path, step=5 if flat else None)
+    foreign.import_state(optimizer, state)
+    assert_imported(optimizer, model, {n: {k: v for k, v in s.items() if k != "fp32"} for n, s in params.items()},
+                    {n: s["fp32"] for n, s in params.items()})
+    assert {float(s["step"]) for s in foreign.export_state(optimizer).state.values()} == {5.0}
+
+
+def test_universal_round_trips_and_lists_what_is_missing(tmp_path):
+    model, optimizer = build("bf16")
+    train(model, optimizer, 2)
+    state = foreign.export_state(optimizer)
+    foreign.to_deepspeed(state, tmp_path / "a")
+    again = foreign.from_deepspeed(tmp_path / "a")
+    foreign.to_deepspeed(again, tmp_path / "b")
+    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.pt"))
+    assert len(files) == 4 * len(state.names) + 1
+    for file in files:
+        if file.name != "optimizer_state.pt":
+            a, b = (torch.load(tmp_path / side / file, weights_only=True) for side in "ab")
+            assert tree_equal(a, b), file
+    (tmp_path / "a/zero/dense/exp_avg.pt").unlink()
+    with pytest.raises(ValueError, match=r"lacks \['dense/exp_avg\.pt'\]"):
+        foreign.from_deepspeed(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="ds_to_universal"):
+        foreign.from_deepspeed(tmp_path)
+    torch.save({"other": 1}, tmp_path / "b/zero/dense/fp32.pt")
+    with pytest.raises(ValueError, match=r"fp32\.pt holds no tensor under 'param'"):
+        foreign.from_deepspeed(tmp_path / "b")
+    _, lion = build("bf16", optimizer="lion")
+    train(model, optimizer, 1)
+    with pytest.raises(ValueError, match=r"missing \['embed\.exp_avg_sq'"):
+        foreign.to_deepspeed(foreign.export_state(lion), tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_real_deepspeed_reads_what_is_written(tmp_path):
+    """With its own load_hp_checkpoint_state, which ZeRO 1 and 2 call for each parameter with load_universal."""
+    code = f"""
+import sys, types, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from models import build, train
+from mp_optim.checkpoint import foreign
+from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
+model, optimizer = build("bf16")
+train(model, optimizer, 2)
+state = foreign.export_state(optimizer)
+root = foreign.to_deepspeed(state, {str(tmp_path)!r})
+for name, param in model.named_parameters():
+    fp32 = torch.zeros(param.numel())
+    address = types.SimpleNamespace(start=0, numel=param.numel())
+    param._hp_mapping = types.SimpleNamespace(lp_fragment_address=address, get_hp_fragment=lambda fp32=fp32: fp32)
+    assert load_hp_checkpoint_state(param, str(root / name), 0, 1) == 2
+    assert torch.equal(fp32.view(param.shape), state.state[name]["master_param"])
+    for key, value in param._hp_mapping.optim_fragment.items():
+        assert torch.equal(value.view(param.shape), state.state[name][key])
+    assert set(param._hp_mapping.optim_fragment) == {{"exp_avg", "exp_avg_sq"}}
+print("read")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False,
+                          cwd=ROOT)
+    assert done.returncode == 0 and "read" in done.stdout, done.stderr[-3000:]
+
+
+# -- sharded parameters, and the command ----------------------------------------------------------
+
+
+def test_sharded_parameters_take_their_part(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        whole = torch.randn(4, 6)
+        model = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4, 6).bfloat16(), mesh, [Shard(0)]))})
+        optimizer = get_megatron_optimizer(config_for("bf16"), model)
+        moments = {"step": torch.tensor(3.0), "exp_avg": torch.randn(4, 6), "exp_avg_sq": torch.rand(4, 6)}
+        state = foreign.ForeignState((foreign.ForeignGroup(("w",)),), {"w": {**moments, "master_param": whole}})
+        foreign.import_state(optimizer, state)
+        assert isinstance(optimizer.state[model["w"]]["exp_avg"], DTensor)
+        assert same_state(foreign.export_state(optimizer), state)
+        assert same_bits(model["w"].detach().full_tensor(), whole.bfloat16())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def command(*arguments):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import tyro
+    from convert_checkpoint import Options, main
+
+    main(tyro.cli(Options, args=[str(argument) for argument in arguments]))
+
+
+def test_the_command_goes_round(tmp_path, capsys):
+    """torch -> mp_optim -> universal -> mp_optim -> torch: the same bits."""
+    _, adamw, masters = bf16_run(torch.optim.AdamW)
+    torch.save({"step": 3, "optimizer": adamw.state_dict()}, tmp_path / "adamw.pt")
+    torch.save(masters, tmp_path / "masters.pt")
+    (tmp_path / "names.json").write_text(json.dumps([f"module.{name}" for name in masters]))
+    torch.save({f"module.{name}": value for name, value in masters.items()}, tmp_path / "masters.pt")
+    command("--source-format", "torch", "--source", tmp_path / "adamw.pt", "--key", "optimizer", "--names",
+            tmp_path / "names.json", "--masters", tmp_path / "masters.pt", "--strip-prefix", "module.",
+            "--target", tmp_path / "a.pt")
+    assert "7 parameters" in capsys.readouterr().out
+    command("--source-format", "mp_optim", "--source", tmp_path / "a.pt", "--target-format", "deepspeed", "--target",
+            tmp_path / "universal")
+    command("--source-format", "deepspeed", "--source", tmp_path / "universal", "--target", tmp_path / "b.pt")
+    command("--source-format", "mp_optim", "--source", tmp_path / "b.pt", "--target-format", "torch", "--target",
+            tmp_path / "torch")
+    assert same_state(foreign.from_file(tmp_path / "a.pt"), foreign.from_file(tmp_path / "b.pt"))
+    last = foreign.from_torch(torch.load(tmp_path / "torch/optimizer.pt", weights_only=True),
+                              masters=torch.load(tmp_path / "torch/fp32_params.pt", weights_only=True))
+    first = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
+    assert same_state(last, first)
+
+
+def test_the_command_takes_apex_and_megatron(tmp_path):
+    saved, masters = apex_like()
+    torch.save({"optimizer": saved, "masters": masters}, tmp_path / "apex.pt")
+    (tmp_path / "names.txt").write_text("w\nb\nv\n")
+    command("--source-format", "apex", "--source", tmp_path / "apex.pt", "--names", tmp_path / "names.txt", "--target",
+            tmp_path / "apex-out.pt")
+    assert same_state(foreign.from_file(tmp_path / "apex-out.pt"), foreign.from_apex(saved, masters, ["w", "b", "v"]))
+    parts = [("w", (4, 6), True), ("b", (6,), True), ("v", (3, 3), False)]
+    megatron = megatron_like(parts)
+    torch.save({"optimizer": megatron}, tmp_path / "megatron.pt")
+    command("--source-format", "megatron", "--source", tmp_path / "megatron.pt", "--key", "optimizer", "--names",
+            tmp_path / "names.txt", "--fp32-names", "v", "--target", tmp_path / "megatron-out.pt")
+    assert same_state(foreign.from_file(tmp_path / "megatron-out.pt"),
+                      foreign.from_megatron(megatron, ["w", "b", "v"], fp32_names={"v"}))
+    with pytest.raises(ValueError, match="no file that"):
+        foreign.from_file(tmp_path / "apex.pt")
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    torch.save({"optimizer": tmp_path}, tmp_path / "evil.pt")
+    with pytest.raises(Exception, match="weights_only|Weights only"):
+        command("--source-format", "torch", "--source", tmp_path / "evil.pt", "--target", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
