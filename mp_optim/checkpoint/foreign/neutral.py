@@ -87,6 +87,9 @@ def positional_state(state_dict: Mapping[str, Any], names: Sequence[str] | None,
     Raises:
         ValueError: names are missing, a value is no tensor or number, or nobody knows the step.
     """
+    if not {"param_groups", "state"} <= state_dict.keys():
+        raise ValueError(f"no state dict of an optimizer: it has {sorted(map(str, state_dict))}, not param_groups and "
+                         "state; is it under one of these keys?")
     groups, states = state_dict["param_groups"], state_dict["state"]
     common = states.get("common_step", step)
     found: dict[str, dict[str, Tensor]] = {}
