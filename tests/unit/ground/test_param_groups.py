@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 
 import pytest
@@ -88,6 +89,8 @@ def test_mup_scales_hidden_matrices_for_adam_and_vectors_for_sgd():
     groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0, "sgd"))
     by_name = {name: g for g in groups for name in g["param_names"]}
     assert by_name["hidden.bias"]["lr"] == 4e-3 and by_name["hidden.weight"]["lr"] == 1e-3
+    muon = dataclasses.replace(CONFIG, optimizer="muon")
+    assert get_mup_config_overrides(muon, 4.0) == {}
     with pytest.raises(ValueError, match="mup_width_mult=0"):
         get_mup_config_overrides(CONFIG, 0)
 
