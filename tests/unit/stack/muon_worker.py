@@ -117,9 +117,20 @@ def tensor_parallel() -> dict[str, Tensor]:
     return train(part, whole, 0.5, groups, mark)
 
 
+def unknown_partition() -> str:
+    """What is said of a part whose place in the whole nobody knows."""
+    model = model_of(values(-1))
+    model.get_parameter("wide").tensor_model_parallel = True
+    try:
+        built(model, 0.0, ProcessGroups(tp=dist.group.WORLD))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def main(directory: str) -> None:
     dist.init_process_group("gloo")
-    found: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, object] = {"unknown partition": unknown_partition()}
     for case, (shape, layout) in CASES.items():
         mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape))
         if mesh.get_coordinate() is not None:

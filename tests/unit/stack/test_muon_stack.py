@@ -185,6 +185,10 @@ def test_tensor_parallel_parts_have_the_bits_of_one_process(ranks):
         assert [n for n, value in expected.items() if not same_bits(rank["tensor parallel"][n], value)] == []
 
 
+def test_a_part_without_a_partition_dim_is_refused(ranks):
+    assert "wide is tensor_model_parallel and has no partition_dim" in ranks[0]["unknown partition"]
+
+
 def test_blockwise_orthogonalises_each_part(ranks):
     expected = muon_worker.single()
     differing = {n for n, value in expected.items() if not same_bits(ranks[0]["blockwise"][n], value)}
