@@ -86,40 +86,33 @@ MP_INLINE const float* scale_at(const float* scales, int64_t start) {
     return scales ? scales + start / kScaled : nullptr;
 }
 
-// How the values of a moment's block become codes.
 template <bool second, class F>
-struct Coder {
-    const Run& run;
-    Scale scale = {};
+MP_INLINE void write_codes_here(const Run& run, Scale scale, const float* from, int64_t i) {
+    const int32_t dtype = F::template moment<second>(run);
+    char* to = (second ? run.moment2 : run.moment1).data + i * size_of(dtype);
+    if (!scale.good)
+        __builtin_memset(to, 0, kChunk * size_of(dtype));
+    else if (dtype == MP_F16)
+        write_halves<second>(from, scale.inverse, to);
+    else if (run.noisy)
+        write_bytes_randomly<second>(from, scale.inverse, to, run.key, run.start + uint32_t(i));
+    else
+        write_bytes<second>(from, scale.inverse, to);
+}
 
-    // The block of elements from `start` on has this largest magnitude.
-    MP_MEMBER void take(u32x16 top, int64_t start) {
-        scale = scale_of(largest(top), F::template moment<second>(run));
-        (second ? run.scale2 : run.scale1)[start / kScaled] = scale.scale;
-    }
+// A chunk of a moment in blocks.
+template <bool second, class F>
+MP_INLINE void write_codes(const Run& run, Scale scale, const float* from, int64_t i) {
+    if constexpr (F::kKnown)
+        write_codes_here<second, F>(run, scale, from, i);
+    else
+        outlined([&] { write_codes_here<second, F>(run, scale, from, i); });
+}
 
-    // A chunk of that block.
-    MP_MEMBER void write(const float* from, int64_t i) const {
-        if constexpr (F::kKnown)
-            write_here(from, i);
-        else
-            outlined([&] { write_here(from, i); });
-    }
-
-private:
-    MP_MEMBER void write_here(const float* from, int64_t i) const {
-        const int32_t dtype = F::template moment<second>(run);
-        char* to = (second ? run.moment2 : run.moment1).data + i * size_of(dtype);
-        if (!scale.good)
-            __builtin_memset(to, 0, kChunk * size_of(dtype));
-        else if (dtype == MP_F16)
-            write_halves<second>(from, scale.inverse, to);
-        else if (run.noisy)
-            write_bytes_randomly<second>(from, scale.inverse, to, run.key, run.start + uint32_t(i));
-        else
-            write_bytes<second>(from, scale.inverse, to);
-    }
-};
+template <bool second, class F>
+__attribute__((noinline)) static void write_block(const Run& run, Scale scale, const float* from, int64_t start) {
+    for (int64_t i = start; i < run.numel; i += kChunk) write_codes<second, F>(run, scale, from + i - start, i);
+}
 
 // FP32 values of moments on their way to codes.
 struct Tile {
@@ -146,46 +139,42 @@ MP_INLINE void update(const Rule& rule, int64_t start, const float* grad, float*
     }
 }
 
-// A run of whole chunks. Moments in blocks are written as codes one block behind the update: a block's scale is known
-// after its last element, and the next block's divisions leave the time to write them.
+// A run of whole blocks, or of some chunks of one. Moments in blocks are written as codes one block behind the update: a
+// block's scale is known after its last element. They are written before main params, which wait for divisions.
 template <bool blocked1, bool blocked2, class F, class Rule>
 __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rule& given, int64_t first_index) {
     const Rule rule = given;
     const Run run = given_run;
-    Coder<false, F> coder1{run};
-    Coder<true, F> coder2{run};
     Tile tiles[2];
-    for (int64_t start = 0, before = 0; start < run.numel || before > 0; start += kScaled) {
+    Scale coded1 = {}, coded2 = {};
+    for (int64_t start = 0; start < run.numel; start += kScaled) {
         Tile &tile = tiles[start / kScaled % 2], &last = tiles[1 - start / kScaled % 2];
         const int64_t left = run.numel - start, n = left < kScaled ? left : kScaled;
         const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
         u32x16 top1 = {}, top2 = {};
 #pragma GCC unroll 1
-        for (int64_t at = 0; at < kScaled; at += kChunk) {
+        for (int64_t at = 0; at < n; at += kChunk) {
             const int64_t i = start + at;
-            if (at < n) {
-                alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
-                fetch_ahead<F>(run, i);
-                float *main = read_main<F>(run, i, p), *first = nullptr, *second = nullptr;
-                const float* grad = Rule::kGrad ? read_grad<F>(run, i, g) : nullptr;
-                if (Rule::kFirst) first = read_moment<false, F>(run, i, scale1, m);
-                if (Rule::kSecond) second = read_moment<true, F>(run, i, scale2, v);
-                update<blocked1, blocked2>(rule, first_index + i, grad, main, first, second, tile.first + at,
-                                           tile.second + at, top1, top2);
-                if (Rule::kMain) write_main<F>(run, i, main);
-                if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(run, i, first);
-                if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(run, i, second);
-            }
-            if (at < before) {
-                if constexpr (blocked1) coder1.write(last.first + at, i - kScaled);
-                if constexpr (blocked2) coder2.write(last.second + at, i - kScaled);
-            }
+            alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
+            fetch_ahead<F>(run, i);
+            float *main = read_main<F>(run, i, p), *first = nullptr, *second = nullptr;
+            const float* grad = Rule::kGrad ? read_grad<F>(run, i, g) : nullptr;
+            if (Rule::kFirst) first = read_moment<false, F>(run, i, scale1, m);
+            if (Rule::kSecond) second = read_moment<true, F>(run, i, scale2, v);
+            update<blocked1, blocked2>(rule, first_index + i, grad, main, first, second, tile.first + at,
+                                       tile.second + at, top1, top2);
+            if (blocked1 && start > 0) write_codes<false, F>(run, coded1, last.first + at, i - kScaled);
+            if (blocked2 && start > 0) write_codes<true, F>(run, coded2, last.second + at, i - kScaled);
+            if (Rule::kMain) write_main<F>(run, i, main);
+            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(run, i, first);
+            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(run, i, second);
         }
-        before = blocked1 || blocked2 ? n : 0;
-        if (n <= 0) continue;
-        if constexpr (blocked1) coder1.take(top1, start);
-        if constexpr (blocked2) coder2.take(top2, start);
+        if (blocked1) run.scale1[start / kScaled] = (coded1 = scale_of(largest(top1), F::template moment<false>(run))).scale;
+        if (blocked2) run.scale2[start / kScaled] = (coded2 = scale_of(largest(top2), F::template moment<true>(run))).scale;
     }
+    const int64_t end = (run.numel - 1) / kScaled;
+    if (blocked1) write_block<false, F>(given_run, coded1, tiles[end % 2].first, end * kScaled);
+    if (blocked2) write_block<true, F>(given_run, coded2, tiles[end % 2].second, end * kScaled);
     if (run.stream) finish_streaming();
 }
 
