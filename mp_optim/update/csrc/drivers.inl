@@ -75,7 +75,7 @@ template <class F>
 MP_INLINE void fetch_ahead(const Run& r, int64_t i) {
     fetch_ahead(r.main.data, F::rest(r) == MP_NONE ? MP_F32 : MP_BF16, i);
     fetch_ahead(r.remainder.data, F::rest(r), i);
-    fetch_ahead(r.grad.data, F::grad(r), i);
+    fetch_ahead(r.grad.data, r.grad.dtype, i);
     fetch_ahead(r.moment1.data, F::template moment<false>(r), i);
     fetch_ahead(r.moment2.data, F::template moment<true>(r), i);
 }
@@ -158,7 +158,7 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
             alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
             fetch_ahead<F>(run, i);
             float *main = read_main<F>(run, i, p), *first = nullptr, *second = nullptr;
-            const float* grad = Rule::kGrad ? read_grad<F>(run, i, g) : nullptr;
+            const float* grad = Rule::kGrad ? read_grad(run.grad, i, g) : nullptr;
             if (Rule::kFirst) first = read_moment<false, F>(run, i, scale1, m);
             if (Rule::kSecond) second = read_moment<true, F>(run, i, scale2, v);
             update<blocked1, blocked2>(rule, first_index + i, grad, main, first, second, tile.first + at,
@@ -204,9 +204,6 @@ MP_INLINE bool run_special(const Run& given, const Rule& rule) {
     if (given.remainder.dtype != rest || given.moment1.dtype != first || given.moment2.dtype != second) return false;
     Run run = given;
     run.stream = given.stream && given.output.data && uintptr_t(given.output.data) % 32 == 0;
-    if (rest != MP_NONE && run.grad.dtype == MP_BF16)
-        run_blocks<is_blocked(first), is_blocked(second), Formats<MP_BF16, rest, first, second>>(run, rule);
-    else
-        run_blocks<is_blocked(first), is_blocked(second), Formats<MP_NONE, rest, first, second>>(run, rule);
+    run_blocks<is_blocked(first), is_blocked(second), Formats<rest, first, second>>(run, rule);
     return true;
 }

@@ -12,16 +12,14 @@ constexpr int kPair = 2 * kLanes;
 // Dtypes of a run: looked up, or known when compiled.
 struct AnyFormats {
     static constexpr bool kKnown = false;
-    MP_INLINE int32_t grad(const Run& r) { return r.grad.dtype; }
     MP_INLINE int32_t rest(const Run& r) { return r.remainder.dtype; }
     template <bool second>
     MP_INLINE int32_t moment(const Run& r) { return second ? r.moment2.dtype : r.moment1.dtype; }
 };
 
-template <int32_t grad_dtype, int32_t rest_dtype, int32_t first_dtype, int32_t second_dtype>
+template <int32_t rest_dtype, int32_t first_dtype, int32_t second_dtype>
 struct Formats {
     static constexpr bool kKnown = true;
-    MP_INLINE int32_t grad(const Run& r) { return grad_dtype == MP_NONE ? r.grad.dtype : grad_dtype; }
     MP_INLINE int32_t rest(const Run&) { return rest_dtype; }
     template <bool second>
     MP_INLINE int32_t moment(const Run&) { return second ? second_dtype : first_dtype; }
@@ -62,15 +60,12 @@ MP_INLINE void read_floats(const char* from, float* to) {
 }
 
 // FP32 values of a chunk of gradients: those in memory, or the buffer's.
-template <class F>
-MP_INLINE const float* read_grad(const Run& r, int64_t i, float* buffer) {
-    const int32_t dtype = F::grad(r);
-    const char* from = r.grad.data + i * size_of(dtype);
-    if (dtype == MP_F32) return (const float*)from;
-    if (dtype == MP_BF16)
-        read_floats<MP_BF16>(from, buffer);
+MP_INLINE const float* read_grad(Stream grad, int64_t i, float* buffer) {
+    if (grad.dtype == MP_F32) return (const float*)grad.at(i);
+    if (grad.dtype == MP_BF16)
+        read_floats<MP_BF16>(grad.at(i), buffer);
     else
-        read_floats<MP_F16>(from, buffer);
+        read_floats<MP_F16>(grad.at(i), buffer);
     return buffer;
 }
 

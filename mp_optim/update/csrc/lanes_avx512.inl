@@ -49,7 +49,8 @@ MP_INLINE uint32_t largest(u32x16 x) { return _mm512_reduce_max_epu32(as<__m512i
 
 // x, + y in the lanes where x is neither 0 nor the sign bit alone.
 MP_INLINE u32x16 add_unless_zero(u32x16 x, u32x16 y) {
-    __mmask16 here = _mm512_test_epi32_mask(as<__m512i>(x), _mm512_set1_epi32(0x7fffffff));
+    const __m512 magnitude = _mm512_set1_ps(as<float>(0x7fffffff));  // GCC reads this where it shuffles whole numbers
+    __mmask16 here = _mm512_test_epi32_mask(as<__m512i>(x), as<__m512i>(magnitude));
     return as<u32x16>(_mm512_mask_add_epi32(as<__m512i>(x), here, as<__m512i>(x), as<__m512i>(y)));
 }
 
