@@ -56,12 +56,13 @@ def set_host_cores(cores: Sequence[int]) -> None:
 
 
 def _check_cores(cores: Sequence[int]) -> None:
+    given = f"host_cores={tuple(cores)!r}"
     if not hasattr(os, "sched_getaffinity"):
-        raise ValueError(f"host_cores={tuple(cores)!r}: threads cannot be pinned on this system; leave host_cores unset")
+        raise ValueError(f"{given}: threads cannot be pinned on this system; leave host_cores unset")
     available = sorted(os.sched_getaffinity(0))
     missing = [core for core in cores if core not in available]
     if missing:
-        raise ValueError(f"host_cores={tuple(cores)!r}: this process may not run on core {missing[0]}; it has {available}")
+        raise ValueError(f"{given}: this process may not run on core {missing[0]}; it has {available}")
 
 
 def _threads() -> int:
