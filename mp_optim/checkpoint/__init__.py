@@ -1,5 +1,7 @@
 """State dicts and checkpoints on disk."""
 
-from mp_optim.checkpoint.save_load import load, save
+from mp_optim.checkpoint.background import SaveHandle
+from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.checkpoint.save_load import load, save, verify
 
-__all__ = ["load", "save"]
+__all__ = ["FlatShard", "SaveHandle", "load", "save", "verify"]
