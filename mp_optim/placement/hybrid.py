@@ -100,10 +100,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
     # -- placement ------------------------------------------------------------------------------
 
     def _only_accelerator(self) -> torch.device:
-        found = sorted({str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)} - {"cpu", "meta"})
+        devices = {str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)}
+        found = sorted(devices - {"cpu", "meta"})
         if len(found) > 1:
             raise ValueError(f"parameters lie on several accelerators {found}; build one optimizer per device")
-        return torch.device(found[0] if found else "cpu")
+        return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
 
     def _seat_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Plan the places of new groups, together, and give each slot its seat."""
