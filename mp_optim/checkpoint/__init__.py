@@ -2,6 +2,6 @@
 
 from mp_optim.checkpoint.background import SaveHandle
 from mp_optim.checkpoint.flat import FlatShard
-from mp_optim.checkpoint.save_load import load, save, verify
+from mp_optim.checkpoint.save_load import load, save, verify, versions
 
-__all__ = ["FlatShard", "SaveHandle", "load", "save", "verify"]
+__all__ = ["FlatShard", "SaveHandle", "load", "save", "verify", "versions"]

@@ -41,10 +41,10 @@ from mp_optim.checkpoint.entries import (
 )
 from mp_optim.checkpoint.manifest import Manifest, file_sum, read_manifest, verify_files, write_manifest
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.versions import begin, newest, publish, staging_of
+from mp_optim.checkpoint.versions import begin, complete_versions, newest, publish, staging_of
 from mp_optim.checkpoint.writing import Writing, plan_writing
 
-__all__ = ["load", "save", "verify"]
+__all__ = ["load", "save", "verify", "versions"]
 
 StrPath = str | os.PathLike[str]
 
@@ -121,6 +121,11 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
             shutil.rmtree(staging, ignore_errors=True)  # the disk may be full
         raise
     return target
+
+
+def versions(path: StrPath) -> list[Path]:
+    """The complete versions under a checkpoint directory, oldest first; each can be loaded by its own path."""
+    return complete_versions(Path(path))
 
 
 def verify(path: StrPath) -> Path:
