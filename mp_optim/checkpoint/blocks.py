@@ -27,13 +27,14 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
-    """The scale of each element of a rank's part of a tensor, FP32, in the part's shape.
+    """The scale of each element of a rank's part of a tensor, FP32, in the part's shape and a last dimension of 1 (by
+    which it is told from the scales of blocks).
 
     Args:
         tensor: a DTensor or a FlatShard.
         scale: the whole tensor's scales, shape (ceil(numel / 256),).
     """
-    return scale[_flat_index(tensor).to(scale.device) // BLOCK]
+    return scale[_flat_index(tensor).to(scale.device) // BLOCK][..., None]
 
 
 def _flat_index(tensor: Tensor) -> Tensor:

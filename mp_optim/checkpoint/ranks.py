@@ -24,8 +24,8 @@ class Ranks:
     """A process group as checkpoints use it. Without ``torch.distributed`` there is one rank.
 
     Attributes:
-        group: a gloo group of our own, so that a save in the background meets no collective of the training; None for
-            a single rank.
+        group: for all processes a gloo group of our own, so that a save in the background meets no collective of the
+            training; for some, the group that was named; None for a single rank.
         rank: place in the group.
         size: number of ranks.
     """
@@ -36,7 +36,7 @@ class Ranks:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None) -> Ranks:
-        """The ranks of a group, or of all processes. The first call for a group is a collective."""
+        """The ranks of a group, or of all processes. The first call for all processes is a collective."""
         if not dist.is_available() or not dist.is_initialized():
             return cls(None, 0, 1)
         group = process_group or dist.group.WORLD
@@ -44,10 +44,11 @@ class Ranks:
         size = dist.get_world_size(group)
         if size == 1:
             return cls(None, 0, 1)
-        if group not in _companions:
-            members = dist.get_process_group_ranks(group)
-            _companions[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        return cls(_companions[group], dist.get_rank(group), size)
+        if group is dist.group.WORLD:
+            if group not in _companions:
+                _companions[group] = dist.new_group(backend="gloo")
+            group = _companions[group]
+        return cls(group, dist.get_rank(group), size)
 
     @property
     def is_first(self) -> bool:

@@ -74,7 +74,8 @@ def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
         keep: complete versions to keep, the new one among them; None for all.
         asynchronous: copy what this rank writes to the host, return, and write in the background. A save that is still
             going on is waited for first, and raises here if it failed.
-        process_group: the ranks that save; all by default.
+        process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one that nothing else
+            uses meanwhile (all by default is).
 
     Returns:
         The directory of the version written; or, if ``asynchronous``, a handle to wait for it.

@@ -142,10 +142,10 @@ def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:
 
 def _decoded(state: Mapping[str, Any], key: str) -> Tensor:
     """FP32 values of a saved moment. It has a scale for each block; or, where it is a part cut out of a larger tensor
-    and so of that one's blocks, for each element."""
+    and so of that one's blocks, for each element, in a last dimension of 1."""
     stored, scale = state[key], state.get(scale_key(key))
-    if scale is not None and scale.shape == stored.shape and stored.dim():
-        values: Tensor = stored.float() * scale
+    if scale is not None and scale.dim() > 1:
+        values: Tensor = stored.float() * scale[..., 0]
         return values * values if key == SECOND else values
     if scale is not None and scale.numel() != blocks_of(stored.numel()):
         raise ValueError(f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, expected "

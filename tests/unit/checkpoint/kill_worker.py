@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import tempfile
 
 import torch
 from torch import nn
@@ -50,6 +51,9 @@ def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as warm:  # whatever is imported or tried out once, before there are children
+        checkpoint.save(warm, *build())
+        checkpoint.load(warm, *build())
     for _ in sys.stdin:
         child = os.fork()  # importing torch takes longer than all the rest
         if not child:

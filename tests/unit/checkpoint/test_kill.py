@@ -43,7 +43,7 @@ class Victims:
 
 
 @pytest.mark.parametrize(("kills", "mode", "keep"), [
-    (5, "sync", 1), (5, "async", 2), pytest.param(50, "sync", 2, marks=pytest.mark.slow),
+    (8, "sync", 1), (8, "async", 2), pytest.param(50, "sync", 2, marks=pytest.mark.slow),
     pytest.param(50, "async", 1, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_the_newest_complete_checkpoint_survives(tmp_path, kills, mode, keep):
