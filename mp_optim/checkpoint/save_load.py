@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from mp_optim.checkpoint import background
 from mp_optim.checkpoint.background import SaveHandle
+from mp_optim.checkpoint.commit import begin, complete_versions, newest, publish, staging_of
 from mp_optim.checkpoint.common import COMMON, packed, without_state
 from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.entries import (
@@ -41,7 +42,6 @@ from mp_optim.checkpoint.entries import (
 )
 from mp_optim.checkpoint.manifest import Manifest, file_sum, read_manifest, verify_files, write_manifest
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.versions import begin, complete_versions, newest, publish, staging_of
 from mp_optim.checkpoint.writing import Writing, plan_writing
 
 __all__ = ["load", "save", "verify", "versions"]
