@@ -68,7 +68,8 @@ def layouts() -> list[Layout]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, FlatShard) else tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensor = tensor.local if isinstance(tensor, FlatShard) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def main(folder: str) -> None:

@@ -93,23 +93,33 @@ def fsdp(mesh: DeviceMesh) -> Callable[[Model], None]:
     return lambda model: (fully_shard(model, mesh=mesh, ignored_params={model.scale, model.frozen}), None)[1]
 
 
-def layouts() -> list[Layout]:
-    """Every layout; all four processes have to call it, because of the meshes."""
-    two, three = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])
+def layouts(size: int = 4) -> list[Layout]:
+    """Every layout of up to that many ranks; all processes have to call it, because of the meshes."""
+    two = DeviceMesh("cpu", [0, 1])
+    return _up_to_two(two) + (_up_to_four() if size == 4 else [])
+
+
+def _up_to_four() -> list[Layout]:
+    three = DeviceMesh("cpu", [0, 1, 2])
     square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    return [
+        Layout("fsdp-3, offload-half", ranks=3, place=fsdp(three), fraction=0.5),
+        Layout("hsdp-2x2", ranks=4, place=fsdp(square), permuted=True),
+        Layout("8 bits on fsdp-3", ranks=3, place=fsdp(three), form="8bit"),
+    ]
+
+
+def _up_to_two(two: DeviceMesh) -> list[Layout]:
     return [
         Layout("plain"),
         Layout("offload-half", fraction=0.5),
         Layout("offload-all, copies on 2", ranks=2, fraction=1.0),
         Layout("groups permuted", permuted=True),
         Layout("fsdp-2", ranks=2, place=fsdp(two)),
-        Layout("fsdp-3, offload-half", ranks=3, place=fsdp(three), fraction=0.5),
         Layout("shard1-2", ranks=2, place=sharded(1, two)),
-        Layout("hsdp-2x2", ranks=4, place=fsdp(square), permuted=True),
         Layout("bf16 moments, remainders", form="bf16", fraction=0.5),
         Layout("bf16 moments on fsdp-2", ranks=2, place=fsdp(two), form="bf16"),
         Layout("8 bits", form="8bit"),
-        Layout("8 bits on fsdp-3", ranks=3, place=fsdp(three), form="8bit"),
     ]
 
 

@@ -224,7 +224,7 @@ def test_a_failure_is_heard_once(tmp_path, monkeypatch, trained, waited):
         assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 1}
     assert names(tmp_path) == ["latest", "version-1"]  # what was written of it is gone
     if not waited:
-        with pytest.raises(RuntimeError, match="background of .*version-2 failed.*No space"):
+        with pytest.raises(RuntimeError, match=r"background of .*version-2 failed.*No space"):
             checkpoint.save(tmp_path, *trained, extra={"n": 3})
     checkpoint.save(tmp_path, *trained, extra={"n": 4})
     assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 4}
