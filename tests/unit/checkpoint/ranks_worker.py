@@ -118,7 +118,7 @@ def main(folder: str) -> None:
     global all_layouts_plain
     dist.init_process_group("gloo")
     rank, root = dist.get_rank(), Path(folder)
-    two = [layout for layout in all_layouts(2)]
+    two = all_layouts(2)
     all_layouts_plain = two[0]
     sharded = next(layout for layout in two if layout.name == "fsdp-2")
     result = {"different": different_parameters(root / "different", rank),

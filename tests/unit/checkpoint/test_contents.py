@@ -57,18 +57,18 @@ def saved(path, **tensors):
 
 def test_differences_are_counted(tmp_path):
     a = saved(tmp_path / "a", same=torch.tensor([1.0, math.nan]), near=torch.tensor([1.0, 2.0]), zero=torch.zeros(1),
-              half=torch.ones(2).bfloat16(), whole=torch.tensor([1, 2]), nan=torch.tensor([1.0]), mine=torch.ones(1),
+              short=torch.ones(2).bfloat16(), whole=torch.tensor([1, 2]), nan=torch.tensor([1.0]), mine=torch.ones(1),
               shape=torch.ones(2), kind=torch.ones(2))
     b = saved(tmp_path / "b", same=torch.tensor([1.0, math.nan]), near=torch.tensor([1.0, 2.0 - 2.0**-22]),
-              zero=-torch.zeros(1), half=torch.tensor([1.0, -1.0]).bfloat16(), whole=torch.tensor([1, 5]),
+              zero=-torch.zeros(1), short=torch.tensor([1.0, -1.0]).bfloat16(), whole=torch.tensor([1, 5]),
               nan=torch.tensor([math.nan]), yours=torch.ones(1), shape=torch.ones(3), kind=torch.ones(2).half())
     found = {difference.name.removeprefix("model."): difference for difference in compare(a, b)}
     assert {name: difference.what for name, difference in found.items()} == {
-        "same": "equal", "near": "values", "zero": "values", "half": "values", "whole": "values", "nan": "values",
+        "same": "equal", "near": "values", "zero": "values", "short": "values", "whole": "values", "nan": "values",
         "mine": "only in a", "yours": "only in b", "shape": "shape", "kind": "dtype"}
     numbers = {name: (d.differing, d.largest, d.ulps) for name, d in found.items() if d.what == "values"}
     assert math.isnan(numbers.pop("nan")[1])
-    assert numbers == {"near": (1, 2.0**-22, 2), "zero": (1, 0.0, 0), "half": (1, 2.0, 2 * 0x3F80),
+    assert numbers == {"near": (1, 2.0**-22, 2), "zero": (1, 0.0, 0), "short": (1, 2.0, 2 * 0x3F80),
                        "whole": (1, 3.0, None)}
 
 
