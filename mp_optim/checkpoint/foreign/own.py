@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from mp_optim.checkpoint.common import COMMON
+from mp_optim.checkpoint.contents import open_checkpoint
 from mp_optim.checkpoint.foreign.neutral import MASTER, ForeignGroup, ForeignState
 
 __all__ = ["from_checkpoint", "from_file", "to_file"]
@@ -48,23 +45,17 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
-        ValueError: it has state in compact forms, which no other library reads.
+        ValueError: it has no optimizer, or state in compact forms, which no other library reads.
     """
-    root = Path(path)
-    pointer = root / "latest"
-    if not pointer.is_file():
-        raise FileNotFoundError(f"no complete checkpoint under {root} (there is no latest file)")
-    version = root / pointer.read_text().strip()
-    saved = FileSystemReader(version).read_metadata().state_dict_metadata
-    compact = sorted(name for name in saved if name.startswith((f"{_STATE}remainder.", f"{_STATE}exp_avg_scale.")))
+    saved = open_checkpoint(path)
+    keys = {name: name.removeprefix(_STATE).partition(".")[0] for name in saved.entries if name.startswith(_STATE)}
+    compact = sorted(name for name, key in keys.items() if key == "remainder" or "_scale" in key)
     if compact:
-        raise ValueError(f"{version} has compact state ({compact[0]}, ...): save it with full_precision=True")
-    entries = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()
-               if isinstance(entry, TensorStorageMetadata)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp_load(entries, checkpoint_id=version, no_dist=True)
-    common = torch.load(version / "common.pt", weights_only=True)["optimizer"]
+        raise ValueError(f"{saved.version} has compact state ({compact[0]}, ...): save it with full_precision=True")
+    common = torch.load(saved.version / COMMON, weights_only=True)["optimizer"]
+    if common is None:
+        raise ValueError(f"{saved.version} holds a model and no optimizer")
+    entries = {name: saved.read(name) for name in saved.entries if name in keys or name.startswith(_MODEL)}
     groups = common["param_groups"]
     return ForeignState(tuple(map(_group, groups)), _by_name(entries, groups), common.get("grad_scaler"))
 
