@@ -17,6 +17,7 @@ from torch import Tensor
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description
 from mp_optim.precision.measure import Measurement
+from mp_optim.precision.pending import PendingVerdict
 from mp_optim.slot_optimizer import SlotOptimizer
 from mp_optim.slots import Slot, SlotStateView, SlotUpdate, local_tensor
 
@@ -46,7 +47,8 @@ class ChainedOptimizer(MegatronOptimizer):
         self.grad_scaler = self._parts[0].grad_scaler
         for part in self._parts:
             part.grad_scaler = self.grad_scaler
-        self._verdict = Verdict()
+        self._last: Verdict | PendingVerdict = Verdict()
+        self._counts = {"steps": 0, "skipped_steps": 0}
         self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
         groups = [group for part in self._parts for group in part.param_groups]
         torch.optim.Optimizer.__init__(self, [{"params": [torch.zeros(0)]}], dict(self._parts[0].defaults))
@@ -91,8 +93,12 @@ class ChainedOptimizer(MegatronOptimizer):
     def measure(self) -> Measurement:
         return functools.reduce(operator.add, (part.measure() for part in self._parts))
 
-    def apply(self, verdict: Verdict) -> None:
-        self._verdict = verdict
+    def verdict_device(self) -> torch.device | None:
+        devices = {part.verdict_device() for part in self._parts if not part.is_stub_optimizer}
+        return devices.pop() if len(devices) == 1 else None
+
+    def apply(self, verdict: Verdict | PendingVerdict) -> None:
+        self._follow(verdict)
         for part in self._parts:
             part.apply(verdict)
 

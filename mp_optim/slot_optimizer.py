@@ -54,6 +54,11 @@ class SlotOptimizer(torch.optim.Optimizer):
                 it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
         """
 
+    def verdict_device(self) -> torch.device | None:
+        """The one device on which every slot is stepped by kernels that read multipliers there; None if
+        :meth:`step_slots` needs numbers."""
+        return None
+
     # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise --------------
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:

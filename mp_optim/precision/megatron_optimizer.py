@@ -22,6 +22,7 @@ from mp_optim.precision.measure import (
     measure,
     norm_groups,
 )
+from mp_optim.precision.pending import PendingVerdict, decide_on_device
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slot_optimizer import Closure
@@ -57,7 +58,7 @@ class MegatronOptimizer(MainParams):
         self.config = config
         self.grad_scaler = grad_scaler
         self._grads: tuple[list[int], SteadyList] | None = None
-        self._verdict = Verdict()
+        self._last: Verdict | PendingVerdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0}
         super().__init__(optimizer, process_groups)
 
@@ -76,12 +77,31 @@ class MegatronOptimizer(MainParams):
                 loss = closure()
         inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
         with self._timed("optimizer-clip-main-grad"):
-            verdict = decide(self.measure(), inv_scale, self.config)
+            verdict = self._decide(self.measure(), inv_scale)
         with self._timed("optimizer-inner-step"):
             self.apply(verdict)
         if self.grad_scaler is not None:
             self.grad_scaler.update(verdict.found_inf)
         return verdict.result if closure is None else loss
+
+    def _decide(self, measurement: Measurement, inv_scale: Tensor | None) -> Verdict | PendingVerdict:
+        """On the device if whoever follows the verdict is there; then nothing waits for it."""
+        device = self.verdict_device()
+        there = [*measurement.sums.values(), *([] if inv_scale is None else [inv_scale])]
+        if device is None or any(value.device != device for value in there):
+            return decide(measurement, inv_scale, self.config)
+        return decide_on_device(measurement, inv_scale, self.config)
+
+    def verdict_device(self) -> torch.device | None:
+        return self.inner.verdict_device()
+
+    @property
+    def _verdict(self) -> Verdict:
+        """The last verdict, and its step in the counts; waits for the device if nobody has yet."""
+        if isinstance(self._last, PendingVerdict):
+            self._last = self._last.settle()
+            self._counts["skipped_steps"] += self._last.skip
+        return self._last
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -123,21 +143,30 @@ class MegatronOptimizer(MainParams):
         backend, _ = choose_backend(self.config.fused_backend, grads[0].device)
         return backend.sum_of_squares(grads)
 
-    def apply(self, verdict: Verdict) -> None:
+    def apply(self, verdict: Verdict | PendingVerdict) -> None:
         """Step the slots that have a gradient, unless the verdict says skip."""
-        self._verdict = verdict
-        self._counts["steps"] += 1
+        self._follow(verdict)
         if self._grads is None:
             self._sync()
             self._grads = self._seen.grads(self.slot_name)
         (indices, grads), self._grads = self._grads, None
-        if verdict.skip:
-            self._counts["skipped_steps"] += 1
+        if isinstance(verdict, Verdict) and verdict.skip:
             return
-        norm = verdict.norms.get(MAIN)
-        clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
-        self.step_slots(self._seen.updates(indices, grads, verdict.multipliers), grad_norm=clipped)
+        self.step_slots(self._seen.updates(indices, grads, verdict.multipliers), grad_norm=self._clipped(verdict))
         self._seen.stepped()
+
+    def _follow(self, verdict: Verdict | PendingVerdict) -> None:
+        """Take a verdict as the last one, after the one before it is settled, and count its step."""
+        _ = self._verdict
+        self._last = verdict
+        self._counts["steps"] += 1
+        if isinstance(verdict, Verdict):
+            self._counts["skipped_steps"] += verdict.skip
+
+    def _clipped(self, verdict: Verdict | PendingVerdict) -> float | None:
+        """The gradients' norm after clipping, for rules that clip by it themselves; they need numbers."""
+        norm = verdict.norms.get(MAIN) if isinstance(verdict, Verdict) else None
+        return min(norm, self.config.clip_grad) if norm is not None and self.config.clip_grad > 0 else norm
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
@@ -203,12 +232,12 @@ class MegatronOptimizer(MainParams):
 
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
-        traffic = getattr(self.inner, "traffic", None)
-        norms = {f"grad_norm/{name}": norm for name, norm in self._verdict.norms.items() if name != EXCLUDED}
+        traffic, verdict = getattr(self.inner, "traffic", None), self._verdict
+        norms = {f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED}
         return {
-            "grad_norm": float("nan") if self._verdict.grad_norm is None else self._verdict.grad_norm,
+            "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
             "loss_scale": float(self.get_loss_scale()),
-            "multiplier": self._verdict.multipliers.get(MAIN, 0.0),
+            "multiplier": verdict.multipliers.get(MAIN, 0.0),
             "bytes_down": 0 if traffic is None else traffic.down,
             "bytes_up": 0 if traffic is None else traffic.up,
             **norms,

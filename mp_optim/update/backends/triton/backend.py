@@ -30,6 +30,7 @@ from mp_optim.update.lists import (
     TensorLists,
     scale_key,
 )
+from mp_optim.update.sums import root
 
 __all__ = ["CHUNK", "SUM_CHUNK", "TritonBackend"]
 
@@ -64,6 +65,7 @@ class TritonBackend(ReferenceBackend):
     """
 
     name = "triton"
+    takes_device_multipliers = True
 
     def __init__(self) -> None:
         interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
@@ -106,7 +108,9 @@ class TritonBackend(ReferenceBackend):
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
         """The whole step, for tensors that are whole parameters; their ratios are formed on the device."""
-        sums = self.lamb_moments(lists, scalars, multiplier)
+        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
+
+    def lamb_finish(self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier) -> None:
         skip = multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
         self.lamb_apply(lists, scalars, _ratios(scalars, sums), skip)
 
@@ -255,7 +259,7 @@ def _ratios(scalars: LambScalars, sums: Tensor) -> Tensor:
     """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr: in double, rounded to FP32."""
     if not scalars.adapts:
         return torch.full((len(sums),), scalars.lr, dtype=torch.float64, device=sums.device).float()
-    param, update = sums.sqrt().unbind(1)
+    param, update = root(sums).unbind(1)
     return torch.where((param == 0.0) | (update == 0.0), scalars.lr, param * scalars.lr / update).float()
 
 
