@@ -24,6 +24,9 @@ class Backend(Protocol):
     """Whether a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,): the second element is
     not 0 if nothing is to be written. Such a step never waits for the device."""
 
+    capturable: bool
+    """Whether a CUDA graph can hold its steps, and replay them with other numbers."""
+
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier) -> None: ...
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:

@@ -105,6 +105,7 @@ class ReferenceBackend:
 
     name = "reference"
     takes_device_multipliers = False
+    capturable = False
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
