@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.graphed import GraphedStep, check_capturable
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
@@ -22,11 +24,12 @@ from mp_optim.precision.measure import (
     measure,
     norm_groups,
 )
-from mp_optim.precision.pending import PendingVerdict, decide_on_device
+from mp_optim.precision.pending import Formed, PendingVerdict, decide_on_device, form
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
+    Multiplier,
     SlotUpdate,
     SteadyList,
     iter_slots,
@@ -60,7 +63,10 @@ class MegatronOptimizer(MainParams):
         self._grads: tuple[list[int], SteadyList] | None = None
         self._last: Verdict | PendingVerdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0}
+        self._graphed: GraphedStep | None = None
         super().__init__(optimizer, process_groups)
+        if config.optimizer_cuda_graph:
+            check_capturable(self)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -75,22 +81,28 @@ class MegatronOptimizer(MainParams):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
-        with self._timed("optimizer-clip-main-grad"):
-            verdict = self._decide(self.measure(), inv_scale)
-        with self._timed("optimizer-inner-step"):
-            self.apply(verdict)
+        verdict = self._by_graph() if self.config.optimizer_cuda_graph else self._eagerly()
         if self.grad_scaler is not None:
             self.grad_scaler.update(verdict.found_inf)
         return verdict.result if closure is None else loss
 
-    def _decide(self, measurement: Measurement, inv_scale: Tensor | None) -> Verdict | PendingVerdict:
-        """On the device if whoever follows the verdict is there; then nothing waits for it."""
-        device = self.verdict_device()
-        there = [*measurement.sums.values(), *([] if inv_scale is None else [inv_scale])]
-        if device is None or any(value.device != device for value in there):
-            return decide(measurement, inv_scale, self.config)
-        return decide_on_device(measurement, inv_scale, self.config)
+    def _eagerly(self) -> Verdict | PendingVerdict:
+        inv_scale = self._inv_scale
+        with self._timed("optimizer-clip-main-grad"):
+            measurement, device = self.measure(), self.verdict_device()
+            there = [*measurement.sums.values(), *([] if inv_scale is None else [inv_scale])]
+            verdict: Verdict | PendingVerdict
+            if device is None or any(value.device != device for value in there):
+                verdict = decide(measurement, inv_scale, self.config)
+            else:  # whoever follows the verdict is on the device: nothing waits for it
+                verdict = decide_on_device(measurement, inv_scale, self.config)
+        with self._timed("optimizer-inner-step"):
+            self.apply(verdict)
+        return verdict
+
+    @property
+    def _inv_scale(self) -> Tensor | None:
+        return None if self.grad_scaler is None else self.grad_scaler.inv_scale
 
     def verdict_device(self) -> torch.device | None:
         return self.inner.verdict_device()
@@ -122,16 +134,24 @@ class MegatronOptimizer(MainParams):
 
     def measure(self) -> Measurement:
         """Sums of squares of this step's gradients, agreed with the other ranks."""
+        self.gather()
+        return self.sums()
+
+    def gather(self) -> None:
+        """Find this step's gradients; nothing here asks the device."""
         if self._parking.occupied:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self._sync()
-        all_keys = self._seen.distinct_keys
-        indices, grads = self._grads = self._seen.grads(self.slot_name)
+        indices, _ = self._grads = self._seen.grads(self.slot_name)
         if not all(self._seen.bound):
             for index in (i for i in indices if not self._seen.bound[i]):  # it was frozen when its group was added
                 self._seen.trained(index, self._bind(self._seen.slots[index], self._seen.params[index]))
-        keys = self._seen.keys_of(indices)
-        device = self.device
+
+    def sums(self) -> Measurement:
+        """Sums of squares of the gradients that :meth:`gather` found."""
+        assert self._grads is not None
+        (indices, grads), all_keys = self._grads, self._seen.distinct_keys
+        keys, device = self._seen.keys_of(indices), self.device
         sums = measure(grads, keys, all_keys, self._sum_of_squares, device)
         zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None
         ranks = self.process_groups.grad_stats
@@ -145,17 +165,21 @@ class MegatronOptimizer(MainParams):
 
     def apply(self, verdict: Verdict | PendingVerdict) -> None:
         """Step the slots that have a gradient, unless the verdict says skip."""
-        self._follow(verdict)
+        self.follow(verdict)
         if self._grads is None:
             self._sync()
             self._grads = self._seen.grads(self.slot_name)
-        (indices, grads), self._grads = self._grads, None
-        if isinstance(verdict, Verdict) and verdict.skip:
-            return
-        self.step_slots(self._seen.updates(indices, grads, verdict.multipliers), grad_norm=self._clipped(verdict))
+        if not (isinstance(verdict, Verdict) and verdict.skip):
+            self.carry_out(verdict.multipliers, self._clipped(verdict))
+        self._grads = None
+
+    def carry_out(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        """Step the gradients that :meth:`gather` found."""
+        assert self._grads is not None
+        self.step_slots(self._seen.updates(*self._grads, multipliers), grad_norm=grad_norm)
         self._seen.stepped()
 
-    def _follow(self, verdict: Verdict | PendingVerdict) -> None:
+    def follow(self, verdict: Verdict | PendingVerdict) -> None:
         """Take a verdict as the last one, after the one before it is settled, and count its step."""
         _ = self._verdict
         self._last = verdict
@@ -176,6 +200,42 @@ class MegatronOptimizer(MainParams):
     def _push_settings(self) -> None:
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+    # -- the step by CUDA graphs ------------------------------------------------------------------
+
+    def _by_graph(self) -> Verdict | PendingVerdict:
+        _ = self._verdict
+        device = self.verdict_device()
+        if device is None:  # a group was added that is stepped elsewhere
+            return self._eagerly()
+        if self._graphed is None:
+            self._graphed = GraphedStep(device, choose_backend(self.config.fused_backend, device)[0])
+        self.gather()
+        try:
+            return self._graphed.step(self)
+        finally:
+            self.forget_grads()
+
+    def forget_grads(self) -> None:
+        """Let go of the gradients that :meth:`gather` found."""
+        self._grads = None
+
+    def form(self) -> Formed:
+        """Measure the gradients that :meth:`gather` found, and decide on the device."""
+        return form(self.sums(), self._inv_scale, self.config)
+
+    def graph_key(self) -> Any:
+        """What a graph of :meth:`form` depends on, apart from what the memory there holds."""
+        assert self._grads is not None
+        indices, grads = self._grads
+        settings = (self.config.clip_grad, self.config.grad_norm_skip_threshold, self.config.log_num_zeros_in_grad,
+                    None if self.grad_scaler is None else self.grad_scaler.scale.data_ptr())
+        return (settings, indices, self._seen.keys_of(indices), grads.addresses, grads.sizes,
+                [grad.dtype for grad in grads], [] if grads.contiguous else [grad.stride() for grad in grads])
+
+    def reduces(self) -> bool:
+        """Whether a step takes part in reductions with other ranks."""
+        return self.process_groups.grad_stats is not None or any(key.shard_groups for key in self._seen.keys)
 
     # -- loss scale, gradients ------------------------------------------------------------------
 
@@ -228,7 +288,8 @@ class MegatronOptimizer(MainParams):
 
     def describe(self) -> Description:
         """Per group, place and dtype: count, bytes, backend and why; ``print`` it."""
-        return describe(self)
+        found = describe(self)
+        return found if self._graphed is None else replace(found, notes=(self._graphed.note,))
 
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
@@ -242,5 +303,7 @@ class MegatronOptimizer(MainParams):
             "bytes_up": 0 if traffic is None else traffic.up,
             **norms,
             **self._counts,
+            **({} if self._graphed is None else {"graph_captures": self._graphed.captures,
+                                                 "graph_replays": self._graphed.replays}),
             "reloaded_params": self._reloaded,
         }

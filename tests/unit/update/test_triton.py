@@ -466,6 +466,8 @@ def test_one_launch_however_many_tensors(monkeypatch: pytest.MonkeyPatch) -> Non
     from mp_optim.update.backends.triton.kernels import rules
 
     class Counted:
+        __name__ = "adam"
+
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
