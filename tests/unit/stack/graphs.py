@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from mp_optim.placement import graph
 from mp_optim.precision import pending
+from mp_optim.update import sums
 from mp_optim.update.backends.triton import backend
-from mp_optim.update.sums import root
 
 _READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
 
@@ -64,7 +64,7 @@ class TapeGraph:
 
         def rooted(values: Tensor) -> Tensor:
             place = torch.empty_like(values)
-            self.played.append(lambda: place.copy_(root(values)))
+            self.played.append(lambda: place.copy_(sums.root(values)))
             return place
 
         with pytest.MonkeyPatch.context() as patch:

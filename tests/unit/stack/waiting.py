@@ -63,6 +63,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
     from triton.runtime.interpreter import GridExecutor
 
     from mp_optim.precision import pending
+    from mp_optim.update import sums
     from mp_optim.update.backends.triton import backend
 
     modes: list[Any] = []
@@ -95,7 +96,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         patch.setattr(pending.PendingVerdict, "__init__", created)
         patch.setattr(pending.PendingVerdict, "settle", settled)
         patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
-        for module in (pending, backend):
+        for module in (pending, backend, sums):
             patch.setattr(module, "root", unwatched(module.root))
         with _Functions(counters) as functions, _Kernels() as kernels:
             modes[:] = [functions, kernels]
