@@ -90,6 +90,9 @@ class SlotOptimizer(torch.optim.Optimizer):
     def written_outside(self, slot: Slot) -> None:
         """The stepped tensor was replaced or written by somebody else; make state agree that depends on its value."""
 
+    def memory_moved(self) -> None:
+        """Main params and state were given other memory (``tensor.data = ...``); forget where it was."""
+
     # -- other forms of the state -----------------------------------------------------------------
 
     def full_slot_state(self, slot: Slot) -> dict[str, Any]:

@@ -202,6 +202,10 @@ class RuleOptimizer(SlotOptimizer):
         if self._is_split(main):
             keep_valid(main, self.slot_state(slot)[REMAINDER])
 
+    def memory_moved(self) -> None:
+        for own in self._groups:
+            own.replaced()
+
     # -- stepping -------------------------------------------------------------------------------
 
     @torch.no_grad()
