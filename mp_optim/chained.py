@@ -123,6 +123,9 @@ class ChainedOptimizer(MegatronOptimizer):
     def graph_key(self) -> Any:
         return [part.graph_key() for part in self._parts]
 
+    def obstacle(self) -> str:
+        return next(filter(None, (part.obstacle() for part in self._parts)), "")
+
     def reduces(self) -> bool:
         return any(part.reduces() for part in self._parts)
 

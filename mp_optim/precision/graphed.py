@@ -47,6 +47,9 @@ def check_capturable(stack: MegatronOptimizer) -> None:
                 "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)")
     elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
         _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
+    if stack.grad_scaler is not None and stack.grad_scaler.scale.device != device:
+        _refuse(f"the grad scaler is on {stack.grad_scaler.scale.device}, the optimizer on {device}; build it there "
+                "(device=)")
     if stack.reduces():
         _refuse("gradient norms or parameters are shared with other ranks, whose reductions are not captured")
 
@@ -118,7 +121,7 @@ class GraphedStep:
         if self._captured is not None and self._captured.key == key:
             return self._by_graph(stack, self._captured)
         self._captured = None
-        if self._is_time(key):
+        if self._is_time(key) and not self._obstructed(stack):
             return self._capture(stack, key)
         verdict = PendingVerdict(stack.form())
         stack.follow(verdict)
@@ -135,6 +138,10 @@ class GraphedStep:
         self._last, self._steady = key, self._steady + 1
         self.eager = self._given_up or ("" if self._steady > WARM else f"{self._steady} of {WARM} steps alike")
         return not self.eager
+
+    def _obstructed(self, stack: MegatronOptimizer) -> bool:
+        self.eager = self._given_up = stack.obstacle()
+        return bool(self.eager)
 
     def _by_graph(self, stack: MegatronOptimizer, captured: _Captured) -> PendingVerdict:
         captured.measure.replay()

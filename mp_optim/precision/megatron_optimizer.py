@@ -206,8 +206,8 @@ class MegatronOptimizer(MainParams):
     def _by_graph(self) -> Verdict | PendingVerdict:
         _ = self._verdict
         device = self.verdict_device()
-        if device is None:  # a group was added that is stepped elsewhere
-            return self._eagerly()
+        if device is None or (self.grad_scaler is not None and self.grad_scaler.scale.device != device):
+            return self._eagerly()  # a group was added that is stepped elsewhere, or the scaler replaced
         if self._graphed is None:
             self._graphed = GraphedStep(device, choose_backend(self.config.fused_backend, device)[0])
         self.gather()
@@ -232,6 +232,13 @@ class MegatronOptimizer(MainParams):
                     None if self.grad_scaler is None else self.grad_scaler.scale.data_ptr())
         return (settings, indices, self._seen.keys_of(indices), grads.addresses, grads.sizes,
                 [grad.dtype for grad in grads], [] if grads.contiguous else [grad.stride() for grad in grads])
+
+    def obstacle(self) -> str:
+        """Why the step at hand cannot be captured; empty if it can."""
+        assert self._grads is not None
+        if self._grads[1].contiguous and all(local_tensor(param).is_contiguous() for param in self._params()):
+            return ""
+        return "a parameter or gradient is not contiguous, and is copied in each step"
 
     def reduces(self) -> bool:
         """Whether a step takes part in reductions with other ranks."""

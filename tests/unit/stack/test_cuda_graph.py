@@ -194,6 +194,39 @@ def test_what_no_kernel_reads_is_stepped_eagerly_and_it_is_said(monkeypatch):
     assert "no kernel for gradients of torch.float64" in str(optimizer.describe())
 
 
+def test_what_is_copied_in_each_step_is_stepped_eagerly_and_it_is_said(monkeypatch):
+    graphs.allow(monkeypatch)
+    param = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16).t())
+    param.grad = torch.ones_like(param)
+    config = config_for("bf16", fused_backend="triton", optimizer_cuda_graph=True)
+    optimizer = get_megatron_optimizer(config, nn.ParameterDict({"w": param}))
+    for _ in range(4):
+        assert optimizer.step().success
+    assert not graphs.TapeGraph.made and "not contiguous" in str(optimizer.describe())
+
+
+def test_a_step_that_cannot_be_captured_raises_and_leaves_everything_as_it_was(monkeypatch):
+    graphs.allow(monkeypatch)
+    model, optimizer = small(optimizer_cuda_graph=True)
+    for step in range(2):
+        give_grads(model, optimizer, step)
+        optimizer.step()
+    before = {name: param.detach().clone() for name, param in model.items()}
+    capture, failing = graphs.TapeGraph.capture, [False, True]
+
+    def broken(self: Any, work: Any) -> Any:
+        result = capture(self, work)
+        if failing.pop(0):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return result
+
+    monkeypatch.setattr(graphs.TapeGraph, "capture", broken)
+    with pytest.raises(RuntimeError, match="capturing"):
+        optimizer.step()
+    assert all(same_bits(param.detach(), before[name]) for name, param in model.items())
+    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [2.0, 2.0]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
