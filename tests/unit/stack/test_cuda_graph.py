@@ -25,12 +25,13 @@ pytestmark = [
 def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision.split("-")[0]]
     values = torch.linspace(-1, 1, 300)
-    model = nn.ParameterDict({"whole": nn.Parameter(values.reshape(30, 10).to(dtype)),
-                              "mtp": nn.Parameter(values[:40].to(dtype))})
+    model = nn.ParameterDict({"whole": nn.Parameter(values.reshape(30, 10).to(dtype, copy=True)),
+                              "mtp": nn.Parameter(values[:40].to(dtype, copy=True))})
     model["mtp"].grad_norm_group = "mtp"
     for param in model.values():
         param.grad = torch.zeros_like(param)
-    return model, get_megatron_optimizer(config_for(precision, fused_backend="triton", **settings), model)
+    config = config_for(precision, fused_backend="triton", **settings)
+    return model, get_megatron_optimizer(config, model, config_overrides={})
 
 
 def give_grads(model: nn.Module, optimizer: MegatronOptimizer, step: int, bad: float | None = None) -> None:

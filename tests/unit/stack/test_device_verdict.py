@@ -75,13 +75,18 @@ def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, Megatron
     """A transposed, an empty and an excluded parameter among others; a norm group of its own."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision.split("-")[0]]
     values = torch.linspace(-1, 1, 300)
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype, copy=True)
+
     model = nn.ParameterDict({
-        "whole": nn.Parameter(values.to(dtype)), "transposed": nn.Parameter(values.reshape(20, 15).to(dtype).t()),
-        "empty": nn.Parameter(torch.empty(0, dtype=dtype)), "shared": nn.Parameter(values[:7].to(dtype)),
-        "mtp": nn.Parameter(values[:40].reshape(5, 8).to(dtype))})
+        "whole": nn.Parameter(copied(values)), "transposed": nn.Parameter(copied(values.reshape(20, 15)).t()),
+        "empty": nn.Parameter(torch.empty(0, dtype=dtype)), "shared": nn.Parameter(copied(values[:7])),
+        "mtp": nn.Parameter(copied(values[:40].reshape(5, 8)))})
     model["shared"].shared = True
     model["mtp"].grad_norm_group = "mtp"
-    return model, get_megatron_optimizer(config_for(precision, fused_backend="triton", **settings), model)
+    config = config_for(precision, fused_backend="triton", **settings)
+    return model, get_megatron_optimizer(config, model, config_overrides={})
 
 
 def give_grads(model: nn.Module, optimizer: MegatronOptimizer, step: int, bad: float | None = None) -> None:
@@ -93,8 +98,8 @@ def give_grads(model: nn.Module, optimizer: MegatronOptimizer, step: int, bad: f
         model["transposed"].grad[3, 2] = bad
 
 
-@pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-remainder"])
+@pytest.mark.parametrize(("precision", "rule"), [
+    ("fp16", "adam"), ("bf16", "lamb"), ("bf16-remainder", "sgd"), ("bf16", "lion")])
 def test_a_step_reads_nothing(precision, rule, monkeypatch):
     model, optimizer = small(precision, optimizer=rule, log_num_zeros_in_grad=True)
     give_grads(model, optimizer, 9)
@@ -136,11 +141,11 @@ def test_the_watch_would_see_somebody_who_waits(monkeypatch):
 
 
 def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
-    """Eight steps with overflows (the first step among them), a norm above the threshold, and a changed rate."""
+    """Seven steps with overflows (the first and the last among them), a norm above the threshold, changed rates."""
     model, optimizer = small(precision, log_num_zeros_in_grad=True, grad_norm_skip_threshold=10.0, **settings)
     results, scales = [], []
-    for step in range(8):
-        give_grads(model, optimizer, step, {0: math.inf, 3: math.nan}.get(step))
+    for step in range(7):
+        give_grads(model, optimizer, step, {0: math.inf, 3: math.nan, 6: math.inf}.get(step))
         if step == 5:
             model["transposed"].grad.fill_(float(optimizer.get_loss_scale()) * 4)
         optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
@@ -155,8 +160,7 @@ def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("precision", "settings"), [
     ("bf16", {}), ("fp16", {"hysteresis": 1, "loss_scale_window": 2}), ("fp32", {"optimizer": "lamb"}),
-    ("bf16", {"optimizer": "sgd"}), ("bf16-8bit8", {}), ("bf16-stochastic", {"optimizer": "lamb"}),
-    ("bf16", {"optimizer": "lion", "clip_grad": 0.0})])
+    ("bf16", {"optimizer": "sgd", "clip_grad": 0.0}), ("bf16-stochastic", {})])
 def test_everything_is_as_on_the_host_path(precision, settings, monkeypatch):
     device = story(precision, False, **settings)
     looked = story(precision, True, **settings) if precision == "fp16" else device
