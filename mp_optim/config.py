@@ -392,6 +392,8 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
 def _check_graph(config: OptimizerConfig) -> None:
     if not config.optimizer_cuda_graph:
         return
+    if config.optimizer == "muon":
+        _fail(config, "optimizer_cuda_graph", "muon's step is not captured; set optimizer_cuda_graph=False")
     if config.fused_backend not in ("auto", "triton"):
         _fail(config, "optimizer_cuda_graph", f"steps by fused_backend={config.fused_backend!r} cannot be captured; "
               "choose 'triton' or 'auto', or set optimizer_cuda_graph=False")

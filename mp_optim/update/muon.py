@@ -96,8 +96,8 @@ class Muon(RuleOptimizer):
                              "differ between devices and numbers of threads")
         return super().group_backend(group, device)
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: SlotUpdates) -> None:
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
+              multiplier: float | Tensor, updates: SlotUpdates) -> None:
         if group["optimizer"] == "adam":
             backend.adam(lists, AdamScalars.at(group, step), multiplier)
         elif group["optimizer"] == "lion":
@@ -105,7 +105,7 @@ class Muon(RuleOptimizer):
         else:
             rule = _Rule.of(group)
             for index in range(len(lists.main)):
-                _step(rule, _Matrices.of(lists, index), multiplier, updates[index].layout)
+                _step(rule, _Matrices.of(lists, index), float(multiplier), updates[index].layout)
 
 
 def _check_matrices(group: Mapping[str, Any]) -> None:

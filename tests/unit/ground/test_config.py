@@ -56,6 +56,7 @@ from mp_optim import OptimizerConfig
     ({"optimizer": "muon", "muon_scalar_optimizer": "sgd"}, "muon_scalar_optimizer='sgd': must be one of"),
     ({"optimizer": "muon", "lion_beta1": 0.5}, "lion_beta1=0.5: has no effect without optimizer='lion', or muon"),
     ({"optimizer": "muon", "muon_scalar_optimizer": "lion", "adam_eps": 1e-6}, "adam_eps=1e-06: has no effect"),
+    ({"optimizer": "muon", "optimizer_cuda_graph": True}, "optimizer_cuda_graph=True: muon's step is not captured"),
     ({"optimizer": "muon", "decoupled_weight_decay": False}, "decoupled_weight_decay=False: has no effect"),
     ({"optimizer": "muon", "muon_scalar_optimizer": "lion", "fused_backend": "apex"}, "has no kernels for"),
 ])
