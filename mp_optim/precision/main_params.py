@@ -204,7 +204,7 @@ class MainParams(SlotOptimizer):
         param = self.param_groups[slot.group]["params"][slot.position]
         if not self.has_state(slot):
             return {}
-        state = self.inner.full_slot_state(slot)
+        state = dict(self.inner.full_slot_state(slot))
         if self._has_master(slot):
             state[MASTER] = self._main(slot)
         return {key: as_sharded(value, param) for key, value in state.items()}
