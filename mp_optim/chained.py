@@ -21,6 +21,9 @@ from mp_optim.slots import Slot, SlotStateView, SlotUpdate, local_tensor
 
 __all__ = ["ChainedOptimizer"]
 
+_SUMMED = ("bytes_down", "bytes_up", "reloaded_params")
+_SUMMED_ON_HOST = ("copy_wait_ms", "worker_wait_ms", "host_ms", "hidden_ms", "speculation_hits", "speculation_redone")
+
 
 class ChainedOptimizer(MegatronOptimizer):
     """Several :class:`MegatronOptimizer` that step together.
@@ -166,5 +169,6 @@ class ChainedOptimizer(MegatronOptimizer):
 
     def metrics(self) -> dict[str, float]:
         parts = [part.metrics() for part in self._parts]
-        summed = {key: sum(part[key] for part in parts) for key in ("bytes_down", "bytes_up", "reloaded_params")}
+        summed = {key: sum(part.get(key, 0) for part in parts) for key in (*_SUMMED, *_SUMMED_ON_HOST)
+                  if any(key in part for part in parts)}
         return {**parts[0], **summed}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mp_optim.placement.arena import HostArena, aligned_bytes
+from mp_optim.placement.stages import WAIT_COPIES, Stages
 from mp_optim.placement.transfer import CopyPair, Transfer
 from mp_optim.slots import SlotUpdate
 
@@ -62,15 +63,18 @@ class HostPipeline:
         bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by itself.
         depth: buckets in flight; 1 means no overlap.
         pin: page-lock the staging memory.
+        stages: where the time goes.
     """
 
-    def __init__(self, transfer: Transfer, *, bucket_bytes: int, depth: int, pin: bool) -> None:
+    def __init__(self, transfer: Transfer, *, bucket_bytes: int, depth: int, pin: bool,
+                 stages: Stages | None = None) -> None:
         if bucket_bytes < 1 or depth < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}, depth={depth}: both must be at least 1")
         self._transfer = transfer
         self._bucket_bytes = bucket_bytes
         self._depth = depth
         self._pin = pin
+        self._times = stages or Stages()
         self._stages: list[_Stage] = []
         self.traffic = Traffic()
 
@@ -97,9 +101,12 @@ class HostPipeline:
         loads = [self._stage(index).load(bucket) for index, bucket in enumerate(buckets[: 1 + ahead])]
         for index, bucket in enumerate(buckets):
             staged, ticket = loads[index]
-            self._transfer.wait(ticket)
-            step(staged)
-            self._stage(index).store(staged, bucket)
+            with self._times.stage(WAIT_COPIES):
+                self._transfer.wait(ticket)
+            with self._times.stage("host_step"):
+                step(staged)
+            with self._times.stage("publish"):
+                self._stage(index).store(staged, bucket)
             if (upcoming := index + 1 + ahead) < len(buckets):
                 loads.append(self._stage(upcoming).load(buckets[upcoming]))
         self._transfer.join()

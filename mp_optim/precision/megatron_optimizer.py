@@ -8,7 +8,7 @@ connected by position only.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision.backward import BackwardLink
 from mp_optim.precision.columns import SlotColumns
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
@@ -85,6 +86,8 @@ class MegatronOptimizer(SlotOptimizer):
         super().__init__([with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults))
         for index in range(len(self.param_groups)):
             self._bind_group(index)
+        self.backward_link = BackwardLink(self, self._seen, self._sum_of_squares, self._push_settings)
+        self.backward_link.follow(self._seen.params)
 
     @abstractmethod
     def check_param(self, slot: Slot, param: Tensor) -> None:
@@ -122,6 +125,7 @@ class MegatronOptimizer(SlotOptimizer):
         for key, value in self.inner.param_groups[-1].items():
             added.setdefault(key, value)
         self._bind_group(len(self.param_groups) - 1)
+        self.backward_link.follow(self._seen.params)
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
         group = getattr(param, "grad_norm_group", None) or MAIN
@@ -166,6 +170,7 @@ class MegatronOptimizer(SlotOptimizer):
             seen.keys[index] = self._norm_key(slot, param)
         if changed:
             seen.look(params)
+        self.backward_link.follow(params)
 
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
         main, local = self._main(slot), local_tensor(param)
@@ -225,6 +230,8 @@ class MegatronOptimizer(SlotOptimizer):
             self.apply(verdict)
         if self.grad_scaler is not None:
             self.grad_scaler.update(verdict.found_inf)
+            for part in self.chained_optimizers:
+                part.backward_link.remember_scale()
         return verdict.result if closure is None else loss
 
     @contextmanager
@@ -248,6 +255,8 @@ class MegatronOptimizer(SlotOptimizer):
         """Sums of squares of this step's gradients, agreed with the other ranks."""
         if self._parking.occupied:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
+        if (schedule := self.backward_link.schedule) is not None:
+            schedule.finish()
         self._sync()
         all_keys = self._seen.distinct_keys
         indices, grads = self._grads = self._seen.grads(self.slot_name)
@@ -256,12 +265,23 @@ class MegatronOptimizer(SlotOptimizer):
                 self._seen.trained(index, self._bind(self._seen.slots[index], self._seen.params[index]))
         keys = self._seen.keys_of(indices)
         device = self.device
-        sums = measure(grads, keys, all_keys, self._sum_of_squares, device)
+        sums = measure(grads, keys, all_keys, self._unknown_sums, device)
         zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None
         ranks = self.process_groups.grad_stats
         if self._norm_groups is None or ranks is None:
             self._norm_groups = norm_groups(all_keys, ranks)
         return agree(sums, zeros, ranks, self._norm_groups)
+
+    def _unknown_sums(self, grads: Sequence[Tensor]) -> Tensor:
+        """Sums of squares, taken now where backward has not brought them already."""
+        known = self.backward_link.known_sums(grads)
+        unknown = [index for index, value in enumerate(known) if value is None]
+        if len(unknown) == len(known):
+            return self._sum_of_squares(grads)
+        sums = torch.tensor([0.0 if value is None else value for value in known], dtype=torch.float64)
+        if unknown:
+            sums[torch.tensor(unknown)] = self._sum_of_squares([grads[index] for index in unknown])
+        return sums
 
     def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         backend, _ = choose_backend(self.config.fused_backend, grads[0].device)
@@ -277,6 +297,8 @@ class MegatronOptimizer(SlotOptimizer):
         (indices, grads), self._grads = self._grads, None
         if verdict.skip:
             self._counts["skipped_steps"] += 1
+            if self.backward_link.schedule is not None:
+                self.backward_link.schedule.skip()
             return
         norm = verdict.norms.get(MAIN)
         clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
@@ -291,6 +313,49 @@ class MegatronOptimizer(SlotOptimizer):
     def _push_settings(self) -> None:
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+    # -- during backward ------------------------------------------------------------------------
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether gradients that arrive are complete, so that ``offload_mode`` may begin to work on them. Otherwise
+        that work is done again after the micro-batches that follow: right, but not hidden."""
+        return all(s.enabled for part in self.chained_optimizers if (s := part.backward_link.schedule) is not None)
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        for part in self.chained_optimizers:
+            if part.backward_link.schedule is not None:
+                part.backward_link.schedule.enabled = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all micro-batches but the last: nothing is begun during backward."""
+        before, self.is_last_microbatch = self.is_last_microbatch, False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = before
+
+    def gradients_ready(self, params: Iterable[Tensor] | None = None) -> None:
+        """The gradients of these parameters (by default all) are what will be stepped: ``offload_mode`` may begin.
+
+        To be called by whoever reduces gradients over ranks; in a job of one rank, and for FSDP2, backward itself
+        says it.
+        """
+        mine = None if params is None else list(params)
+        for part in self.chained_optimizers:
+            part.backward_link.ready(part.get_parameters() if mine is None else mine)
+
+    def discard_early_work(self) -> None:
+        """Forget what was done during backward; ``step()`` does it again.
+
+        Needed only after gradients were written without a trace (``param.grad.data.mul_(...)``): other writes are
+        noticed by themselves.
+        """
+        for part in self.chained_optimizers:
+            if part.backward_link.schedule is not None:
+                part.backward_link.schedule.discard()
 
     # -- loss scale, gradients ------------------------------------------------------------------
 
@@ -387,6 +452,7 @@ class MegatronOptimizer(SlotOptimizer):
 
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator; gradients are the caller's to clear."""
+        self.discard_early_work()
         self._parking.park(self._accelerator_tensors())
 
     def restore_from_cpu(self) -> None:
@@ -423,6 +489,7 @@ class MegatronOptimizer(SlotOptimizer):
             "multiplier": self._verdict.multipliers.get(MAIN, 0.0),
             "bytes_down": 0 if traffic is None else traffic.down,
             "bytes_up": 0 if traffic is None else traffic.up,
+            **getattr(self.inner, "host_metrics", dict)(),
             **norms,
             **self._counts,
         }

@@ -35,6 +35,7 @@ class FusedLAMB(RuleOptimizer):
     """
 
     rule = "lamb"
+    reduces_over_shards = True
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-6, weight_decay: float = 0.01, *, bias_correction: bool = True,

@@ -6,6 +6,7 @@ Bit for bit what ``reference`` computes. What the kernels do not read, such as F
 from __future__ import annotations
 
 import ctypes
+import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,10 +29,11 @@ from mp_optim.update.lists import (
     scale_key,
 )
 
-__all__ = ["NativeBackend", "set_host_cores", "set_host_threads"]
+__all__ = ["NativeBackend", "set_host_cores", "set_host_threads", "set_thread_share"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _host_threads: int | None = None
+_here = threading.local()
 
 
 def set_host_threads(threads: int | None) -> None:
@@ -52,8 +54,13 @@ def set_host_cores(cores: Sequence[int]) -> None:
     library.set_cores(cores)
 
 
+def set_thread_share(threads: int | None) -> None:
+    """Threads of the kernels that the calling thread runs; None as everywhere."""
+    _here.threads = threads
+
+
 def _threads() -> int:
-    return _host_threads or torch.get_num_threads()
+    return getattr(_here, "threads", None) or _host_threads or torch.get_num_threads()
 
 
 class _Kind(NamedTuple):

@@ -10,7 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENVIRONMENT", "NativeLibrary", "native_library"]
+import torch
+
+__all__ = ["ENVIRONMENT", "NativeLibrary", "limit_openmp", "native_library"]
 
 ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``; else the best one."""
@@ -132,12 +134,23 @@ def _load(path: Path) -> NativeLibrary:
 
 def _gomp_parallel() -> int | None:
     """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, if it is GNU's (as on Linux)."""
+    function = getattr(_gomp(), "GOMP_parallel", None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+
+
+def _gomp() -> ctypes.CDLL | None:
+    """GNU's OpenMP library, if torch has loaded it."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
     loaded = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libgomp" in line}
     torch_first = sorted(loaded, key=lambda path: ("torch" not in path, path))
-    for path in torch_first[:1]:
-        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        return ctypes.cast(function, ctypes.c_void_p).value if function else None
-    return None
+    return ctypes.CDLL(torch_first[0]) if torch_first else None
+
+
+def limit_openmp(threads: int) -> None:
+    """Threads of torch's own operations in the calling thread, and in no other, where torch uses GNU's OpenMP."""
+    torch.get_num_threads()  # torch sets a new thread's number when it first asks; after that the number stays
+    set_threads = getattr(_gomp(), "omp_set_num_threads", None)
+    if set_threads is not None:
+        set_threads(ctypes.c_int(threads))
