@@ -17,6 +17,7 @@ from torch import Tensor
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description
 from mp_optim.precision.measure import Measurement
+from mp_optim.slot_optimizer import SlotOptimizer
 from mp_optim.slots import Slot, SlotStateView, SlotUpdate, local_tensor
 
 __all__ = ["ChainedOptimizer"]
@@ -80,7 +81,7 @@ class ChainedOptimizer(MegatronOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the last part of its kind (``is_expert_parallel`` or not)."""
         if not self.param_groups:  # torch's constructor
-            super(MegatronOptimizer, self).add_param_group(param_group)
+            SlotOptimizer.add_param_group(self, param_group)
             return
         expert = param_group.get("is_expert_parallel", False)
         kinds = [any(g.get("is_expert_parallel", False) for g in part.param_groups) for part in self._parts]

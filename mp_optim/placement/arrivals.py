@@ -33,12 +33,14 @@ class GradientStamp:
     @classmethod
     def of(cls, grad: Tensor, arrivals: int) -> GradientStamp:
         """The stamp of a plain tensor."""
-        return cls(StorageWeakRef(grad.untyped_storage()), grad.data_ptr(), grad._version, arrivals)
+        storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(storage, grad.data_ptr(), grad._version, arrivals)
 
     def matches(self, grad: Tensor, arrivals: int) -> bool:
         """Whether this is the same gradient, and nobody wrote to it since (``grad.data`` leaves no trace)."""
-        return (self.arrivals == arrivals and self.version == grad._version and self.address == grad.data_ptr()
-                and not self.storage.expired() and self.storage.cdata == grad.untyped_storage()._cdata)
+        same = (self.arrivals, self.version, self.address) == (arrivals, grad._version, grad.data_ptr())
+        gone = self.storage.expired()  # type: ignore[no-untyped-call]
+        return same and not gone and self.storage.cdata == grad.untyped_storage()._cdata
 
 
 class Arrivals:
@@ -64,8 +66,10 @@ class Arrivals:
                 continue
             if (handle := self._handles[index]) is not None:
                 handle.remove()
-            self._handles[index] = None if now is None else now.register_post_accumulate_grad_hook(
-                _hook(self._arrived, index))
+                self._handles[index] = None
+            if now is not None:
+                hook = _hook(self._arrived, index)
+                self._handles[index] = now.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._params[index] = now
 
     def close(self) -> None:

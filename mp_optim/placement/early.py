@@ -80,7 +80,8 @@ class EarlyJob:
 
     def __init__(self, bucket: Bucket, updates: Sequence[SlotUpdate], staged: list[SlotUpdate],
                  stamps: dict[Slot, GradientStamp], halves: list[Halves], label: str, host: HostArithmetic) -> None:
-        self.owner, self.label = bucket, label
+        self.owner: Bucket = bucket
+        self.label = label
         self.staged, self.stamps, self.halves = staged, stamps, halves
         self.sums: list[float] | None = None
         self.stepped = self.void = False

@@ -83,10 +83,10 @@ class HybridDeviceOptimizer(SlotOptimizer):
                  cpu_optimizer_cls: type[torch.optim.Optimizer] = FusedAdam,
                  gpu_optimizer_cls: type[torch.optim.Optimizer] = FusedAdam,
                  param_update_in_fp32: bool = False, pin_cpu_grads: bool = True, pin_cpu_params: bool = True,
-                 overlap_cpu_optimizer_d2h_h2d: bool = True, *, offload_mode: OffloadMode = "sync",
+                 overlap_cpu_optimizer_d2h_h2d: bool = True, *, offload_mode: str = "sync",
                  host_threads: int | None = None, host_cores: Sequence[int] | None = None,
-                 transfer: Transfer | None = None, bucket_bytes: int = 64 << 20, sub_optimizer_kwargs: dict[str, Any] | None = None,
-                 **kwargs: Any) -> None:
+                 transfer: Transfer | None = None, bucket_bytes: int = 64 << 20,
+                 sub_optimizer_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.offload_fraction = offload_fraction
         self._classes: dict[Place, type[torch.optim.Optimizer]] = {
             "device": gpu_optimizer_cls, "host": cpu_optimizer_cls}
@@ -111,9 +111,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self._watched: list[tuple[Slot, Tensor]] = []
         self.schedule: HostSchedule | None = None
         if offload_mode != "sync":
-            self._check_mode(offload_mode)
             self.schedule = HostSchedule(
-                self._subs["host"], self._host_slots(), self._transfer, mode=offload_mode, stages=self.stages,
+                self._subs["host"], self._host_slots(), self._transfer, mode=self._check_mode(offload_mode), stages=self.stages,
                 bucket_bytes=bucket_bytes, pin_staging=pin_cpu_grads and self._pin,
                 pin_mains=pin_cpu_params and self._pin, pipelined=overlap_cpu_optimizer_d2h_h2d,
                 open_round=self._bind, set_up=partial(occupy, worker_threads(host_threads), host_cores))
@@ -122,10 +121,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
     # -- placement ------------------------------------------------------------------------------
 
     def _only_accelerator(self) -> torch.device:
-        found = sorted({str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)} - {"cpu", "meta"})
+        devices = {str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)}
+        found = sorted(devices - {"cpu", "meta"})
         if len(found) > 1:
             raise ValueError(f"parameters lie on several accelerators {found}; build one optimizer per device")
-        return torch.device(found[0] if found else "cpu")
+        return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
 
     def _seat_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Plan the places of new groups, together, and give each slot its seat."""
@@ -163,7 +163,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
                  if (seat := self._seat(slot)).place == "host"]
         return found[::-1]
 
-    def _check_mode(self, mode: OffloadMode) -> None:
+    def _check_mode(self, mode: str) -> OffloadMode:
         if mode not in ("overlap", "speculative"):
             raise ValueError(f"offload_mode={mode!r}: must be one of ['sync', 'overlap', 'speculative']")
         host = self._subs["host"]
@@ -174,6 +174,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         if mode == "speculative" and isinstance(host, RuleOptimizer) and host.reduces_over_shards and split:
             raise ValueError(f"offload_mode='speculative': {host.rule} steps a split parameter by a collective, which "
                              "may not meet those of backward; use 'overlap'")
+        return "overlap" if mode == "overlap" else "speculative"
 
     # -- sub-optimizers -------------------------------------------------------------------------
 

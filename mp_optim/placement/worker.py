@@ -31,7 +31,9 @@ class Job(Protocol):
     """Something to do. ``label`` says to whom; ``owner`` is what no two jobs may use at once."""
 
     label: str
-    owner: object
+
+    @property
+    def owner(self) -> object: ...
 
     def prepare(self) -> None:
         """Start what needs no arithmetic; called before :meth:`run`, if possible during the job before this one."""
