@@ -162,11 +162,14 @@ class ChainedOptimizer(MegatronOptimizer):
 
     def describe(self) -> Description:
         first = 0
-        rows = []
+        rows: list[Any] = []
+        notes: list[str] = []
         for part in self._parts:
-            rows += [row.shifted(first) for row in part.describe().rows]
+            described = part.describe()
+            rows += [row.shifted(first) for row in described.rows]
+            notes += described.notes
             first += len(part.param_groups)
-        return Description(tuple(rows))
+        return Description(tuple(rows), tuple(notes))
 
     def metrics(self) -> dict[str, float]:
         parts = [part.metrics() for part in self._parts]

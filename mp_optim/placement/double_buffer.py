@@ -17,7 +17,7 @@ from mp_optim.placement.transfer import Transfer
 __all__ = ["DoubleBuffer"]
 
 Key = tuple[int, int, str]
-"""Group, position, and which of the slot's tensors."""
+"""Group, position, and which of the slot's tensors: a key of its state, or empty for the main param."""
 
 
 @dataclass(slots=True)
@@ -37,27 +37,31 @@ class _Twin:
 
 
 class DoubleBuffer:
-    """Other halves of some slots' tensors, in one allocation.
+    """Other halves of some slots' tensors, in one allocation for main params and one for the rest.
 
     Args:
-        pin: page-lock it, as main params are.
+        pin: page-lock those of main params.
     """
 
     def __init__(self, transfer: Transfer, pin: bool) -> None:
         self._transfer = transfer
         self._pin = pin
         self._twins: dict[Key, _Twin] = {}
-        self._arena: HostArena | None = None
+        self._arenas: dict[bool, HostArena] = {}
 
     @property
     def bytes(self) -> int:
         """What it holds."""
         return sum(twin.other.nbytes for twin in self._twins.values())
 
-    def reserve(self, tensors: Iterable[Tensor]) -> None:
-        """Make room for the other halves of these, if there is none yet. Nothing is written before it is used."""
-        if self._arena is None:
-            self._arena = HostArena(self._transfer, sum(aligned_bytes(t.numel(), t.dtype) for t in tensors), self._pin)
+    def reserve(self, keys: Sequence[Key], live: Sequence[Tensor]) -> None:
+        """Make room for the other halves of these, if there is none yet."""
+        if self._arenas:
+            return
+        sizes = {True: 0, False: 0}
+        for key, tensor in zip(keys, live, strict=True):
+            sizes[_is_main(key)] += aligned_bytes(tensor.numel(), tensor.dtype)
+        self._arenas = {main: HostArena(self._transfer, size, self._pin and main) for main, size in sizes.items()}
 
     def others(self, keys: Sequence[Key], live: Sequence[Tensor]) -> list[Tensor]:
         """The other half of each tensor; its values are of no meaning."""
@@ -70,8 +74,7 @@ class DoubleBuffer:
         if twin is not None and twin.other.shape == live.shape and twin.other.dtype == live.dtype:
             other = twin.other  # the tensor was replaced: the room for it stays
         else:
-            assert self._arena is not None
-            other = self._arena.take(live.shape, live.dtype)
+            other = self._arenas[_is_main(key)].take(live.shape, live.dtype)
         self._twins[key] = _Twin(live, live.data, other)
         return self._twins[key]
 
@@ -79,3 +82,7 @@ class DoubleBuffer:
         """Exchange the halves of these tensors."""
         for key in keys:
             self._twins[key].flip()
+
+
+def _is_main(key: Key) -> bool:
+    return not key[2]

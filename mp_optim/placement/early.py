@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.placement.arena import HostArena, aligned_bytes
+from mp_optim.placement.arena import HostArena
 from mp_optim.placement.arrivals import GradientStamp
 from mp_optim.placement.double_buffer import DoubleBuffer, Key
+from mp_optim.placement.pipeline import staging_bytes
 from mp_optim.placement.stages import WAIT_COPIES, Stages
 from mp_optim.placement.transfer import CopyPair, Transfer
 from mp_optim.slots import Slot, SlotUpdate, SteadyList, all_same
 from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
 
-__all__ = ["Bucket", "EarlyJob", "Halves", "staging_bytes"]
+__all__ = ["Bucket", "EarlyJob", "Halves", "HostArithmetic"]
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ class Bucket:
         """Launches with their other halves; empty if a tensor is not contiguous and would be stepped as a copy."""
         if any(p.mains is not p.lists.main or p.outputs is not p.lists.output for p in launches):
             return []
-        self.buffer.reserve(tensor for planned in launches for tensor in _stepped(planned))
+        self.buffer.reserve([key for planned in launches for key in _keys(planned)],
+                            [tensor for planned in launches for tensor in _stepped(planned)])
         return [self._half(planned) for planned in launches]
 
     def _half(self, planned: PlannedLaunch) -> Halves:
@@ -196,9 +198,3 @@ class Bucket:
                                           for at, name in enumerate(planned.lists.state, start=1)}
         target = planned._replace(mains=main, lists=replace(planned.lists, main=main, state=state))
         return Halves(planned, target, keys, [tensor._version for tensor in live])
-
-
-def staging_bytes(update: SlotUpdate) -> int:
-    """Host bytes that an update's gradient and output take."""
-    size = aligned_bytes(update.grad.numel(), update.grad.dtype)
-    return size if update.output is None else size + aligned_bytes(update.output.numel(), update.output.dtype)

@@ -7,7 +7,7 @@ sub-optimizers are handed whatever sits at each slot now.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from mp_optim.placement.arena import HostArena, aligned_bytes
 from mp_optim.placement.arrivals import Arrivals, final_in_backward
 from mp_optim.placement.cores import occupy, worker_threads
-from mp_optim.placement.pipeline import HostPipeline, Traffic
+from mp_optim.placement.pipeline import HostPipeline, Traffic, staging_bytes
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.schedule import HostSchedule, OffloadMode
 from mp_optim.placement.stages import Stages
@@ -112,8 +112,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self.schedule: HostSchedule | None = None
         if offload_mode != "sync":
             self.schedule = HostSchedule(
-                self._subs["host"], self._host_slots(), self._transfer, mode=self._check_mode(offload_mode), stages=self.stages,
-                bucket_bytes=bucket_bytes, pin_staging=pin_cpu_grads and self._pin,
+                self._subs["host"], self._host_slots(), self._transfer, mode=self._check_mode(offload_mode),
+                stages=self.stages, bucket_bytes=bucket_bytes, pin_staging=pin_cpu_grads and self._pin,
                 pin_mains=pin_cpu_params and self._pin, pipelined=overlap_cpu_optimizer_d2h_h2d,
                 open_round=self._bind, set_up=partial(occupy, worker_threads(host_threads), host_cores))
         self._watch()
@@ -373,6 +373,14 @@ class HybridDeviceOptimizer(SlotOptimizer):
         if grad is not None and final_in_backward(param):
             self.arrived(SlotUpdate(slot, local_tensor(grad), stream=stream_of(self.slot_name(slot))))
 
+    def use_transfer(self, transfer: Transfer) -> None:
+        """Have tensors travel another way from now on; nothing may be on its way."""
+        self._transfer = transfer
+        self._pipeline = self._pipeline.over(transfer)
+        if self.schedule is not None:
+            self.schedule.transfer = transfer
+            self.schedule.plan(self._host_slots())
+
     @property
     def traffic(self) -> Traffic:
         """Bytes the last step moved between the places."""
@@ -382,6 +390,42 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def staging_bytes(self) -> int:
         """Host bytes held for transfers."""
         return self._pipeline.staging_bytes if self.schedule is None else self.schedule.staging_bytes
+
+    def host_notes(self) -> tuple[str, ...]:
+        """How the host's part is stepped during backward, in words."""
+        if self.schedule is None:
+            return ()
+        return (f"host: offload_mode {self.schedule.mode}, {self.schedule.buckets} buckets, "
+                f"{self.double_buffer_bytes():,} bytes double buffer",)
+
+    def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Main params (under an empty name) and state that are stepped on the host, but for step counters."""
+        host = self._subs["host"]
+        for slot, _ in iter_slots(host.param_groups):
+            yield "", host.param_groups[slot.group]["params"][slot.position]
+            yield from ((key, value) for key, value in host.slot_state(slot).items() if key != "step")
+
+    def double_buffer_bytes(self) -> int:
+        """Bytes of the other halves, which are allocated when they are first stepped into."""
+        if self.schedule is None or self.schedule.mode != "speculative":
+            return 0
+        return sum(aligned_bytes(tensor.numel(), tensor.dtype) for _, tensor in self.host_tensors())
+
+    def staging_for(self, params: Sequence[Tensor]) -> int:
+        """Bytes of staging that stepping takes.
+
+        Args:
+            params: the model's, in slot order; gradients are taken to have their dtypes.
+        """
+        updates, shares = [], []
+        for (slot, _), param in zip(iter_slots(self.param_groups), params, strict=True):
+            if self._seat(slot).place == "host" and param.requires_grad:
+                local = local_tensor(param)
+                updates.append(SlotUpdate(slot, local, output=local))
+                shares.append(self._seat(slot).share)
+        if self.schedule is not None:
+            return sum(map(staging_bytes, updates))
+        return self._pipeline.staging_for(updates, shares)
 
     def host_metrics(self) -> dict[str, float]:
         """Milliseconds of the last step's stages on the host, and how speculation did so far."""

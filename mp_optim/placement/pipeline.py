@@ -15,7 +15,7 @@ from mp_optim.placement.stages import WAIT_COPIES, Stages
 from mp_optim.placement.transfer import CopyPair, Transfer
 from mp_optim.slots import SlotUpdate
 
-__all__ = ["HostPipeline", "Traffic"]
+__all__ = ["HostPipeline", "Traffic", "staging_bytes"]
 
 Bucket = list[SlotUpdate]
 
@@ -78,10 +78,20 @@ class HostPipeline:
         self._stages: list[_Stage] = []
         self.traffic = Traffic()
 
+    def over(self, transfer: Transfer) -> HostPipeline:
+        """The same pipeline over another transfer."""
+        return HostPipeline(transfer, bucket_bytes=self._bucket_bytes, depth=self._depth, pin=self._pin,
+                            stages=self._times)
+
     @property
     def staging_bytes(self) -> int:
         """Host bytes held for staging; 0 before the first step."""
         return sum(stage.arena.capacity for stage in self._stages)
+
+    def staging_for(self, updates: Sequence[SlotUpdate], shares: Sequence[int]) -> int:
+        """Host bytes that stepping these takes."""
+        sizes = [sum(map(staging_bytes, bucket)) for bucket in _buckets(updates, shares, self._bucket_bytes)]
+        return max(sizes, default=0) * min(self._depth, len(sizes))
 
     def run(self, updates: Sequence[SlotUpdate], shares: Sequence[int], step: Callable[[Bucket], None]) -> None:
         """Step all ``updates``; on return every upload is ordered before later accelerator work.
@@ -96,7 +106,7 @@ class HostPipeline:
                                up=sum(u.output.nbytes for u in updates if u.output is not None))
         if not buckets:
             return
-        self._reserve(max(sum(map(_staging_bytes, bucket)) for bucket in buckets), len(buckets))
+        self._reserve(max(sum(map(staging_bytes, bucket)) for bucket in buckets), len(buckets))
         ahead = min(self._depth - 1, 1)
         loads = [self._stage(index).load(bucket) for index, bucket in enumerate(buckets[: 1 + ahead])]
         for index, bucket in enumerate(buckets):
@@ -121,7 +131,8 @@ class HostPipeline:
             self._stages = [_Stage(self._transfer, capacity, self._pin) for _ in range(depth)]
 
 
-def _staging_bytes(update: SlotUpdate) -> int:
+def staging_bytes(update: SlotUpdate) -> int:
+    """Host bytes that an update's gradient and output take."""
     size = aligned_bytes(update.grad.numel(), update.grad.dtype)
     return size if update.output is None else size + aligned_bytes(update.output.numel(), update.output.dtype)
 

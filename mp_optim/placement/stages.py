@@ -65,13 +65,13 @@ class Stages:
         """Milliseconds of the last round.
 
         ``copy_wait_ms``: waiting for copies, in any thread. ``worker_wait_ms``: ``step()`` waiting for the worker.
-        ``host_ms``: arithmetic on the host. ``hidden_ms``: the part of both that was over when ``step()`` began.
+        ``host_ms``: arithmetic on the host. ``hidden_ms``: the part of it that was over when ``step()`` began.
         """
         def total(*names: str) -> float:
             return sum(span.end - span.start for span in self.last if span.stage in names)
 
         hidden = sum(max(0.0, min(span.end, self.began) - span.start) for span in self.last
-                     if span.stage in (WAIT_COPIES, *ARITHMETIC))
+                     if span.stage in ARITHMETIC)
         seconds = {"copy_wait_ms": total(WAIT_COPIES), "worker_wait_ms": total(WAIT_WORKER),
                    "host_ms": total(*ARITHMETIC), "hidden_ms": hidden}
         return {name: 1e3 * value for name, value in seconds.items()}

@@ -43,12 +43,17 @@ class DescriptionRow:
 
 @dataclass(frozen=True)
 class Description:
-    """All rows; ``str()`` is a plain text table, and below it why each place is stepped by what it is."""
+    """All rows; ``str()`` is a plain text table, and below it why each place is stepped by what it is.
+
+    Attributes:
+        notes: what holds for a whole place: when the host steps, and what memory that takes besides.
+    """
 
     rows: tuple[DescriptionRow, ...]
+    notes: tuple[str, ...] = ()
 
     def __add__(self, other: Description) -> Description:
-        return Description(self.rows + other.rows)
+        return Description(self.rows + other.rows, self.notes + other.notes)
 
     def __str__(self) -> str:
         shown = [f.name for f in fields(DescriptionRow) if f.name != "why"]
@@ -56,7 +61,7 @@ class Description:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
-        return "\n".join([*lines, *reasons])
+        return "\n".join([*lines, *reasons, *self.notes])
 
 
 def _cell(value: object) -> str:
@@ -78,7 +83,8 @@ def describe(optimizer: MegatronOptimizer) -> Description:
         row[1] += main.numel()
         row[2] += own + sum(value.nbytes for value in state.values())
     return Description(tuple(DescriptionRow(group, place, dtype, slots, params, size, backend, why)
-                             for (group, place, dtype, backend, why), (slots, params, size) in counts.items()))
+                             for (group, place, dtype, backend, why), (slots, params, size) in counts.items()),
+                       note() if (note := getattr(optimizer.inner, "host_notes", None)) is not None else ())
 
 
 def _stepper(optimizer: MegatronOptimizer, place: str, device: torch.device) -> tuple[str, str]:
