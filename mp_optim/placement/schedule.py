@@ -199,10 +199,10 @@ class HostSchedule:
         """
         self.stages.begin_step()
         try:
-            with self.stages.stage(WAIT_WORKER):
-                self._worker.drain()
             if self._failure is not None:
                 raise self._failure
+            with self.stages.stage(WAIT_WORKER):
+                self._worker.drain()
         except WorkerError:
             self.discard()
             raise
@@ -223,7 +223,8 @@ class HostSchedule:
 
     def discard(self) -> None:
         """Drop this round's work. Nothing is lost by it: ``step()`` does all of it again."""
-        self._worker.discard()
+        if not self._worker.discard():  # it is stuck: it keeps the memory it may still write to
+            self._cut(list(self._slots.items()))
         self._failure = None
         self._end_round(judged=None)
 

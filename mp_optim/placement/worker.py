@@ -54,6 +54,10 @@ class _Queue:
         self.failure: tuple[str, BaseException] | None = None
         self.closed = False
 
+    def is_full(self) -> bool:
+        """Whether another job has to wait for room."""
+        return len(self.jobs) >= self.capacity and self.failure is None
+
 
 class Worker:
     """One daemon thread, started with the first job and again if it is gone.
@@ -86,10 +90,10 @@ class Worker:
         queue = self._queue
         self._start()
         with queue.changed:
-            while len(queue.jobs) >= queue.capacity and queue.failure is None:
+            while queue.is_full():
                 finished = queue.finished
-                if not queue.changed.wait_for(lambda: queue.finished != finished or queue.failure is not None,  # noqa: B023
-                                              PATIENCE):
+                queue.changed.wait_for(lambda: queue.finished != finished or not queue.is_full(), PATIENCE)  # noqa: B023
+                if queue.is_full() and queue.finished == finished:
                     state = "is gone" if not self._is_alive() else f"works on {_label(queue.running)}"
                     raise WorkerError(f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs wait "
                                       f"and none was finished in {PATIENCE:g} s; the worker {state}")
@@ -115,27 +119,34 @@ class Worker:
             failure, queue.failure = queue.failure, None
             if failure is None:
                 return
-            self._wait_for_running()
             queue.jobs.clear()
-            queue.prepared = None
+            queue.running = queue.prepared = None
         label, error = failure
         raise WorkerError(f"{label}: work on the host during backward failed: {error!r}. The optimizer is as it was "
                           "before this step; call step() again to do the work in it, or go on with the next "
                           "batch") from error
 
-    def discard(self) -> None:
-        """Drop the jobs that wait and wait for the one in progress; its failure is forgotten."""
+    def discard(self) -> bool:
+        """Drop the jobs that wait and wait for the one in progress; its failure is forgotten.
+
+        Returns:
+            False if it does not end: then the thread is left alone with it, and the next job gets another one. What
+            the job writes to must not be used any more.
+        """
         queue = self._queue
         with queue.changed:
             queue.jobs.clear()
-            self._wait_for_running()
-            queue.failure = queue.prepared = None
-
-    def _wait_for_running(self) -> None:
-        queue = self._queue
-        while queue.running is not None and self._is_alive():
-            queue.changed.wait(_LOOK)
-        queue.running = None
+            if queue.running is not None and self._is_alive():
+                queue.changed.wait_for(lambda: queue.running is None or not self._is_alive(), PATIENCE)
+            is_stuck = queue.running is not None and self._is_alive()
+            queue.closed = queue.closed or is_stuck
+            queue.running = queue.failure = queue.prepared = None
+        if is_stuck:
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._thread = self._finalizer = None
+            self._queue = _Queue(queue.capacity)
+        return not is_stuck
 
     def close(self) -> None:
         """End the thread; a later job starts another one."""
@@ -184,8 +195,10 @@ def _serve(queue: _Queue, set_up: Callable[[], None] | None) -> None:
             set_up()
         while (job := _take(queue)) is not None:
             label = job.label
-            if queue.prepared is not job:
+            prepared, queue.prepared = queue.prepared, None
+            if prepared is not job:
                 job.prepare()
+            del prepared
             _prepare_next(queue, job)
             job.run()
             with queue.changed:
@@ -207,6 +220,7 @@ def _take(queue: _Queue) -> Job | None:
         if queue.closed:
             return None
         queue.running = queue.jobs.popleft()
+        queue.changed.notify_all()
         return queue.running
 
 

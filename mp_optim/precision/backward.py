@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.placement.arrivals import Arrivals, final_in_backward
+from mp_optim.placement.worker import WorkerError
 from mp_optim.slots import current_grad, local_tensor
 from mp_optim.update.lists import fp32
 
@@ -165,6 +166,19 @@ class DuringBackward:
         mine = None if params is None else list(params)
         for link in self._links():
             link.ready(mine)
+
+    def finish_early_work(self) -> None:
+        """Wait for what was begun during backward.
+
+        Raises:
+            WorkerError: it failed, in any part. All of it is dropped; nothing was stepped.
+        """
+        try:
+            for link in self._links():
+                link.finish()
+        except WorkerError:
+            self.discard_early_work()
+            raise
 
     def discard_early_work(self) -> None:
         """Forget what was done during backward; ``step()`` does it again.

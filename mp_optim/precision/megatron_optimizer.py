@@ -77,6 +77,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.finish_early_work()
         inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
         with self._timed("optimizer-clip-main-grad"):
             verdict = decide(self.measure(), inv_scale, self.config)

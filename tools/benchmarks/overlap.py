@@ -122,7 +122,7 @@ class Model(nn.Module):
 
 
 @dataclass
-class _Run:
+class Run:
     """One mode's model and what was measured of it."""
 
     model: Model
@@ -132,6 +132,7 @@ class _Run:
     hidden: list[float]
 
     def once(self, seconds: float) -> None:
+        """Forward, backward of so many seconds, and step."""
         self.model.seconds = seconds
         self.optimizer.zero_grad()
         loss = self.model()
@@ -146,14 +147,15 @@ class _Run:
         self.hidden.append(metrics["hidden_ms"] / max(metrics["host_ms"], 1e-9))
 
 
-def _build(setting: Setting, mode: str) -> _Run:
+def build(setting: Setting, mode: str) -> Run:
+    """A model in one mode."""
     model = Model(setting)
     config = OptimizerConfig(lr=1e-3, bf16=True, clip_grad=_CLIP[setting.clip], optimizer_cpu_offload=True,
                              optimizer_offload_fraction=1.0, overlap_cpu_optimizer_d2h_h2d=True, offload_mode=mode)
     optimizer = get_megatron_optimizer(config, model)
     if setting.bus:
         _ride(optimizer, Bus(setting.bus))
-    return _Run(model, optimizer, [], [], [])
+    return Run(model, optimizer, [], [], [])
 
 
 def _ride(optimizer: MegatronOptimizer, bus: Bus) -> None:
@@ -168,7 +170,7 @@ def measure(setting: Setting, lengths: Sequence[float], rounds: int) -> Section:
 
     Lengths are in steps of ``sync``, measured first. The modes take turns.
     """
-    runs = {mode: _build(setting, mode) for mode in MODES}
+    runs = {mode: build(setting, mode) for mode in MODES}
     for _ in range(3):
         for run in runs.values():
             run.once(0.0)

@@ -28,7 +28,8 @@ def schedules(optimizer: Any) -> list[HostSchedule]:
 
 
 def build_mode(mode: str, precision: str = "bf16", fraction: float = 0.7, *, experts: bool = True, groups: int = 0,
-               adversarial: bool = True, bucket_bytes: int = 256, seed: int = 0, **settings: Any) -> tuple[nn.Module, Any]:
+               adversarial: bool = True, bucket_bytes: int = 256, seed: int = 0,
+               **settings: Any) -> tuple[nn.Module, Any]:
     """The tiny MoE in one mode, in small buckets, over a transfer that delays every copy."""
     model = TinyMoE(DTYPES[precision.split("-")[0]], experts, seed)
     config = config_for(precision, fraction, offload_mode=mode, **settings)
