@@ -254,6 +254,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
         sub, theirs = self._in_sub(slot)
         sub.written_outside(theirs)
 
+    def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
+        super().reserve_main_params([(slot, source) for slot, source in coming if self._seat(slot).place == "device"])
+
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         """Main param, born where it is stepped: on the host it never exists in FP32 on the device."""
         seat = self._seat(slot)
@@ -447,6 +450,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
         main = self._seat(slot).main
         param = self.param_groups[slot.group]["params"][slot.position]
         return main if main is not None and main.dtype != param.dtype else None
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        for place, sub in self._subs.items():
+            mine = [slot for slot in slots if self._seat(slot).place == place]
+            sub.allocate_state([self._in_sub(slot)[1] for slot in mine])
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         sub, theirs = self._in_sub(slot)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mp_optim.host_memory import zeros_host
+
 __all__ = ["CudaTransfer", "ImmediateTransfer", "MetaTransfer", "Transfer", "transfer_for"]
 
 CopyPair = tuple[Tensor, Tensor]
@@ -44,7 +46,7 @@ class ImmediateTransfer:
     """Both places are host memory: copies happen at once and waiting is free."""
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return zeros_host(num_bytes)
 
     def mark(self) -> None: ...
 
