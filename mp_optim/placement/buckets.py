@@ -9,7 +9,7 @@ from mp_optim.slots import Slot
 
 __all__ = ["BucketPlan", "fitting_bucket_bytes", "plan_buckets"]
 
-SMALLEST = 1 << 20
+SMALLEST = 4 << 20
 """Staging bytes below which a bucket's fixed costs show."""
 
 PER_ROUND = 16

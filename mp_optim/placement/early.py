@@ -21,6 +21,7 @@ from mp_optim.placement.pipeline import staging_bytes
 from mp_optim.placement.stages import WAIT_COPIES, Stages
 from mp_optim.placement.transfer import CopyPair, Transfer
 from mp_optim.slots import Slot, SlotUpdate, SteadyList, all_same
+from mp_optim.update.lists import MAIN
 from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
 
 __all__ = ["Bucket", "EarlyJob", "Halves", "HostArithmetic"]
@@ -42,10 +43,6 @@ class Halves:
     keys: list[Key]
     versions: list[int]
 
-    def fill(self) -> None:
-        """Copy the present values to the other halves."""
-        torch._foreach_copy_(_stepped(self.target), _stepped(self.planned))
-
     def stands(self, now: PlannedLaunch) -> bool:
         """Whether carrying out ``now`` would give what :attr:`target` gave."""
         then = self.planned
@@ -64,7 +61,7 @@ def _versions(planned: PlannedLaunch) -> list[int]:
 
 
 def _keys(planned: PlannedLaunch) -> list[Key]:
-    return [(planned.group, position, name) for name in ("", *planned.lists.state) for position in planned.positions]
+    return [(planned.group, position, name) for name in (MAIN, *planned.lists.state) for position in planned.positions]
 
 
 class EarlyJob:
@@ -125,7 +122,6 @@ class HostArithmetic:
         assert self.rule is not None
         with self.stages.stage("host_step", label):
             for half in halves:
-                half.fill()
                 self.rule.carry_out(half.target)
 
 
@@ -196,5 +192,6 @@ class Bucket:
         main = SteadyList(others[:count])
         state: dict[str, list[Tensor]] = {name: SteadyList(others[count * at : count * (at + 1)])
                                           for at, name in enumerate(planned.lists.state, start=1)}
-        target = planned._replace(mains=main, lists=replace(planned.lists, main=main, state=state))
+        present = {MAIN: planned.lists.main, **planned.lists.state}
+        target = planned._replace(mains=main, lists=replace(planned.lists, main=main, state=state, source=present))
         return Halves(planned, target, keys, [tensor._version for tensor in live])

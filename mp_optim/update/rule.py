@@ -364,6 +364,8 @@ class RuleOptimizer(SlotOptimizer):
         """Step the tensors of a launch. Reads nothing of this object that a step changes, so any thread may do it."""
         launch, lists = planned.launch, planned.lists
         backend, _ = self.backend_for(launch.device)
+        if not getattr(backend, "reads_source", False):
+            lists = lists.in_place()
         self.apply(backend, lists, planned.settings, int(launch.step) + 1, launch.multiplier, planned.updates)
         for mine, stepped in ((planned.mains, lists.main), (planned.outputs, lists.output)):
             if mine is not stepped:

@@ -17,7 +17,7 @@ __all__ = ["ENVIRONMENT", "NativeLibrary", "limit_openmp", "native_library"]
 ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``; else the best one."""
 
-_ABI = 4
+_ABI = 5
 _STATUS = {1: "a null pointer, negative size or unknown dtype reached the kernels", 2: "out of memory",
            3: "the kernels failed"}
 
@@ -28,7 +28,9 @@ class Tensors(ctypes.Structure):
     _fields_ = [("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in (
         "numel", "main", "remainder", "grad", "moment1", "moment2", "scale1", "scale2", "output", "stream")),
         *((name, ctypes.c_int32) for name in ("main_dtype", "remainder_dtype", "grad_dtype", "moment1_dtype",
-                                              "moment2_dtype", "output_dtype")), ("seed", ctypes.c_uint32)]
+                                              "moment2_dtype", "output_dtype")), ("seed", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("from_main", "from_remainder", "from_moment1", "from_moment2",
+                                               "from_scale1", "from_scale2"))]
 
 
 def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:
