@@ -384,6 +384,14 @@ class HybridDeviceOptimizer(SlotOptimizer):
             self.schedule.transfer = transfer
             self.schedule.plan(self._host_slots())
 
+    def memory_moved(self) -> None:
+        for sub in self._subs.values():
+            sub.memory_moved()
+
+    def verdict_device(self) -> torch.device | None:
+        hosted = any(seat.place == "host" for seats in self._seats for seat in seats)
+        return None if hosted else self._subs["device"].verdict_device()
+
     @property
     def traffic(self) -> Traffic:
         """Bytes the last step moved between the places."""

@@ -43,11 +43,8 @@ class DescriptionRow:
 
 @dataclass(frozen=True)
 class Description:
-    """All rows; ``str()`` is a plain text table, and below it why each place is stepped by what it is.
-
-    Attributes:
-        notes: what holds for a whole place: when the host steps, and what memory that takes besides.
-    """
+    """All rows, and notes on the whole; ``str()`` is a plain text table, and below it why each place is stepped by what
+    it is."""
 
     rows: tuple[DescriptionRow, ...]
     notes: tuple[str, ...] = ()

@@ -15,6 +15,8 @@ from mp_optim.capabilities import refusal
 from mp_optim.host_memory import Form, beside, zeros
 from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_fits
 from mp_optim.slots import (
+    DeviceMultiplier,
+    Multiplier,
     Slot,
     SlotUpdate,
     SlotUpdates,
@@ -42,7 +44,7 @@ class _Launch(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     step: float
-    multiplier: float
+    multiplier: Multiplier
 
 
 class PlannedLaunch(NamedTuple):
@@ -78,6 +80,8 @@ class RuleOptimizer(SlotOptimizer):
 
     rule = "custom"
     """The rule's name in the config."""
+    needs_numbers = True
+    """Whether :meth:`apply` works with the multiplier itself, rather than hand it to a backend."""
 
     reduces_over_shards = False
     """Whether stepping a split parameter is a collective of the ranks that hold it."""
@@ -90,6 +94,7 @@ class RuleOptimizer(SlotOptimizer):
         self._check_backend()
         self._groups: list[GroupState] = []
         self._shares: tuple[Sequence[Slot], list[Share]] | None = None
+        self._unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
         super().__init__(params, defaults)
 
     def _check_backend(self) -> None:
@@ -112,9 +117,10 @@ class RuleOptimizer(SlotOptimizer):
         """Raise ValueError naming the setting and its value if it is out of range."""
 
     @abstractmethod
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: SlotUpdates) -> None:
-        """Carry out the rule for tensors that share device, group, step and multiplier."""
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
+              multiplier: float | Tensor, updates: SlotUpdates) -> None:
+        """Carry out the rule for tensors that share device, group, step and multiplier, which is a tensor only if
+        ``backend.takes_device_multipliers`` and not :attr:`needs_numbers`."""
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -134,6 +140,7 @@ class RuleOptimizer(SlotOptimizer):
         self._groups.append(GroupState(len(group["params"])))
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
+        self._settle()
         own, group = self._groups[slot.group], self.param_groups[slot.group]
         state = own.slots[slot.position]
         tensor = group["params"][slot.position]
@@ -238,6 +245,10 @@ class RuleOptimizer(SlotOptimizer):
         if self._is_split(main):
             keep_valid(main, self.slot_state(slot)[REMAINDER])
 
+    def memory_moved(self) -> None:
+        for own in self._groups:
+            own.replaced()
+
     # -- stepping -------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -265,18 +276,22 @@ class RuleOptimizer(SlotOptimizer):
 
     @torch.no_grad()
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        self._settle()
         columns = SlotUpdates.of(updates)
         for share, part in self._shares_of(columns):
             group, own = self.param_groups[share.group], self._groups[share.group]
             for planned in self._plan_group(share, part, group, grad_norm):
                 self.carry_out(planned)
             own.count(share.positions)
+            waits = [value for value in set(part.multipliers) if isinstance(value, DeviceMultiplier)]
+            self._unsettled += [(own, share.positions, value) for value in waits[:1]]
 
     def plan(self, updates: Sequence[SlotUpdate], grad_norm: float | None = None) -> list[PlannedLaunch]:
         """What :meth:`step_slots` would do now, with settings of its own: later changes of a group do not reach it.
 
         Nothing is stepped or counted; state is allocated.
         """
+        self._settle()
         return [planned for share, part in self._shares_of(SlotUpdates.of(updates))
                 for planned in self._plan_group(share, part, settings_now(self.param_groups[share.group]), grad_norm)]
 
@@ -303,7 +318,8 @@ class RuleOptimizer(SlotOptimizer):
         index, positions, own = share.group, share.positions, self._groups[share.group]
         mains = self._mains(index, positions)
         steps = own.steps.tolist()
-        multipliers = {value: self.effective_multiplier(settings, value, grad_norm)
+        multipliers = {value: value if isinstance(value, DeviceMultiplier)
+                       else self.effective_multiplier(settings, value, grad_norm)
                        for value in set(updates.multipliers)}
         counts = steps if own.is_whole(positions) else [steps[position] for position in positions]
         if len(mains.devices) == len(mains.dtypes) == len(set(counts)) == len(multipliers) == 1:
@@ -317,6 +333,22 @@ class RuleOptimizer(SlotOptimizer):
             members = [at for at, other in enumerate(launches) if other == launch]
             yield self._planned(index, launch, updates.take(members), [positions[at] for at in members],
                                 SteadyList(mains[at] for at in members), settings)
+
+    def _settle(self) -> None:
+        """Take back the counts of a step that the device skipped: steps are counted before anybody knows."""
+        unsettled, self._unsettled = self._unsettled, []
+        for own, positions, multiplier in unsettled:
+            if multiplier.skipped():
+                own.count(positions, -1)
+
+    def verdict_device(self) -> torch.device | None:
+        if self.needs_numbers or any(group.get("max_grad_norm") for group in self.param_groups):
+            return None
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        if len(devices) != 1:
+            return None
+        device = devices.pop()
+        return device if self.backend_for(device)[0].takes_device_multipliers else None
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
         """What carries the rule out on a device, and why."""
@@ -366,7 +398,8 @@ class RuleOptimizer(SlotOptimizer):
         backend, _ = self.backend_for(launch.device)
         if not getattr(backend, "reads_source", False):
             lists = lists.in_place()
-        self.apply(backend, lists, planned.settings, int(launch.step) + 1, launch.multiplier, planned.updates)
+        multiplier = launch.multiplier.values if isinstance(launch.multiplier, DeviceMultiplier) else launch.multiplier
+        self.apply(backend, lists, planned.settings, int(launch.step) + 1, multiplier, planned.updates)
         for mine, stepped in ((planned.mains, lists.main), (planned.outputs, lists.output)):
             if mine is not stepped:
                 _copy_back(mine, stepped)
@@ -398,13 +431,13 @@ def _contiguous(tensors: SteadyList) -> SteadyList:
 
 
 def _contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The list itself if every tensor in it is contiguous, else one with memory of its own for those that are not."""
+    """The list itself if every tensor in it is contiguous, else one with copies of those that are not: a step that the
+    device skips leaves them as they are."""
     if isinstance(outputs, SteadyList) and outputs.contiguous:
         return outputs
     if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
         return outputs
-    return [output if output is None or output.is_contiguous()
-            else torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+    return [None if output is None else output.contiguous() for output in outputs]
 
 
 def _copy_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
