@@ -23,6 +23,9 @@ from mp_optim.slots import Multiplier, Slot, SlotStateView, SlotUpdate, local_te
 
 __all__ = ["ChainedOptimizer"]
 
+_SUMMED = ("bytes_down", "bytes_up", "reloaded_params")
+_SUMMED_ON_HOST = ("copy_wait_ms", "worker_wait_ms", "host_ms", "hidden_ms", "speculation_hits", "speculation_redone")
+
 
 class ChainedOptimizer(MegatronOptimizer):
     """Several :class:`MegatronOptimizer` that step together.
@@ -196,15 +199,20 @@ class ChainedOptimizer(MegatronOptimizer):
 
     def describe(self) -> Description:
         first = 0
-        rows = []
+        rows: list[Any] = []
+        notes: list[str] = []
         for part in self._parts:
-            rows += [row.shifted(first) for row in part.describe().rows]
+            described = part.describe()
+            rows += [row.shifted(first) for row in described.rows]
+            notes += described.notes
             first += len(part.param_groups)
-        return Description(tuple(rows), () if self._graphed is None else (self._graphed.note,))
+        graphed = () if self._graphed is None else (self._graphed.note,)
+        return Description(tuple(rows), (*notes, *graphed))
 
     def metrics(self) -> dict[str, float]:
         parts = [part.metrics() for part in self._parts]
-        summed = {key: sum(part[key] for part in parts) for key in ("bytes_down", "bytes_up", "reloaded_params")}
+        summed = {key: sum(part.get(key, 0) for part in parts) for key in (*_SUMMED, *_SUMMED_ON_HOST)
+                  if any(key in part for part in parts)}
         graphs = {} if self._graphed is None else {"graph_captures": self._graphed.captures,
                                                    "graph_replays": self._graphed.replays}
         return {**parts[0], **summed, **graphs}

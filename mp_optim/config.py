@@ -25,6 +25,7 @@ from mp_optim.muon_settings import (
 
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
 
+OFFLOAD_MODES = ("sync", "overlap", "speculative")
 DTYPE_FIELDS = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -140,6 +141,10 @@ class OptimizerConfig:
     """Share of parameter elements that are stepped on the host, 0 to 1."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Overlap transfers in both directions with the host's arithmetic."""
+    offload_mode: str = "sync"
+    """When the host works: sync (in ``step()``), overlap (gradients come down and are measured during backward) or
+    speculative (they are also stepped then, into a second half of main params and moments; the verdict publishes it).
+    The same bits in all three."""
     pin_cpu_grads: bool = True
     """Page-lock the staging memory for gradients and parameters."""
     pin_cpu_params: bool = True
@@ -151,7 +156,8 @@ class OptimizerConfig:
     """Capture the step in CUDA graphs and replay it, once gradients stay where they are in memory (triton kernels, all
     of the optimizer on a GPU)."""
     host_threads: int | None = None
-    """Threads of the native host kernels, for the whole process; by default ``torch.get_num_threads()``."""
+    """Threads of the native host kernels, for the whole process; by default ``torch.get_num_threads()``, and during
+    backward (``offload_mode``) two and at least a quarter fewer."""
     host_cores: tuple[int, ...] | None = None
     """Cores that the native kernels' threads are pinned to, in turn, for the whole process."""
     timers: Callable[..., Any] | None = None
@@ -265,7 +271,8 @@ def _check_types(config: OptimizerConfig) -> None:
         _fail(config, spec.name, f"must be a {spec.type}, not a {type(value).__name__}")
 
 
-_CHOICES = {"optimizer": OPTIMIZERS, "fused_backend": BACKENDS, "muon_scale_mode": SCALE_MODES,
+_CHOICES = {"optimizer": OPTIMIZERS, "fused_backend": BACKENDS,
+            "offload_mode": OFFLOAD_MODES, "muon_scale_mode": SCALE_MODES,
             "muon_fp32_matmul_prec": MATMUL_PRECISIONS, "muon_coefficient_type": COEFFICIENT_TYPES,
             "muon_tp_mode": TP_MODES, "muon_scalar_optimizer": SCALAR_OPTIMIZERS}
 _NOT_HERE = {("muon_fp32_matmul_prec", "high"): "; TF32 is not to be had on the host",
@@ -353,6 +360,8 @@ def _check_precision(config: OptimizerConfig) -> None:
 _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "overlap_cpu_optimizer_d2h_h2d": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "offload_mode": ("optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
+                     lambda c: c.optimizer_cpu_offload and c.optimizer_offload_fraction > 0.0),
     "pin_cpu_grads": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "pin_cpu_params": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "loss_scale": ("fp16=True", lambda c: c.fp16),

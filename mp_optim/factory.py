@@ -132,7 +132,8 @@ def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
     return HybridDeviceOptimizer(
         groups, offload_fraction=config.optimizer_offload_fraction, cpu_optimizer_cls=rule, gpu_optimizer_cls=rule,
         param_update_in_fp32=True, pin_cpu_grads=config.pin_cpu_grads, pin_cpu_params=config.pin_cpu_params,
-        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
+        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d, offload_mode=config.offload_mode,
+        host_threads=config.host_threads, host_cores=config.host_cores,
         sub_optimizer_kwargs=construction, **settings)
 
 

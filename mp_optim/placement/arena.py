@@ -45,7 +45,7 @@ class HostArena:
             self._buffer = self._transfer.empty_host(self.capacity, self._pin)
         flat = self._buffer[self._used : self._used + numel * dtype.itemsize]
         self._used += size
-        return flat.view(dtype).view(shape)
+        return flat.view(dtype).view(shape).data  # its own version counter: a write to one tensor is no write to all
 
     def reset(self) -> None:
         """Hand everything out again. The caller makes sure nobody uses what was taken before."""

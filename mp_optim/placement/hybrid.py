@@ -7,8 +7,9 @@ sub-optimizers are handed whatever sits at each slot now.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,12 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.layouts import layout_of
 from mp_optim.placement.arena import HostArena, aligned_bytes
-from mp_optim.placement.pipeline import HostPipeline, Traffic
+from mp_optim.placement.arrivals import Arrivals, final_in_backward
+from mp_optim.placement.cores import occupy, worker_threads
+from mp_optim.placement.pipeline import HostPipeline, Traffic, staging_bytes
 from mp_optim.placement.plan import plan_offload
+from mp_optim.placement.schedule import HostSchedule, OffloadMode
+from mp_optim.placement.stages import Stages
 from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
 from mp_optim.slots import Slot, SlotUpdate, current_grad, follow, iter_slots, local_tensor, same_memory, stream_of
-from mp_optim.update import FusedAdam, as_slot_optimizer, global_grad_norm
+from mp_optim.update import FusedAdam, RuleOptimizer, as_slot_optimizer, global_grad_norm
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -62,22 +67,27 @@ class HybridDeviceOptimizer(SlotOptimizer):
             this package's own optimizers, which only step FP32).
         pin_cpu_grads, pin_cpu_params: page-lock host staging and host parameters, if an accelerator is used.
         overlap_cpu_optimizer_d2h_h2d: overlap copies in both directions with the host's arithmetic.
+        offload_mode: ``sync``: the host computes in ``step``. ``overlap``: gradients come down and are measured during
+            backward. ``speculative``: they are also stepped, into a second half of main params and moments.
+        host_threads, host_cores: of the thread that works during backward; by default it leaves some to others.
         transfer: how tensors travel; by default what the parameters' device needs.
         bucket_bytes: staging memory per bucket.
         sub_optimizer_kwargs: constructor arguments of both classes that are not hyperparameters.
         **kwargs: hyperparameters for both optimizer classes.
 
     Raises:
-        ValueError: for a fraction outside [0, 1], or parameters on several accelerators.
+        ValueError: for a fraction outside [0, 1], parameters on several accelerators, or ``speculative`` with a rule
+            that cannot be carried out apart from its step.
     """
 
     def __init__(self, params: Iterable[Any], offload_fraction: float = 0.5,
                  cpu_optimizer_cls: type[torch.optim.Optimizer] = FusedAdam,
                  gpu_optimizer_cls: type[torch.optim.Optimizer] = FusedAdam,
                  param_update_in_fp32: bool = False, pin_cpu_grads: bool = True, pin_cpu_params: bool = True,
-                 overlap_cpu_optimizer_d2h_h2d: bool = True, *, transfer: Transfer | None = None,
-                 bucket_bytes: int = 64 << 20, sub_optimizer_kwargs: dict[str, Any] | None = None,
-                 **kwargs: Any) -> None:
+                 overlap_cpu_optimizer_d2h_h2d: bool = True, *, offload_mode: str = "sync",
+                 host_threads: int | None = None, host_cores: Sequence[int] | None = None,
+                 transfer: Transfer | None = None, bucket_bytes: int = 64 << 20,
+                 sub_optimizer_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.offload_fraction = offload_fraction
         self._classes: dict[Place, type[torch.optim.Optimizer]] = {
             "device": gpu_optimizer_cls, "host": cpu_optimizer_cls}
@@ -91,12 +101,23 @@ class HybridDeviceOptimizer(SlotOptimizer):
         device = self._only_accelerator()
         self._pin = device.type != "cpu" and device.type != "meta"
         self._transfer = transfer if transfer is not None else transfer_for(device)
+        self.stages = Stages()
         self._pipeline = HostPipeline(self._transfer, bucket_bytes=bucket_bytes, pin=pin_cpu_grads and self._pin,
-                                      depth=3 if overlap_cpu_optimizer_d2h_h2d else 1)
+                                      depth=3 if overlap_cpu_optimizer_d2h_h2d else 1, stages=self.stages)
         self._seat_groups(self.param_groups)
         self._arena = HostArena(self._transfer, self._host_bytes(), pin_cpu_params and self._pin)
         self._subs = {place: self._build(place) for place in self._classes}
         self._adopt_defaults()
+        self._arrivals = Arrivals(self._arrived)
+        self._watched: list[tuple[Slot, Tensor]] = []
+        self.schedule: HostSchedule | None = None
+        if offload_mode != "sync":
+            self.schedule = HostSchedule(
+                self._subs["host"], self._host_slots(), self._transfer, mode=self._check_mode(offload_mode),
+                stages=self.stages, bucket_bytes=bucket_bytes, pin_staging=pin_cpu_grads and self._pin,
+                pin_mains=pin_cpu_params and self._pin, pipelined=overlap_cpu_optimizer_d2h_h2d,
+                open_round=self._bind, set_up=partial(occupy, worker_threads(host_threads), host_cores))
+        self._watch()
 
     # -- placement ------------------------------------------------------------------------------
 
@@ -135,6 +156,26 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def place(self, slot: Slot) -> Place:
         """Where a slot is stepped."""
         return self._seat(slot).place
+
+    def _host_slots(self) -> list[tuple[Slot, int]]:
+        """Slots of the host's optimizer and the elements of each, in the order in which backward is expected to reach
+        them: the last first."""
+        found = [(Slot(slot.group, seat.index), seat.share) for slot, _ in iter_slots(self.param_groups)
+                 if (seat := self._seat(slot)).place == "host"]
+        return found[::-1]
+
+    def _check_mode(self, mode: str) -> OffloadMode:
+        if mode not in ("overlap", "speculative"):
+            raise ValueError(f"offload_mode={mode!r}: must be one of ['sync', 'overlap', 'speculative']")
+        host = self._subs["host"]
+        if mode == "speculative" and not isinstance(host, RuleOptimizer):
+            raise ValueError(f"offload_mode='speculative': {self._classes['host'].__name__} cannot step into other "
+                             "memory than it steps from; use one of this package's optimizers, or 'overlap'")
+        split = any(_is_split(p) for _, p in iter_slots(self.param_groups))
+        if mode == "speculative" and isinstance(host, RuleOptimizer) and host.reduces_over_shards and split:
+            raise ValueError(f"offload_mode='speculative': {host.rule} steps a split parameter by a collective, which "
+                             "may not meet those of backward; use 'overlap'")
+        return "overlap" if mode == "overlap" else "speculative"
 
     # -- sub-optimizers -------------------------------------------------------------------------
 
@@ -189,6 +230,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
         for place, sub in self._subs.items():
             sub.add_param_group(self._sub_group(index, place))
         self._adopt_defaults()
+        if self.schedule is not None:
+            self.schedule.plan(self._host_slots())
+        self._watch()
 
     # -- main params ----------------------------------------------------------------------------
 
@@ -284,19 +328,63 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     @torch.no_grad()
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        self._watch()
         self._bind()
         routed: dict[Place, list[SlotUpdate]] = {"device": [], "host": []}
         for update in updates:
-            seat = self._seat(update.slot)
-            output = update.output
-            if not seat.resident:
-                output = local_tensor(self.param_groups[update.slot.group]["params"][update.slot.position])
-            routed[seat.place].append(update._replace(slot=Slot(update.slot.group, seat.index), output=output))
-        if routed["device"]:
-            self._subs["device"].step_slots(routed["device"], grad_norm=grad_norm)
+            routed[self._seat(update.slot).place].append(self._routed(update))
+
+        def step_device() -> None:
+            if routed["device"]:
+                self._subs["device"].step_slots(routed["device"], grad_norm=grad_norm)
+
+        if self.schedule is not None:
+            self.schedule.step(routed["host"], grad_norm, step_device)
+            return
+        step_device()
         shares = [self._seat(update.slot).share for update in updates if self._seat(update.slot).place == "host"]
+        self.stages.begin_step()
         self._pipeline.run(routed["host"], shares,
                            lambda bucket: self._subs["host"].step_slots(bucket, grad_norm=grad_norm))
+        self.stages.end_step()
+
+    def _routed(self, update: SlotUpdate) -> SlotUpdate:
+        """An update in terms of the sub-optimizer that steps the slot."""
+        seat, output = self._seat(update.slot), update.output
+        if not seat.resident:
+            output = local_tensor(self.param_groups[update.slot.group]["params"][update.slot.position])
+        return update._replace(slot=Slot(update.slot.group, seat.index), output=output)
+
+    # -- gradients that arrive during backward ----------------------------------------------------
+
+    def arrived(self, update: SlotUpdate) -> None:
+        """A gradient is complete, and what is done with it may begin. ``step_slots`` will be given the same update.
+
+        Nothing depends on this being called: what was not begun, or with other values, is done in ``step_slots``.
+        """
+        if self.schedule is not None and self._seat(update.slot).place == "host":
+            self.schedule.arrived(self._routed(update))
+
+    def _watch(self) -> None:
+        """Notice gradients of the parameters held here; main params of a wrapper have none."""
+        if self.schedule is not None:
+            self._watched = list(iter_slots(self.param_groups))
+            self._arrivals.follow([param for _, param in self._watched],
+                                  [self._seat(slot).place == "host" for slot, _ in self._watched])
+
+    def _arrived(self, index: int) -> None:
+        slot, param = self._watched[index]
+        grad = current_grad(param)
+        if grad is not None and final_in_backward(param):
+            self.arrived(SlotUpdate(slot, local_tensor(grad), stream=stream_of(self.slot_name(slot))))
+
+    def use_transfer(self, transfer: Transfer) -> None:
+        """Have tensors travel another way from now on; nothing may be on its way."""
+        self._transfer = transfer
+        self._pipeline = self._pipeline.over(transfer)
+        if self.schedule is not None:
+            self.schedule.transfer = transfer
+            self.schedule.plan(self._host_slots())
 
     def memory_moved(self) -> None:
         for sub in self._subs.values():
@@ -309,12 +397,52 @@ class HybridDeviceOptimizer(SlotOptimizer):
     @property
     def traffic(self) -> Traffic:
         """Bytes the last step moved between the places."""
-        return self._pipeline.traffic
+        return self._pipeline.traffic if self.schedule is None else self.schedule.traffic
 
     @property
     def staging_bytes(self) -> int:
         """Host bytes held for transfers."""
-        return self._pipeline.staging_bytes
+        return self._pipeline.staging_bytes if self.schedule is None else self.schedule.staging_bytes
+
+    def host_notes(self) -> tuple[str, ...]:
+        """How the host's part is stepped during backward, in words."""
+        if self.schedule is None:
+            return ()
+        return (f"host: offload_mode {self.schedule.mode}, {self.schedule.buckets} buckets, "
+                f"{self.double_buffer_bytes():,} bytes double buffer",)
+
+    def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Main params (under an empty name) and state that are stepped on the host, but for step counters."""
+        host = self._subs["host"]
+        for slot, _ in iter_slots(host.param_groups):
+            yield "", host.param_groups[slot.group]["params"][slot.position]
+            yield from ((key, value) for key, value in host.slot_state(slot).items() if key != "step")
+
+    def double_buffer_bytes(self) -> int:
+        """Bytes of the other halves, which are allocated when they are first stepped into."""
+        if self.schedule is None or self.schedule.mode != "speculative":
+            return 0
+        return sum(aligned_bytes(tensor.numel(), tensor.dtype) for _, tensor in self.host_tensors())
+
+    def staging_for(self, params: Sequence[Tensor]) -> int:
+        """Bytes of staging that stepping takes.
+
+        Args:
+            params: the model's, in slot order; gradients are taken to have their dtypes.
+        """
+        updates, shares = [], []
+        for (slot, _), param in zip(iter_slots(self.param_groups), params, strict=True):
+            if self._seat(slot).place == "host" and param.requires_grad:
+                local = local_tensor(param)
+                updates.append(SlotUpdate(slot, local, output=local))
+                shares.append(self._seat(slot).share)
+        if self.schedule is not None:
+            return sum(map(staging_bytes, updates))
+        return self._pipeline.staging_for(updates, shares)
+
+    def host_metrics(self) -> dict[str, float]:
+        """Milliseconds of the last step's stages on the host, and how speculation did so far."""
+        return {**self.stages.metrics(), **({} if self.schedule is None else self.schedule.counts)}
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -322,7 +450,10 @@ class HybridDeviceOptimizer(SlotOptimizer):
         seat = self._seat(slot)
         sub = self._subs[seat.place]
         sub.param_groups[slot.group]["params"][seat.index] = self._stepped(slot)
-        return sub, Slot(slot.group, seat.index)
+        theirs = Slot(slot.group, seat.index)
+        if self.schedule is not None and seat.place == "host":
+            self.schedule.touched(theirs)
+        return sub, theirs
 
     def _own_master(self, slot: Slot) -> Tensor | None:
         """The copy, if it says more than the parameter does."""
@@ -371,6 +502,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
         sub.load_slot_state(theirs, rest)
         if (own := self._own_master(slot)) is not None and master is not None:
             own.copy_(local_tensor(master))
+
+
+def _is_split(param: Tensor) -> bool:
+    """Whether ranks hold different parts of a parameter."""
+    return isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
 
 
 def _share(param: Tensor) -> int:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mp_optim.placement.arena import HostArena, aligned_bytes
+from mp_optim.placement.stages import WAIT_COPIES, Stages
 from mp_optim.placement.transfer import CopyPair, Transfer
 from mp_optim.slots import SlotUpdate
 
-__all__ = ["HostPipeline", "Traffic"]
+__all__ = ["HostPipeline", "Traffic", "staging_bytes"]
 
 Bucket = list[SlotUpdate]
 
@@ -62,22 +63,35 @@ class HostPipeline:
         bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by itself.
         depth: buckets in flight; 1 means no overlap.
         pin: page-lock the staging memory.
+        stages: where the time goes.
     """
 
-    def __init__(self, transfer: Transfer, *, bucket_bytes: int, depth: int, pin: bool) -> None:
+    def __init__(self, transfer: Transfer, *, bucket_bytes: int, depth: int, pin: bool,
+                 stages: Stages | None = None) -> None:
         if bucket_bytes < 1 or depth < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}, depth={depth}: both must be at least 1")
         self._transfer = transfer
         self._bucket_bytes = bucket_bytes
         self._depth = depth
         self._pin = pin
+        self._times = stages or Stages()
         self._stages: list[_Stage] = []
         self.traffic = Traffic()
+
+    def over(self, transfer: Transfer) -> HostPipeline:
+        """The same pipeline over another transfer."""
+        return HostPipeline(transfer, bucket_bytes=self._bucket_bytes, depth=self._depth, pin=self._pin,
+                            stages=self._times)
 
     @property
     def staging_bytes(self) -> int:
         """Host bytes held for staging; 0 before the first step."""
         return sum(stage.arena.capacity for stage in self._stages)
+
+    def staging_for(self, updates: Sequence[SlotUpdate], shares: Sequence[int]) -> int:
+        """Host bytes that stepping these takes."""
+        sizes = [sum(map(staging_bytes, bucket)) for bucket in _buckets(updates, shares, self._bucket_bytes)]
+        return max(sizes, default=0) * min(self._depth, len(sizes))
 
     def run(self, updates: Sequence[SlotUpdate], shares: Sequence[int], step: Callable[[Bucket], None]) -> None:
         """Step all ``updates``; on return every upload is ordered before later accelerator work.
@@ -92,14 +106,17 @@ class HostPipeline:
                                up=sum(u.output.nbytes for u in updates if u.output is not None))
         if not buckets:
             return
-        self._reserve(max(sum(map(_staging_bytes, bucket)) for bucket in buckets), len(buckets))
+        self._reserve(max(sum(map(staging_bytes, bucket)) for bucket in buckets), len(buckets))
         ahead = min(self._depth - 1, 1)
         loads = [self._stage(index).load(bucket) for index, bucket in enumerate(buckets[: 1 + ahead])]
         for index, bucket in enumerate(buckets):
             staged, ticket = loads[index]
-            self._transfer.wait(ticket)
-            step(staged)
-            self._stage(index).store(staged, bucket)
+            with self._times.stage(WAIT_COPIES):
+                self._transfer.wait(ticket)
+            with self._times.stage("host_step"):
+                step(staged)
+            with self._times.stage("publish"):
+                self._stage(index).store(staged, bucket)
             if (upcoming := index + 1 + ahead) < len(buckets):
                 loads.append(self._stage(upcoming).load(buckets[upcoming]))
         self._transfer.join()
@@ -114,7 +131,8 @@ class HostPipeline:
             self._stages = [_Stage(self._transfer, capacity, self._pin) for _ in range(depth)]
 
 
-def _staging_bytes(update: SlotUpdate) -> int:
+def staging_bytes(update: SlotUpdate) -> int:
+    """Host bytes that an update's gradient and output take."""
     size = aligned_bytes(update.grad.numel(), update.grad.dtype)
     return size if update.output is None else size + aligned_bytes(update.output.numel(), update.output.dtype)
 

@@ -26,8 +26,11 @@ class Transfer(Protocol):
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         """A 1-D uint8 host buffer, page-locked if ``pin`` and the accelerator can use it."""
 
-    def download(self, pairs: Sequence[CopyPair]) -> Any:
-        """Start copying accelerator tensors to the host, after all work queued so far. Returns a ticket."""
+    def mark(self) -> Any:
+        """A point in the work that the calling thread has queued so far, for ``download(after=)`` in another thread."""
+
+    def download(self, pairs: Sequence[CopyPair], after: Any = None) -> Any:
+        """Start copying accelerator tensors to the host, after a mark or all work queued so far. Returns a ticket."""
 
     def upload(self, pairs: Sequence[CopyPair]) -> Any:
         """Start copying host tensors to the accelerator, after all work queued so far. Returns a ticket."""
@@ -45,11 +48,14 @@ class ImmediateTransfer:
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return zeros_host(num_bytes)
 
-    def download(self, pairs: Sequence[CopyPair]) -> None:
+    def mark(self) -> None: ...
+
+    def download(self, pairs: Sequence[CopyPair], after: None = None) -> None:
         for destination, source in pairs:
             destination.copy_(source)
 
-    upload = download
+    def upload(self, pairs: Sequence[CopyPair]) -> None:
+        self.download(pairs)
 
     def wait(self, ticket: None) -> None: ...
 
@@ -74,8 +80,17 @@ class CudaTransfer:
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
 
-    def _copy(self, stream: torch.cuda.Stream, pairs: Sequence[CopyPair], device_side: int) -> torch.cuda.Event:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _copy(self, stream: torch.cuda.Stream, pairs: Sequence[CopyPair], device_side: int,
+              after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        else:
+            stream.wait_event(after)
         with torch.cuda.stream(stream):
             for pair in pairs:
                 pair[0].copy_(pair[1], non_blocking=True)
@@ -84,8 +99,8 @@ class CudaTransfer:
             event.record(stream)
         return event
 
-    def download(self, pairs: Sequence[CopyPair]) -> torch.cuda.Event:
-        return self._copy(self._down, pairs, device_side=1)
+    def download(self, pairs: Sequence[CopyPair], after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        return self._copy(self._down, pairs, device_side=1, after=after)
 
     def upload(self, pairs: Sequence[CopyPair]) -> torch.cuda.Event:
         return self._copy(self._up, pairs, device_side=0)

@@ -122,6 +122,9 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     optimizer.init_state()
     found: dict[tuple[str, str], int] = {}
     for part in optimizer.chained_optimizers:
+        if isinstance(part.inner, HybridDeviceOptimizer):
+            for (where, what), size in _reserves(part, part.inner).items():
+                found[where, what] = found.get((where, what), 0) + size
         for where, what, tensor in _tensors(part):
             found[where, what] = found.get((where, what), 0) + tensor.nbytes
     pinned = (*(["main_params"] if config.pin_cpu_params else []), *(["staging"] if config.pin_cpu_grads else []))
@@ -129,6 +132,12 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     for (where, what), size in found.items():
         kinds["accelerator" if where == "device" else "pinned_host" if what in pinned else "pageable_host"][what] = size
     return MemoryPlan(Memory(**kinds["accelerator"]), Memory(**kinds["pinned_host"]), Memory(**kinds["pageable_host"]))
+
+
+def _reserves(part: MegatronOptimizer, hybrid: HybridDeviceOptimizer) -> dict[tuple[str, str], int]:
+    """Host memory that is taken when stepping begins."""
+    return {("host", "staging"): hybrid.staging_for(part.get_parameters()),
+            ("host", "double_buffers"): hybrid.double_buffer_bytes()}
 
 
 def _tensors(part: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor]]:

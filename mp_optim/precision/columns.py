@@ -17,6 +17,7 @@ from mp_optim.precision.measure import NormKey
 from mp_optim.slots import (
     Multiplier,
     Slot,
+    SlotUpdate,
     SlotUpdates,
     SteadyList,
     all_same,
@@ -171,6 +172,12 @@ class SlotColumns:
             slots=whole.slots, grads=grads, outputs=whole.outputs, shard_groups=whole.shard_groups,
             streams=whole.streams, layouts=whole.layouts, multipliers=[multipliers[keys[0].group]] * len(keys) if alone
             else [multipliers[key.group] for key in keys])
+
+    def update(self, index: int, grad: Tensor) -> SlotUpdate:
+        """One slot's update, but for the multiplier, which is not known yet."""
+        output = local_tensor(self.params[index]) if self.separate[index] else None
+        return SlotUpdate(self.slots[index], grad, output=output, shard_groups=self.keys[index].shard_groups,
+                          stream=self.streams[index])
 
     def _everything(self) -> _Selection:
         """All slots; put together once for as long as nothing changes."""

@@ -80,7 +80,8 @@ def describe(optimizer: MegatronOptimizer) -> Description:
         row[1] += main.numel()
         row[2] += own + sum(value.nbytes for value in state.values())
     return Description(tuple(DescriptionRow(group, place, dtype, slots, params, size, backend, why)
-                             for (group, place, dtype, backend, why), (slots, params, size) in counts.items()))
+                             for (group, place, dtype, backend, why), (slots, params, size) in counts.items()),
+                       note() if (note := getattr(optimizer.inner, "host_notes", None)) is not None else ())
 
 
 def _stepper(optimizer: MegatronOptimizer, group: int, place: str, device: torch.device) -> tuple[str, str]:

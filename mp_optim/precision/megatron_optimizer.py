@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision.backward import BackwardLink, DuringBackward
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.graphed import GraphedStep, check_capturable
@@ -40,7 +41,7 @@ from mp_optim.update import choose_backend
 __all__ = ["MegatronOptimizer"]
 
 
-class MegatronOptimizer(MainParams):
+class MegatronOptimizer(DuringBackward, MainParams):
     """Common part of the precision wrappers.
 
     Args:
@@ -65,6 +66,8 @@ class MegatronOptimizer(MainParams):
         self._counts = {"steps": 0, "skipped_steps": 0}
         self._graphed: GraphedStep | None = None
         super().__init__(optimizer, process_groups)
+        self.backward_link = BackwardLink(self, self._seen, self._sum_of_squares, self._push_settings)
+        self.backward_link.follow(self._params())
         if config.optimizer_cuda_graph:
             check_capturable(self)
 
@@ -81,9 +84,11 @@ class MegatronOptimizer(MainParams):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.finish_early_work()
         verdict = self._by_graph() if self.config.optimizer_cuda_graph else self._eagerly()
         if self.grad_scaler is not None:
             self.grad_scaler.update(verdict.found_inf)
+            self.remember_scale()
         return verdict.result if closure is None else loss
 
     def _eagerly(self) -> Verdict | PendingVerdict:
@@ -141,7 +146,9 @@ class MegatronOptimizer(MainParams):
         """Find this step's gradients; nothing here asks the device."""
         if self._parking.occupied:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
+        self.backward_link.finish()
         self._sync()
+        self.backward_link.follow(self._seen.params)
         indices, _ = self._grads = self._seen.grads(self.slot_name)
         if not all(self._seen.bound):
             for index in (i for i in indices if not self._seen.bound[i]):  # it was frozen when its group was added
@@ -152,7 +159,7 @@ class MegatronOptimizer(MainParams):
         assert self._grads is not None
         (indices, grads), all_keys = self._grads, self._seen.distinct_keys
         keys, device = self._seen.keys_of(indices), self.device
-        sums = measure(grads, keys, all_keys, self._sum_of_squares, device)
+        sums = measure(grads, keys, all_keys, self.backward_link.sums_of_squares, device)
         zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None
         ranks = self.process_groups.grad_stats
         if self._norm_groups is None or ranks is None:
@@ -169,7 +176,9 @@ class MegatronOptimizer(MainParams):
         if self._grads is None:
             self._sync()
             self._grads = self._seen.grads(self.slot_name)
-        if not (isinstance(verdict, Verdict) and verdict.skip):
+        if isinstance(verdict, Verdict) and verdict.skip:
+            self.backward_link.skip()
+        else:
             self.carry_out(verdict.multipliers, self._clipped(verdict))
         self._grads = None
 
@@ -261,6 +270,10 @@ class MegatronOptimizer(MainParams):
             if getattr(param, "decoupled_grad", None) is not None:
                 param.decoupled_grad = None  # type: ignore[attr-defined]
 
+    def offload_to_cpu(self) -> None:
+        self.discard_early_work()  # it holds gradients
+        super().offload_to_cpu()
+
     # -- state: a loss scale beside the slots' -----------------------------------------------------
 
     def state_dict(self, is_loading: bool = False, *, full_precision: bool = False) -> dict[str, Any]:
@@ -308,6 +321,7 @@ class MegatronOptimizer(MainParams):
             "multiplier": verdict.multipliers.get(MAIN, 0.0),
             "bytes_down": 0 if traffic is None else traffic.down,
             "bytes_up": 0 if traffic is None else traffic.up,
+            **getattr(self.inner, "host_metrics", dict)(),
             **norms,
             **self._counts,
             **({} if self._graphed is None else {"graph_captures": self._graphed.captures,

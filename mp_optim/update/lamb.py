@@ -35,6 +35,7 @@ class FusedLAMB(RuleOptimizer):
     """
 
     rule = "lamb"
+    reduces_over_shards = True
     needs_numbers = False
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),

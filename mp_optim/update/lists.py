@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mp_optim.update.formats import Noise
 
-__all__ = ["REMAINDER", "AdamScalars", "Given", "LambScalars", "LionScalars", "SgdScalars", "TensorLists", "fp32",
-           "scale_key"]
+__all__ = ["MAIN", "REMAINDER", "AdamScalars", "Given", "LambScalars", "LionScalars", "SgdScalars", "TensorLists",
+           "fp32", "scale_key"]
 
+MAIN = ""
+"""Key of main params among a slot's tensors."""
 REMAINDER = "remainder"
 """Key of the state that extends a bfloat16 main param to FP32."""
 
@@ -38,6 +41,8 @@ class TensorLists:
         grad: any floating dtype.
         state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for those in blocks.
         output: tensor that receives the updated parameter in its dtype, or None; bfloat16 beside a remainder.
+        source: where the present values of main (``MAIN``) and state are, if not in ``main`` and ``state``, whose
+            values then mean nothing. Only for backends that have ``reads_source``.
         noise: for each tensor, to round state stochastically; None rounds to nearest.
 
     A list that is a ``SteadyList`` may be the same one in every step.
@@ -48,6 +53,16 @@ class TensorLists:
     state: dict[str, list[Tensor]]
     output: Sequence[Tensor | None]
     noise: list[Noise] | None = None
+    source: Mapping[str, Sequence[Tensor]] | None = None
+
+    def in_place(self) -> TensorLists:
+        """The lists with present values brought to where they are stepped."""
+        if self.source is None:
+            return self
+        for key, tensors in self.source.items():
+            if tensors:
+                torch._foreach_copy_(list(self.main if key == MAIN else self.state[key]), list(tensors))
+        return replace(self, source=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,8 @@ from mp_optim.update.group_state import GroupState, Share, shares_of
 from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
 from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, moment_forms
 
-__all__ = ["RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
+__all__ = ["PlannedLaunch", "RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm",
+           "settings_now"]
 
 
 class _Launch(NamedTuple):
@@ -45,6 +46,25 @@ class _Launch(NamedTuple):
     dtype: torch.dtype
     step: float
     multiplier: Multiplier
+
+
+class PlannedLaunch(NamedTuple):
+    """One backend call of a step, with all that its result depends on.
+
+    Attributes:
+        group, positions: the slots. settings: of their group. launch: what they share. updates: their updates.
+        mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not contiguous.
+        lists: what the backend is handed.
+    """
+
+    group: int
+    positions: list[int]
+    settings: dict[str, Any]
+    launch: _Launch
+    updates: SlotUpdates
+    mains: SteadyList
+    outputs: Sequence[Tensor | None]
+    lists: TensorLists
 
 
 class RuleOptimizer(SlotOptimizer):
@@ -63,6 +83,9 @@ class RuleOptimizer(SlotOptimizer):
     """The rule's name in the config."""
     needs_numbers = True
     """Whether :meth:`apply` works with the multiplier itself, rather than hand it to a backend."""
+
+    reduces_over_shards = False
+    """Whether stepping a split parameter is a collective of the ranks that hold it."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto",
                  precision: StatePrecision | None = None) -> None:
@@ -256,35 +279,61 @@ class RuleOptimizer(SlotOptimizer):
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self._settle()
         columns = SlotUpdates.of(updates)
+        for share, part in self._shares_of(columns):
+            group, own = self.param_groups[share.group], self._groups[share.group]
+            for planned in self._plan_group(share, part, group, grad_norm):
+                self.carry_out(planned)
+            own.count(share.positions)
+            waits = [value for value in set(part.multipliers) if isinstance(value, DeviceMultiplier)]
+            self._unsettled += [(own, share.positions, value) for value in waits[:1]]
+
+    def plan(self, updates: Sequence[SlotUpdate], grad_norm: float | None = None) -> list[PlannedLaunch]:
+        """What :meth:`step_slots` would do now, with settings of its own: later changes of a group do not reach it.
+
+        Nothing is stepped or counted; state is allocated.
+        """
+        self._settle()
+        return [planned for share, part in self._shares_of(SlotUpdates.of(updates))
+                for planned in self._plan_group(share, part, settings_now(self.param_groups[share.group]), grad_norm)]
+
+    def count(self, planned: PlannedLaunch) -> None:
+        """Add a step to the slots of a launch that was carried out apart from :meth:`step_slots`."""
+        self._groups[planned.group].count(planned.positions)
+
+    def moved(self, planned: PlannedLaunch) -> None:
+        """The tensors of a launch's slots have other memory now."""
+        self._groups[planned.group].replaced()
+
+    def _shares_of(self, columns: SlotUpdates) -> Iterator[tuple[Share, SlotUpdates]]:
+        """The updates by group."""
         if self._shares is None or self._shares[0] is not columns.slots:
             self._shares = (columns.slots, shares_of(columns.slots))
         shares = self._shares[1]
         for share in shares:
-            part = columns if len(shares) == 1 else columns.take(share.members)
-            self._step_group(share.group, share.positions, part, grad_norm)
+            yield share, columns if len(shares) == 1 else columns.take(share.members)
         if not isinstance(columns.slots, tuple):  # a list may hold others at the next step
             self._shares = None
 
-    def _step_group(self, index: int, positions: list[int], updates: SlotUpdates, grad_norm: float | None) -> None:
-        group, own = self.param_groups[index], self._groups[index]
+    def _plan_group(self, share: Share, updates: SlotUpdates, settings: dict[str, Any],
+                    grad_norm: float | None) -> Iterator[PlannedLaunch]:
+        index, positions, own = share.group, share.positions, self._groups[share.group]
         mains = self._mains(index, positions)
         steps = own.steps.tolist()
         multipliers = {value: value if isinstance(value, DeviceMultiplier)
-                       else self.effective_multiplier(group, value, grad_norm) for value in set(updates.multipliers)}
+                       else self.effective_multiplier(settings, value, grad_norm)
+                       for value in set(updates.multipliers)}
         counts = steps if own.is_whole(positions) else [steps[position] for position in positions]
         if len(mains.devices) == len(mains.dtypes) == len(set(counts)) == len(multipliers) == 1:
             launch = _Launch(mains[0].device, mains[0].dtype, counts[0], multipliers[updates.multipliers[0]])
-            self._launch(index, launch, updates, positions, mains)
-        else:
-            values = [multipliers[value] for value in updates.multipliers]
-            launches = [_Launch(main.device, main.dtype, count, value)
-                        for main, count, value in zip(mains, counts, values, strict=True)]
-            for launch in dict.fromkeys(launches):
-                members = [at for at, other in enumerate(launches) if other == launch]
-                self._launch(index, launch, updates.take(members), [positions[at] for at in members],
-                             SteadyList(mains[at] for at in members))
-        own.count(positions)
-        self._unsettled += [(own, positions, value) for value in multipliers if isinstance(value, DeviceMultiplier)][:1]
+            yield self._planned(index, launch, updates, positions, mains, settings)
+            return
+        values = [multipliers[value] for value in updates.multipliers]
+        launches = [_Launch(main.device, main.dtype, count, value)
+                    for main, count, value in zip(mains, counts, values, strict=True)]
+        for launch in dict.fromkeys(launches):
+            members = [at for at, other in enumerate(launches) if other == launch]
+            yield self._planned(index, launch, updates.take(members), [positions[at] for at in members],
+                                SteadyList(mains[at] for at in members), settings)
 
     def _settle(self) -> None:
         """Take back the counts of a step that the device skipped: steps are counted before anybody knows."""
@@ -339,18 +388,25 @@ class RuleOptimizer(SlotOptimizer):
             own.steady_mains = mains.hold()
         return mains
 
-    def _launch(self, index: int, launch: _Launch, updates: SlotUpdates, positions: Sequence[int],
-                mains: SteadyList) -> None:
-        group, own = self.param_groups[index], self._groups[index]
+    def _planned(self, index: int, launch: _Launch, updates: SlotUpdates, positions: list[int], mains: SteadyList,
+                 settings: dict[str, Any]) -> PlannedLaunch:
+        own = self._groups[index]
         outputs = updates.outputs if isinstance(updates.outputs, SteadyList) else list(updates.outputs)
-        multiplier = launch.multiplier.values if isinstance(launch.multiplier, DeviceMultiplier) else launch.multiplier
         lists = TensorLists(
             main=_contiguous(mains), grad=_contiguous(SteadyList.of(updates.grads)),
-            state={key: own.tensors(key, positions) for key in self._stored_keys(group, launch.dtype)},
+            state={key: own.tensors(key, positions) for key in self._stored_keys(settings, launch.dtype)},
             output=_contiguous_outputs(outputs), noise=self._noise(index, launch, updates))
+        return PlannedLaunch(index, positions, settings, launch, updates, mains, outputs, lists)
+
+    def carry_out(self, planned: PlannedLaunch) -> None:
+        """Step the tensors of a launch. Reads nothing of this object that a step changes, so any thread may do it."""
+        launch, lists = planned.launch, planned.lists
         backend, _ = self.backend_for(launch.device)
-        self.apply(backend, lists, group, int(launch.step) + 1, multiplier, updates)
-        for mine, stepped in ((mains, lists.main), (outputs, lists.output)):
+        if not getattr(backend, "reads_source", False):
+            lists = lists.in_place()
+        multiplier = launch.multiplier.values if isinstance(launch.multiplier, DeviceMultiplier) else launch.multiplier
+        self.apply(backend, lists, planned.settings, int(launch.step) + 1, multiplier, planned.updates)
+        for mine, stepped in ((planned.mains, lists.main), (planned.outputs, lists.output)):
             if mine is not stepped:
                 _copy_back(mine, stepped)
 
@@ -367,6 +423,12 @@ class RuleOptimizer(SlotOptimizer):
         seed = mix(self.precision.seed ^ mix(int(launch.step) + 1))
         return [Noise(seed, stream_of(self.slot_name(slot)) if stream is None else stream)
                 for slot, stream in zip(updates.slots, updates.streams, strict=True)]
+
+
+def settings_now(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings as plain values that stay what they are."""
+    return {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for key, value in group.items() if key not in ("params", "param_names", "fqns")}
 
 
 def _contiguous(tensors: SteadyList) -> SteadyList:

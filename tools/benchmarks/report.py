@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from mp_optim.update.backends.native_library import native_library
 
 _FORMATS = {"ms": "{:.2f}", "spread": "±{:.1%}", "gbs": "{:.1f}", "of_limit": "{:.2f}", "gparams": "{:.3f}",
             "times_ours": "{:.2f}x", "times_one": "{:.2f}x", "speedup": "{:.2f}x", "state_bytes": "{:.2f}",
-            "of_ours": "{:.3f}x"}
+            "of_ours": "{:.3f}x", "hidden": "{:.0%}", "step_shorter": "{:.2f}x", "iteration_ms": "{:.1f}"}
 _HEADS = {"gbs": "GB/s", "of_limit": "of the memory limit", "gparams": "Gparam/s", "times_ours": "times ours",
           "times_one": "times one tensor", "state_bytes": "bytes a parameter, with the main param",
-          "of_ours": "throughput, of our 8-bit kernel's"}
+          "of_ours": "throughput, of our 8-bit kernel's", "hidden": "arithmetic hidden",
+          "step_shorter": "step() shorter than sync's", "iteration_ms": "backward and step, ms"}
 
 
 _OPPONENTS = ("deepspeed", "megatron-core", "torchao", "bitsandbytes")
@@ -84,8 +86,13 @@ def markdown(sections: list[Section], limit: float, regime: str) -> str:
     """All sections as one document."""
     where = machine()
     others = "".join(f"{name} {version}, " for name, version in where["opponents"].items())
-    lines = [f"{where['cpu']}, {where['threads']} threads, {where['level']}, torch {where['torch']}, {others}"
-             f"{where['date']}. Memory limit {limit / 1e9:.1f} GB/s ({regime}).", ""]
+    return (f"{where['cpu']}, {where['threads']} threads, {where['level']}, torch {where['torch']}, {others}"
+            f"{where['date']}. Memory limit {limit / 1e9:.1f} GB/s ({regime}).\n\n{tables(sections)}")
+
+
+def tables(sections: Sequence[Section]) -> str:
+    """The sections alone."""
+    lines = []
     for section in sections:
         columns = _columns(section)
         lines += [f"### {section.title}", "", "| | " + " | ".join(_HEADS.get(key, key) for key in columns) + " |",

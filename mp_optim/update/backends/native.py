@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.formats import Noise, is_blocked
 from mp_optim.update.lists import (
+    MAIN,
     REMAINDER,
     AdamScalars,
     LambScalars,
@@ -29,10 +32,11 @@ from mp_optim.update.lists import (
     scale_key,
 )
 
-__all__ = ["NativeBackend", "set_host_cores", "set_host_threads"]
+__all__ = ["NativeBackend", "set_host_cores", "set_host_threads", "set_thread_share"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _host_threads: int | None = None
+_here = threading.local()
 
 
 def set_host_threads(threads: int | None) -> None:
@@ -55,6 +59,11 @@ def set_host_cores(cores: Sequence[int]) -> None:
     library.set_cores(cores)
 
 
+def set_thread_share(threads: int | None) -> None:
+    """Threads of the kernels that the calling thread runs; None as everywhere."""
+    _here.threads = threads
+
+
 def _check_cores(cores: Sequence[int]) -> None:
     given = f"host_cores={tuple(cores)!r}"
     if not hasattr(os, "sched_getaffinity"):
@@ -66,7 +75,7 @@ def _check_cores(cores: Sequence[int]) -> None:
 
 
 def _threads() -> int:
-    return _host_threads or torch.get_num_threads()
+    return getattr(_here, "threads", None) or _host_threads or torch.get_num_threads()
 
 
 class _Kind(NamedTuple):
@@ -115,6 +124,8 @@ class NativeBackend(ReferenceBackend):
     """Calls the library; ``reference`` does what it cannot."""
 
     name = "native"
+    reads_source = True
+    """Whether present values may lie elsewhere than what is written."""
 
     def __init__(self, library: lib.NativeLibrary) -> None:
         self.library = library
@@ -138,7 +149,7 @@ class NativeBackend(ReferenceBackend):
              otherwise: Callable[[TensorLists], None]) -> None:
         for _, kind, part in _by_kind(lists, moments):
             if kind is None:
-                otherwise(part)
+                otherwise(part.in_place())
             else:
                 self._call(function, _table(part, kind, moments), values)
                 _mark_written(part)
@@ -148,7 +159,7 @@ class NativeBackend(ReferenceBackend):
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64)
         for indices, kind, part in _by_kind(lists, _MOMENTS):
             if kind is None:
-                found = super().lamb_moments(part, scalars, multiplier)
+                found = super().lamb_moments(part.in_place(), scalars, multiplier)
             else:
                 found = torch.empty(len(indices), 2, dtype=torch.float64)
                 table = _table(part, kind._replace(output=None), _MOMENTS)
@@ -163,7 +174,7 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().lamb_apply(part, scalars, mine)
             else:
-                table = _table(part, kind, _MOMENTS)
+                table = _table(replace(part, source=None), kind, _MOMENTS)  # the first pass brought it
                 self._call("mp_lamb_apply", table, values, mine.buffer_info()[0])
                 _mark_written(part)
 
@@ -231,6 +242,16 @@ def _by_kind(lists: TensorLists, moments: tuple[str, ...]) -> list[tuple[Sequenc
     return parts
 
 
+def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:
+    """Where present values are read, by the names of ``MpTensors``; empty if they are in place."""
+    if lists.source is None:
+        return {}
+    names = {MAIN: "main", REMAINDER: "remainder"}
+    for at, name in enumerate(moments, start=1):
+        names |= {name: f"moment{at}", scale_key(name): f"scale{at}"}
+    return {f"from_{names[key]}": tensors for key, tensors in lists.source.items()}
+
+
 def _outputs(lists: TensorLists) -> list[Tensor]:
     """The outputs that there are; a list that knows its addresses is handed on as it is."""
     if isinstance(lists.output, SteadyList):
@@ -250,7 +271,8 @@ def _take(lists: TensorLists, indices: Sequence[int]) -> TensorLists:
         return [values[index] for index in indices]
 
     return TensorLists(some(lists.main), some(lists.grad), {key: some(found) for key, found in lists.state.items()},
-                       some(lists.output), None if lists.noise is None else some(lists.noise))
+                       some(lists.output), None if lists.noise is None else some(lists.noise),
+                       None if lists.source is None else {key: some(found) for key, found in lists.source.items()})
 
 
 def _kind(kind: _Kind, lists: TensorLists, moments: tuple[str, ...]) -> _Kind | None:
@@ -268,4 +290,5 @@ def _table(lists: TensorLists, kind: _Kind, moments: tuple[str, ...]) -> _Table:
                 for at, name in enumerate(moments) if scale_key(name) in lists.state}
     if kind.output is not None:
         columns["output"] = _outputs(lists)
+    columns |= _sources(lists, moments)
     return _Table(kind, columns, lists.noise)

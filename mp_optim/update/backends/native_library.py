@@ -10,12 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENVIRONMENT", "NativeLibrary", "native_library"]
+import torch
+
+__all__ = ["ENVIRONMENT", "NativeLibrary", "limit_openmp", "native_library"]
 
 ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``; else the best one."""
 
-_ABI = 4
+_ABI = 5
 _STATUS = {1: "a null pointer, negative size or unknown dtype reached the kernels", 2: "out of memory",
            3: "the kernels failed"}
 
@@ -26,7 +28,9 @@ class Tensors(ctypes.Structure):
     _fields_ = [("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in (
         "numel", "main", "remainder", "grad", "moment1", "moment2", "scale1", "scale2", "output", "stream")),
         *((name, ctypes.c_int32) for name in ("main_dtype", "remainder_dtype", "grad_dtype", "moment1_dtype",
-                                              "moment2_dtype", "output_dtype")), ("seed", ctypes.c_uint32)]
+                                              "moment2_dtype", "output_dtype")), ("seed", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("from_main", "from_remainder", "from_moment1", "from_moment2",
+                                               "from_scale1", "from_scale2"))]
 
 
 def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:
@@ -132,12 +136,23 @@ def _load(path: Path) -> NativeLibrary:
 
 def _gomp_parallel() -> int | None:
     """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, if it is GNU's (as on Linux)."""
+    function = getattr(_gomp(), "GOMP_parallel", None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+
+
+def _gomp() -> ctypes.CDLL | None:
+    """GNU's OpenMP library, if torch has loaded it."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
     loaded = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libgomp" in line}
     torch_first = sorted(loaded, key=lambda path: ("torch" not in path, path))
-    for path in torch_first[:1]:
-        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        return ctypes.cast(function, ctypes.c_void_p).value if function else None
-    return None
+    return ctypes.CDLL(torch_first[0]) if torch_first else None
+
+
+def limit_openmp(threads: int) -> None:
+    """Threads of torch's own operations in the calling thread, and in no other, where torch uses GNU's OpenMP."""
+    torch.get_num_threads()  # torch sets a new thread's number when it first asks; after that the number stays
+    set_threads = getattr(_gomp(), "omp_set_num_threads", None)
+    if set_threads is not None:
+        set_threads(ctypes.c_int(threads))

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <new>
 #include <string>
 #include <vector>
@@ -73,6 +74,15 @@ bool valid_dtypes(const MpTensors& t) {
            is_one_of(t.output_dtype, {MP_NONE, MP_BF16, compact ? MP_BF16 : MP_F32, compact ? MP_BF16 : MP_F16});
 }
 
+// Whether present values come from elsewhere completely, or not at all.
+bool valid_sources(const MpTensors& t) {
+    bool any = t.from_main != nullptr;
+    auto goes_with = [&](auto from, auto to) { return (from != nullptr) == (any && to != nullptr) && is_full(t, from); };
+    return goes_with(t.from_main, t.main) && goes_with(t.from_remainder, t.remainder) &&
+           goes_with(t.from_moment1, t.moment1) && goes_with(t.from_moment2, t.moment2) &&
+           goes_with(t.from_scale1, t.scale1) && goes_with(t.from_scale2, t.scale2);
+}
+
 bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads) {
     if (t.count < 0 || threads < 1 || !valid_dtypes(t)) return false;
     if (t.count == 0) return true;
@@ -88,7 +98,27 @@ bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_sec
         if (t.numel[i] < 0) return false;
     for (void* const* table : {t.main, t.remainder, t.grad, t.moment1, t.moment2, t.output})
         if (!is_full(t, table)) return false;
-    return is_full(t, t.scale1) && is_full(t, t.scale2);
+    return valid_sources(t) && is_full(t, t.scale1) && is_full(t, t.scale2);
+}
+
+constexpr int64_t kBrought = 4 * kBlock;  // elements: still in the nearest cache when the kernel comes to them
+
+// Copies present values to where they are stepped.
+void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
+    auto copy = [&](const auto* from, const auto* to, int64_t first, int64_t bytes) {
+        if (from) std::memcpy((char*)to[index] + first, (const char*)from[index] + first, size_t(bytes));
+    };
+    auto elements = [&](const void* const* from, void* const* to, int32_t dtype) {
+        copy(from, to, start * size_of(dtype), count * size_of(dtype));
+    };
+    int64_t scale = start / kScaled * int64_t(sizeof(float));
+    int64_t scales = (count + kScaled - 1) / kScaled * int64_t(sizeof(float));
+    elements(t.from_main, t.main, t.main_dtype);
+    elements(t.from_remainder, t.remainder, t.remainder_dtype);
+    elements(t.from_moment1, t.moment1, t.moment1_dtype);
+    elements(t.from_moment2, t.moment2, t.moment2_dtype);
+    copy(t.from_scale1, t.scale1, scale, scales);
+    copy(t.from_scale2, t.scale2, scale, scales);
 }
 
 Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream) {
@@ -169,8 +199,13 @@ template <class Kernel>
 void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
     Units units(t, kBlock);
     bool stream = units.elements() >= kLargeLaunch;
+    const int64_t most = t.from_main ? kBrought : std::numeric_limits<int64_t>::max();
     split(units, threads, [&](int64_t i, int64_t, int64_t start, int64_t count) {
-        kernel(run_at(t, i, start, count, stream), i);
+        for (int64_t done = 0, n; done < count; done += n) {
+            n = std::min(most, count - done);
+            if (t.from_main) bring(t, i, start + done, n);
+            kernel(run_at(t, i, start + done, n, stream), i);
+        }
     });
 }
 
@@ -190,8 +225,10 @@ void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads,
     Units units(t, kPiece);
     std::vector<double> found(units.total() * width);
     split(units, threads, [&](int64_t i, int64_t unit, int64_t start, int64_t count) {
-        for (int64_t done = 0; done < count; done += kPiece, ++unit)
+        for (int64_t done = 0; done < count; done += kPiece, ++unit) {
+            if (t.from_main) bring(t, i, start + done, std::min(kPiece, count - done));
             kernel(run_at(t, i, start + done, std::min(kPiece, count - done), false), unit, &found[unit * width]);
+        }
     });
     std::vector<double> values;
     for (int64_t i = 0; i < t.count; ++i)
@@ -294,4 +331,4 @@ int32_t mp_set_cores(const int32_t* cores, int32_t count) {
     return guarded([&] { set_cores(std::vector<int>(cores, cores + count)); });
 }
 
-int32_t mp_abi() { return 4; }
+int32_t mp_abi() { return 5; }

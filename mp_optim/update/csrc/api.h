@@ -35,6 +35,14 @@ struct MpTensors {
     int32_t moment2_dtype;
     int32_t output_dtype;
     uint32_t seed;
+    // Where the present values of main, remainder, moments and scales are read instead, to be left as they are: all of
+    // these tables, or none.
+    const void* const* from_main;
+    const void* const* from_remainder;
+    const void* const* from_moment1;
+    const void* const* from_moment2;
+    const float* const* from_scale1;
+    const float* const* from_scale2;
 };
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.

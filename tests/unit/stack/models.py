@@ -110,7 +110,9 @@ class AdversarialTransfer:
         self.pending.append((is_upload, pairs))
         return len(self.pending) - 1
 
-    def download(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
+    def mark(self) -> None: ...
+
+    def download(self, pairs: Sequence[tuple[Tensor, Tensor]], after: None = None) -> int:
         return self._start(False, pairs)
 
     def upload(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:

@@ -1,0 +1,34 @@
+"""Whether it pays to step before the verdict: a rule over how the last verdicts turned out.
+
+A speculated step is right if the verdict's multiplier is the predicted one (inverse loss scale, clip coefficient 1)
+and nothing is skipped. A wrong one costs the time of a step that was hidden under backward and one more copy of the
+state; a right one saves the whole arithmetic of ``step()``. So speculating pays well below even odds, and stops only
+where it nearly always fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+__all__ = ["PAUSE_BELOW", "RESUME_AT", "WINDOW", "speculates_next"]
+
+WINDOW = 8
+"""Verdicts that are looked back on."""
+PAUSE_BELOW = 2
+"""Speculation pauses if fewer than this many of the last :data:`WINDOW` predictions were right."""
+RESUME_AT = 4
+"""It resumes as soon as this many were; while it pauses, verdicts are still compared with the prediction."""
+
+
+def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
+    """Whether to speculate on the next step.
+
+    Args:
+        speculates: whether the last step was speculated on.
+        verdicts: for each verdict so far, latest last, whether the prediction was right. Fewer than
+            :data:`WINDOW` of them change nothing.
+    """
+    if len(verdicts) < WINDOW:
+        return speculates
+    right = sum(list(verdicts)[-WINDOW:])
+    return right >= PAUSE_BELOW if speculates else right >= RESUME_AT

@@ -1,0 +1,235 @@
+"""A thread that takes jobs from a bounded queue, and never leaves its caller waiting for nothing.
+
+Whatever ends the thread, the caller hears of it: a job that raises, a thread that is gone, a queue that does not move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["Job", "Worker", "WorkerError"]
+
+PATIENCE = 4.0
+"""Seconds that :meth:`Worker.submit` waits for a full queue in which no job gets done."""
+_LOOK = 0.1
+"""Seconds between two looks whether the thread is still alive."""
+_FAREWELL = 2.0
+"""Seconds that the end of the process waits for the job in progress."""
+
+
+class WorkerError(RuntimeError):
+    """Work in the background failed. What was asked of it has not happened."""
+
+
+class Job(Protocol):
+    """Something to do. ``label`` says to whom; ``owner`` is what no two jobs may use at once."""
+
+    label: str
+
+    @property
+    def owner(self) -> object: ...
+
+    def prepare(self) -> None:
+        """Start what needs no arithmetic; called before :meth:`run`, if possible during the job before this one."""
+
+    def run(self) -> None: ...
+
+
+class _Queue:
+    """What the thread and its owner share."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.changed = threading.Condition()
+        self.jobs: deque[Job] = deque()
+        self.running: Job | None = None
+        self.prepared: Job | None = None
+        self.finished = 0
+        self.failure: tuple[str, BaseException] | None = None
+        self.closed = False
+
+    def is_full(self) -> bool:
+        """Whether another job has to wait for room."""
+        return len(self.jobs) >= self.capacity and self.failure is None
+
+
+class Worker:
+    """One daemon thread, started with the first job and again if it is gone.
+
+    Args:
+        name: of the thread.
+        capacity: jobs that may wait.
+        set_up: called in the thread before its first job.
+    """
+
+    def __init__(self, name: str, capacity: int, set_up: Callable[[], None] | None = None) -> None:
+        self._name = name
+        self._set_up = set_up
+        self._queue = _Queue(capacity)
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._finalizer: weakref.finalize[..., Worker] | None = None
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The present thread."""
+        return self._thread
+
+    def submit(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            WorkerError: the queue is full and nothing gets done.
+        """
+        queue = self._queue
+        self._start()
+        with queue.changed:
+            while queue.is_full():
+                finished = queue.finished
+                queue.changed.wait_for(lambda: queue.finished != finished or not queue.is_full(), PATIENCE)  # noqa: B023
+                if queue.is_full() and queue.finished == finished:
+                    state = "is gone" if not self._is_alive() else f"works on {_label(queue.running)}"
+                    raise WorkerError(f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs wait "
+                                      f"and none was finished in {PATIENCE:g} s; the worker {state}")
+            if queue.failure is None:  # else it is reported by drain(); more work would be lost
+                queue.jobs.append(job)
+                queue.changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until all jobs are done.
+
+        Raises:
+            WorkerError: one of them raised, or the thread is gone. The jobs left are dropped; the next one submitted
+                finds a working thread.
+        """
+        queue = self._queue
+        with queue.changed:
+            while queue.failure is None and (queue.jobs or queue.running is not None):
+                if not self._is_alive():
+                    queue.failure = (_label(queue.running or queue.jobs[0]), WorkerError(
+                        f"the thread {self._name!r} is gone"))
+                    break
+                queue.changed.wait(_LOOK)
+            failure, queue.failure = queue.failure, None
+            if failure is None:
+                return
+            queue.jobs.clear()
+            queue.running = queue.prepared = None
+        label, error = failure
+        raise WorkerError(f"{label}: work on the host during backward failed: {error!r}. The optimizer is as it was "
+                          "before this step; call step() again to do the work in it, or go on with the next "
+                          "batch") from error
+
+    def discard(self) -> bool:
+        """Drop the jobs that wait and wait for the one in progress; its failure is forgotten.
+
+        Returns:
+            False if it does not end: then the thread is left alone with it, and the next job gets another one. What
+            the job writes to must not be used any more.
+        """
+        queue = self._queue
+        with queue.changed:
+            queue.jobs.clear()
+            if queue.running is not None and self._is_alive():
+                queue.changed.wait_for(lambda: queue.running is None or not self._is_alive(), PATIENCE)
+            is_stuck = queue.running is not None and self._is_alive()
+            queue.closed = queue.closed or is_stuck
+            queue.running = queue.failure = queue.prepared = None
+        if is_stuck:
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._thread = self._finalizer = None
+            self._queue = _Queue(queue.capacity)
+        return not is_stuck
+
+    def close(self) -> None:
+        """End the thread; a later job starts another one."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._finalizer = self._thread = None
+        self._queue = _Queue(self._queue.capacity)
+
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self) -> None:
+        if self._is_alive():
+            return
+        if self._pid != os.getpid():  # a forked child: whoever held the lock is not here to release it
+            self._queue, self._pid = _Queue(self._queue.capacity), os.getpid()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        thread = threading.Thread(target=_serve, args=(self._queue, self._set_up), name=self._name, daemon=True)
+        self._thread = thread
+        # Called when this object goes, and at exit before the interpreter stops daemon threads wherever they are.
+        self._finalizer = weakref.finalize(self, _stop, self._queue, thread, os.getpid())
+        thread.start()
+
+
+def _label(job: Job | None) -> str:
+    return "nothing" if job is None else job.label
+
+
+def _stop(queue: _Queue, thread: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child has no such thread, and maybe a lock that nobody will release
+        return
+    with queue.changed:
+        queue.closed = True
+        queue.jobs.clear()
+        queue.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join(_FAREWELL)
+
+
+def _serve(queue: _Queue, set_up: Callable[[], None] | None) -> None:
+    """The thread. It holds no reference to its owner."""
+    label = "the first job"
+    try:
+        if set_up is not None:
+            set_up()
+        while (job := _take(queue)) is not None:
+            label = job.label
+            prepared, queue.prepared = queue.prepared, None
+            if prepared is not job:
+                job.prepare()
+            del prepared
+            _prepare_next(queue, job)
+            job.run()
+            with queue.changed:
+                queue.running = None
+                queue.finished += 1
+                queue.changed.notify_all()
+            del job
+    except BaseException as error:  # whatever it is, the caller has to know
+        with queue.changed:
+            queue.running = None
+            queue.failure = queue.failure or (label, error)
+            queue.changed.notify_all()
+
+
+def _take(queue: _Queue) -> Job | None:
+    with queue.changed:
+        while not queue.jobs and not queue.closed:
+            queue.changed.wait()
+        if queue.closed:
+            return None
+        queue.running = queue.jobs.popleft()
+        queue.changed.notify_all()
+        return queue.running
+
+
+def _prepare_next(queue: _Queue, current: Job) -> None:
+    """Start the copies of the next job, so that they run beside this one's arithmetic."""
+    with queue.changed:
+        following = queue.jobs[0] if queue.jobs else None
+        if following is None or following.owner is current.owner:
+            return
+    with contextlib.suppress(Exception):  # when its turn comes it is prepared again, and fails under its own name
+        following.prepare()
+        queue.prepared = following
