@@ -1,0 +1,76 @@
+"""A flat range of a tensor as boxes: disjoint, covering exactly, few."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mp_optim.checkpoint.flat import FlatShard, boxes
+
+
+@st.composite
+def ranges(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    numel = math.prod(shape)
+    start = draw(st.integers(0, numel))
+    return shape, start, draw(st.integers(0, numel - start))
+
+
+@given(ranges())
+@settings(deadline=None, max_examples=300)
+def test_boxes_cover_the_range_exactly_and_in_order(case):
+    shape, start, count = case
+    index = torch.arange(math.prod(shape)).view(shape)
+    found = boxes(shape, start, count)
+    covered = []
+    for box in found:
+        part = index
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        assert part.reshape(-1).tolist() == list(range(box.start, box.start + box.numel))
+        covered += part.reshape(-1).tolist()
+    assert covered == list(range(start, start + count))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert bool(found) == bool(count or math.prod(shape) == 0)
+
+
+@given(ranges())
+@settings(deadline=None, max_examples=100)
+def test_views_are_the_memory_and_are_found_by_their_offsets(case):
+    shape, start, count = case
+    shard = FlatShard(torch.zeros(count), shape, start)
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    for item in shard.__create_write_items__("w", shard):
+        view = shard.__get_tensor_shard__(item.index)
+        chunk = item.tensor_data.chunk
+        view.copy_(whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))])
+    assert shard.local.tolist() == list(range(start, start + count))
+
+
+@pytest.mark.parametrize(("shape", "start", "count"), [((2, 3), -1, 2), ((2, 3), 5, 2), ((), 1, 1), ((2, 0), 0, 1)])
+def test_a_range_outside_is_refused(shape, start, count):
+    with pytest.raises(ValueError, match="not inside a tensor of shape"):
+        FlatShard(torch.zeros(count), shape, start)
+
+
+def test_local_must_be_flat():
+    for local in (torch.zeros(2, 2), torch.zeros(4)[::2], torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="one contiguous dimension"):
+            FlatShard(local, (4,), 0)
+
+
+def test_copies_keep_the_range_and_arithmetic_is_refused():
+    shard = FlatShard(torch.arange(7.0), (3, 5), 4)
+    assert shard.shape == (3, 5)
+    for other in (shard.clone(), copy.deepcopy(shard), shard.to(torch.float64), torch.empty_like(shard).copy_(shard)):
+        assert isinstance(other, FlatShard) and other.shape == shard.shape and other.start == 4
+        assert torch.equal(other.local.float(), shard.local) and other.local is not shard.local
+    assert torch.empty_like(shard, dtype=torch.int8).local.dtype == torch.int8
+    with pytest.raises(NotImplementedError, match=r"\.local"):
+        shard + 1
+    for other in (torch.zeros(3, 5), FlatShard(torch.zeros(7), (3, 5), 3), FlatShard(torch.zeros(7), (5, 3), 4)):
+        with pytest.raises(ValueError, match="same range"):
+            shard.copy_(other)
