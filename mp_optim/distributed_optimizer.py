@@ -23,29 +23,23 @@ from mp_optim.precision.description import Description
 from mp_optim.precision.measure import Measurement, NormKey
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.sharding import (
-    Bucket,
-    Entry,
+    ATTRIBUTES,
     Fragment,
-    GradReducer,
-    ParamGatherer,
-    ReduceSettings,
+    Transport,
     Watched,
-    broadcast,
     check_agreement,
     check_number,
-    check_shardable,
-    make_buckets,
+    make_fragment,
+    make_transport,
     naming_missing_ranks,
-    uses_exchange,
 )
-from mp_optim.slots import Slot, SlotStateView, SlotUpdate, iter_slots, slot_name, with_names
+from mp_optim.slots import Slot, SlotStateView, SlotUpdate, iter_slots, with_names
 
 __all__ = ["DistributedOptimizer"]
 
 Build = Callable[[list[dict[str, Any]]], MegatronOptimizer]
 _NOT_PUSHED = ("params", "param_names")
 _OF_ONE_RANK = ("timers", "host_threads", "host_cores")
-_ATTRIBUTES = ("shared", "tensor_model_parallel", "grad_norm_group")
 
 
 class DistributedOptimizer(MegatronOptimizer):
@@ -86,19 +80,8 @@ class DistributedOptimizer(MegatronOptimizer):
         torch.optim.Optimizer.__init__(self, [with_names(group) for group in param_groups], {})
         with self._guard("comparing the ranks' models and configs"):
             check_agreement(self._group, self._description(), "an optimizer")
-        check_shardable((slot_name(self.param_groups, slot), p) for slot, p in iter_slots(self.param_groups)
-                        if p.requires_grad)
-        self._chunks = list(model_chunks)
-        self._entries: dict[Slot, tuple[int, Entry]] = {}
-        self._buckets = self._make_buckets()
-        with self._guard("sending the first rank's parameters to the others"):
-            for bucket in self._buckets:
-                broadcast(bucket.params, self._group)
+        self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
         self._fragments = {slot: self._fragment(slot, p) for slot, p in iter_slots(self.param_groups)}
-        modules = self._chunks if config.overlap_param_gather else []
-        self._gatherer = ParamGatherer(self._buckets, self._group, modules, self._guard)
-        self._reducer = GradReducer(self._buckets, self._reduce_settings(divisor), self._guard,
-                                    self._gatherer.check_use)
         self._watched = Watched(self._params())
         self.shards = build(self._groups_of_fragments())
         self._adopt_settings()
@@ -113,8 +96,8 @@ class DistributedOptimizer(MegatronOptimizer):
                  if spec.name not in _OF_ONE_RANK]
         lines += self._settings()
         for slot, param in iter_slots(self.param_groups):
-            said = {name: str(getattr(param, name)) for name in _ATTRIBUTES if getattr(param, name, None)}
-            lines.append(f"group {slot.group} position {slot.position}: {slot_name(self.param_groups, slot)} "
+            said = {name: str(getattr(param, name)) for name in ATTRIBUTES if getattr(param, name, None)}
+            lines.append(f"group {slot.group} position {slot.position}: {self.slot_name(slot)} "
                          f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
                          f"{said or ''}")
         return lines
@@ -128,56 +111,24 @@ class DistributedOptimizer(MegatronOptimizer):
     def _steps_everything(self) -> bool:
         return self._strategy == "no_shard"
 
-    def _make_buckets(self) -> list[Bucket]:
-        order = {id(param): at for at, param in enumerate(p for chunk in self._chunks for p in chunk.parameters())}
+    def _make_transport(self, chunks: list[nn.Module], divisor: int) -> Transport:
+        order = {id(param): at for at, param in enumerate(p for chunk in chunks for p in chunk.parameters())}
         trained = sorted(((order.get(id(param), 0), slot, param) for slot, param in iter_slots(self.param_groups)
                           if param.requires_grad), key=lambda item: item[:2])
-        whole, ranks = self.config.use_layer_wise_distributed_optimizer, self._group.size()
-        buckets = make_buckets(
-            [param for _, _, param in trained], [slot_name(self.param_groups, slot) for _, slot, _ in trained],
-            rank=self._group.rank(), ranks=ranks, bucket_size=self.config.bucket_size or max(40_000_000,
-                                                                                             1_000_000 * ranks),
-            grads_in_fp32=self.config.grad_reduce_in_fp32, keep_grads=self._strategy != "optim_grads", whole=whole)
+        transport = make_transport([param for *_, param in trained], [self.slot_name(slot) for _, slot, _ in trained],
+                                   self.config, self._group, chunks, divisor, self._guard)
         slot_of = {id(param): slot for _, slot, param in trained}
-        for index, bucket in enumerate(buckets):
-            for entry in bucket.entries:
-                self._entries[slot_of[id(entry.param)]] = index, entry
-        return buckets
+        self._entries = {slot_of[id(entry.param)]: (index, entry) for index, bucket in enumerate(transport.buckets)
+                         for entry in bucket.entries}
+        return transport
 
-    def _reduce_settings(self, divisor: int | None) -> ReduceSettings:
-        config, keeps = self.config, self._strategy != "optim_grads"
-        return ReduceSettings(
-            group=self._group, divisor=(divisor or self._group.size()) if config.grad_reduce_op == "avg" else 1,
-            exchange=uses_exchange(self._group, config.reduce_scatter_with_fp32_accumulation),
-            during_backward=config.overlap_grad_reduce or not keeps, overlap=config.overlap_grad_reduce,
-            keep_grads=keeps, replicate=self._steps_everything)
-
-    @torch.no_grad()
     def _fragment(self, slot: Slot, param: Tensor) -> Fragment:
-        name, found = slot_name(self.param_groups, slot), self._entries.get(slot)
-        if found is None:  # frozen, or without elements
-            start, stop, flat = 0, 0, torch.empty(0, dtype=param.dtype, device=param.device)
-        else:
-            bucket, entry = self._buckets[found[0]], found[1]
-            start, stop = (0, param.numel()) if self._steps_everything else (entry.start, entry.stop)
-            first = entry.placed.start + start
-            flat = bucket.params.data[first : first + stop - start]  # .data: a version counter of its own
-        keeps_shape = self._steps_everything or self.config.use_layer_wise_distributed_optimizer
-        tensor: Any = flat.view(param.shape) if keeps_shape and flat.numel() == param.numel() else flat
-        tensor.requires_grad_(param.requires_grad)
-        for attribute in _ATTRIBUTES:
-            if hasattr(param, attribute):
-                setattr(tensor, attribute, getattr(param, attribute))
-        tensor.first_element = start
-        if not self._steps_everything:
-            tensor.shard_groups = (self._group,)
-        if self.config.optimizer == "lamb":  # ranks meet in its reductions: they place and cut alike
-            tensor.offload_share = param.numel()
-        if found is None:
-            grad = torch.empty_like(tensor) if param.requires_grad else None
-        else:
-            grad = bucket.local_grad(entry) if self._steps_everything else bucket.owned_grad(entry).view(tensor.shape)
-        return Fragment(name, param.shape, start, stop, tensor, grad, self._steps_everything)
+        config, found = self.config, self._entries.get(slot)
+        return make_fragment(
+            self.slot_name(slot), param, None if found is None else (self._transport.buckets[found[0]], found[1]),
+            shard_groups=() if self._steps_everything else (self._group,), everything=self._steps_everything,
+            keeps_shape=self._steps_everything or config.use_layer_wise_distributed_optimizer,
+            placed_alike=config.optimizer == "lamb")  # ranks meet in its reductions
 
     def _groups_of_fragments(self) -> list[dict[str, Any]]:
         groups = []
@@ -220,21 +171,21 @@ class DistributedOptimizer(MegatronOptimizer):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes in here add up this rank's own gradients and reduce nothing; for all but the last of a step.
         With ``optim_grads`` the buckets are kept whole until the next reduction."""
-        return self._reducer.no_sync()
+        return self._transport.reducer.no_sync()
 
     def finish_grad_sync(self) -> None:
         """Reduce what has not been reduced, and wait; :meth:`step` does so itself."""
         self._sync()
-        self._reducer.finish()
+        self._transport.reducer.finish()
 
     def finish_param_sync(self) -> None:
         """Wait until all parameters have their new values, which forward otherwise does module by module."""
-        self._gatherer.finish()
+        self._transport.gatherer.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and ``main_grad`` and what was reduced."""
         super().zero_grad(set_to_none=True)
-        self._reducer.zero()
+        self._transport.reducer.zero()
 
     def fragments(self) -> Iterator[tuple[Slot, Fragment]]:
         """What this rank owns of each parameter, in slot order."""
@@ -245,7 +196,7 @@ class DistributedOptimizer(MegatronOptimizer):
     @torch.no_grad()
     def _sync(self) -> None:
         """Follow model tensors that were replaced, moved or written since they were last seen."""
-        self._gatherer.finish()
+        self._transport.gatherer.finish()
         params = self._params()
         changed = self._watched.changed(params)
         slots = self.slots() if changed else []
@@ -256,10 +207,10 @@ class DistributedOptimizer(MegatronOptimizer):
             index, entry = found
             if param is not entry.param or param.data_ptr() != entry.data.data_ptr():
                 replaced = param is not entry.param
-                self._buckets[index].adopt(entry, param)
+                self._transport.buckets[index].adopt(entry, param)
                 if replaced:
-                    self._reducer.watch(index, entry)
-                    self._gatherer.look()
+                    self._transport.reducer.watch(index, entry)
+                    self._transport.gatherer.look()
             increment_version(self._fragments[slot].tensor)
         if changed:
             self._watched.look(params)
@@ -280,7 +231,7 @@ class DistributedOptimizer(MegatronOptimizer):
         for slot, param in iter_slots(self.param_groups):
             fragment = self._fragments[slot]
             if param.requires_grad and fragment.grad is None:
-                raise RuntimeError(f"{slot_name(self.param_groups, slot)} was frozen when the optimizer was built and "
+                raise RuntimeError(f"{self.slot_name(slot)} was frozen when the optimizer was built and "
                                    "is in no bucket; build the optimizer again to train it")
             fragment.tensor.main_grad = fragment.grad if param.requires_grad else None  # type: ignore[attr-defined]
             if param.requires_grad:
@@ -294,7 +245,7 @@ class DistributedOptimizer(MegatronOptimizer):
         for slot in trained:
             found = self._entries.get(slot)
             grads.append(torch.empty(0, device=self.device) if found is None
-                         else self._buckets[found[0]].owned_grad(found[1]))
+                         else self._transport.buckets[found[0]].owned_grad(found[1]))
             keys.append(own_keys[slot])
         return self.shards.measure_grads(grads, keys, list(dict.fromkeys(own_keys.values())))
 
@@ -308,15 +259,15 @@ class DistributedOptimizer(MegatronOptimizer):
         for mine, theirs in zip(self.param_groups, self.shards.param_groups, strict=True):
             theirs.update({key: value for key, value in mine.items() if key not in _NOT_PUSHED})
         self.shards.apply(verdict)
-        gathered = self._reducer.bytes_gathered
+        gathered = self._transport.reducer.bytes_gathered
         if not verdict.skip:
             if not self._steps_everything:
-                self._gatherer.start()
-                gathered += self._gatherer.bytes_gathered
+                self._transport.gatherer.start()
+                gathered += self._transport.gatherer.bytes_gathered
             params = self._params()
             increment_version([entry.param for _, entry in self._entries.values()])
             self._watched.look(params)
-        self._bytes = {"bytes_reduced": self._reducer.bytes_reduced, "bytes_gathered": gathered}
+        self._bytes = {"bytes_reduced": self._transport.reducer.bytes_reduced, "bytes_gathered": gathered}
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         raise NotImplementedError("a DistributedOptimizer is stepped by step(); .shards steps owned tensors by slot")

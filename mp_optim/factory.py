@@ -72,8 +72,8 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     scaler = _grad_scaler(config, _device(chunks))
     if config.is_distributed:
         if wrapped := [chunk for chunk in chunks if isinstance(chunk, nn.parallel.DistributedDataParallel)]:
-            raise ValueError(f"use_distributed_optimizer=True with a {type(wrapped[0]).__name__}, which reduces gradients "
-                             "itself; pass its .module")
+            raise ValueError(f"use_distributed_optimizer=True with a {type(wrapped[0]).__name__}, which reduces "
+                             "gradients itself; pass its .module")
         groups_of = _with_data_parallel(groups_of, bool(experts))
     expert_groups = ProcessGroups(grad_stats=groups_of.expert_grad_stats, expert_tp=groups_of.expert_tp,
                                   dp=groups_of.expert_dp)

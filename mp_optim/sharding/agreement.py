@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 import zlib
 from collections import Counter
@@ -75,6 +76,8 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
     are the ones that are missing.
     """
 
+    failures = itertools.count()
+
     @contextmanager
     def guard(doing: str) -> Iterator[None]:
         try:
@@ -82,7 +85,7 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
         except RuntimeError as error:
             if not _is_communication(error):
                 raise
-            raise RuntimeError(f"{doing} failed: {_who_is_missing(group)} ({_first_line(error)})") from error
+            raise RuntimeError(f"{doing} failed: {_who_is_missing(group, next(failures))} ({_first_line(error)})") from error
 
     return guard
 
@@ -97,15 +100,19 @@ def _first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 
 
-def _who_is_missing(group: ProcessGroup) -> str:
+def _who_is_missing(group: ProcessGroup, failure: int) -> str:
     ranks = dist.get_process_group_ranks(group)
+
+    def note(rank: int) -> str:
+        return f"mp_optim/failed/{group.group_name}/{failure}/{rank}"
+
     try:
         store = _get_default_store()
-        store.set(_note(dist.get_rank()), "failed")
+        store.set(note(dist.get_rank()), "failed")
         deadline = time.monotonic() + _PATIENCE
         missing = ranks
         while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not store.check([_note(rank)])]
+            missing = [rank for rank in missing if not store.check([note(rank)])]
             time.sleep(0.05 if missing else 0.0)
     except RuntimeError:
         return "the store is gone too, so rank 0, if it keeps it, has ended"
@@ -113,7 +120,3 @@ def _who_is_missing(group: ProcessGroup) -> str:
         return f"all of ranks {ranks} noticed"
     word = "rank" if len(missing) == 1 else "ranks"
     return f"{word} {', '.join(map(str, missing))} of {ranks} did not take part (ended, stuck or doing something else)"
-
-
-def _note(rank: int) -> str:
-    return f"mp_optim/failed/{rank}"

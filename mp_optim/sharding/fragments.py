@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.sharding.buckets import Bucket, Entry
 from mp_optim.sharding.ranges import ALIGNMENT
 
-__all__ = ["Fragment", "Watched"]
+__all__ = ["ATTRIBUTES", "Fragment", "Watched", "make_fragment"]
+
+ATTRIBUTES = ("shared", "tensor_model_parallel", "grad_norm_group")
+"""Megatron's attributes of parameters that say in which norm a gradient counts."""
 
 torch.serialization.add_safe_globals([FlatShard])
 
@@ -71,6 +76,41 @@ class Fragment:
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """:meth:`own` for a slot's whole state; never modifies its argument."""
         return {key: self.own(key, value) for key, value in state.items()}
+
+
+def make_fragment(name: str, param: Tensor, found: tuple[Bucket, Entry] | None, *,
+                  shard_groups: tuple[ProcessGroup, ...], everything: bool, keeps_shape: bool,
+                  placed_alike: bool) -> Fragment:
+    """What this rank steps of a parameter, as a leaf tensor with a version counter of its own.
+
+    Args:
+        found: where the parameter is; None if it is in no bucket (frozen, or without elements).
+        shard_groups: over which its norms are added up.
+        everything: all of it is stepped here, whoever owns its gradients.
+        keeps_shape: the tensor has the parameter's shape if it is all of it.
+        placed_alike: ranks place and cut by the parameter's size rather than by what they own of it.
+    """
+    if found is None:
+        start, stop, flat = 0, 0, torch.empty(0, dtype=param.dtype, device=param.device)
+    else:
+        bucket, entry = found
+        start, stop = (0, param.numel()) if everything else (entry.start, entry.stop)
+        first = entry.placed.start + start
+        flat = bucket.params.data[first : first + stop - start]
+    tensor: Any = flat.view(param.shape) if keeps_shape and flat.numel() == param.numel() else flat
+    tensor.requires_grad_(param.requires_grad)
+    tensor.first_element, tensor.shard_groups = start, shard_groups
+    for attribute in ATTRIBUTES:
+        if hasattr(param, attribute):
+            setattr(tensor, attribute, getattr(param, attribute))
+    if placed_alike:
+        tensor.offload_share = param.numel()
+    grad = None
+    if found is not None:
+        grad = (bucket.local_grad(entry) if everything else bucket.owned_grad(entry)).view(tensor.shape)
+    elif param.requires_grad:
+        grad = tensor.detach().clone()
+    return Fragment(name, param.shape, start, stop, tensor, grad, everything)
 
 
 class Watched:

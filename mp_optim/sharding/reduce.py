@@ -122,7 +122,7 @@ def all_gather(flat: Tensor, owned: Tensor, group: ProcessGroup) -> Any:
 def broadcast(flat: Tensor, group: ProcessGroup) -> None:
     """Give every rank the first one's values."""
     if group.size() > 1:
-        dist.broadcast(_bytes(flat), group_src=0, group=group)
+        dist.broadcast(_bytes(flat), src=dist.get_global_rank(group, 0), group=group)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
