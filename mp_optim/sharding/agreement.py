@@ -85,7 +85,8 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
         except RuntimeError as error:
             if not _is_communication(error):
                 raise
-            raise RuntimeError(f"{doing} failed: {_who_is_missing(group, next(failures))} ({_first_line(error)})") from error
+            who = _who_is_missing(group, next(failures))
+            raise RuntimeError(f"{doing} failed: {who} ({_first_line(error)})") from error
 
     return guard
 

@@ -116,9 +116,10 @@ def cases() -> list[Case]:
     for ranks in (2, 3, 4):
         found += [Case(ranks, "bf16", layout) for layout in SETTINGS]
         found += [Case(ranks, "bf16", layout, fraction) for layout in whole for fraction in (0.5, 1.0)]
-        found += [Case(ranks, "fp16", layout, fraction) for layout, fraction in zip(whole, (0.5, 0.0, 1.0), strict=True)]
-        found += [Case(ranks, "fp16", layout, microbatches=2) for layout in (*whole, "optim-overlap",
-                                                                            "optim_grads-overlap")]
+        found += [Case(ranks, "fp16", layout, fraction)
+                  for layout, fraction in zip(whole, (0.5, 0.0, 1.0), strict=True)]
+        found += [Case(ranks, "fp16", layout, microbatches=2)
+                  for layout in (*whole, "optim-overlap", "optim_grads-overlap")]
     for ranks in (3, 4):
         found += [Case(ranks, "bf16", layout, 0.5, fp32_reduce=False) for layout in (*whole, "optim-overlap")]
         found += [Case(ranks, "fp32", layout) for layout in whole]
@@ -174,7 +175,7 @@ def experts_on_two_ranks(rank: int, layout: str, fraction: float, groups: dict[s
 
 
 def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> float:
-    """Two tensor-parallel ranks, twice: a parameter of each, a duplicated one, one that is shared with another layer."""
+    """Two tensor-parallel ranks, twice: a parameter of each, a duplicated one, one shared with another layer."""
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(300)) for name in ("own", "twin", "shared")})
     model["own"].tensor_model_parallel, model["shared"].shared = True, True
     config = config_for("fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy=layout, clip_grad=0.0)
@@ -223,14 +224,15 @@ def whole_state(group: dist.ProcessGroup) -> bool:
     for param in model.parameters():
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())).to(param.dtype)
     alone.step()
-    _, optimizer = build(Case(4, "bf16", "optim"), group)
+    sharded, optimizer = build(Case(4, "bf16", "optim"), group)
+    sharded.load_state_dict(model.state_dict())
     optimizer.load_state_dict(alone.state_dict())
     mains = dict(alone.named_main_params())
     return all(torch.equal(shard.local, mains[name].detach().reshape(-1)[shard.start : shard.start + len(shard.local)])
                for name, shard in optimizer.named_main_params())
 
 
-# -- bytes --------------------------------------------------------------------------------------------------------------
+# -- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def live_bytes() -> int:
@@ -258,7 +260,7 @@ def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[s
             **{key: metrics[key] for key in ("bytes_reduced", "bytes_gathered")}}
 
 
-# -- misuse, disagreement, and ranks that are gone ----------------------------------------------------------------------
+# -- misuse, disagreement, and ranks that are gone --------------------------------------------------------------------
 
 
 def error_of(call: Any) -> str:
@@ -280,10 +282,12 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     train(model, optimizer, case, rank, range(1))
     found["no zero_grad"] = error_of(lambda: model(tokens_of(0, rank, 0), False).backward())
     optimizer.zero_grad()
-    found["module not called"] = error_of(lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward())
-    optimizer.zero_grad()
-    optimizer.finish_param_sync()
-    found["waited by hand"] = error_of(lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward())
+    for name in ("module not called", "waited by hand"):
+        optimizer.step()
+        optimizer.zero_grad()
+        if name == "waited by hand":
+            optimizer.finish_param_sync()
+        found[name] = error_of(lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward())
     return found
 
 
@@ -305,8 +309,9 @@ def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     def built(sizes: tuple[int, int], lr: float = 0.1, reverse: bool = False) -> MegatronOptimizer:
         params = [(f"w{size}", nn.Parameter(torch.zeros(size))) for size in sizes]
         named = [{"params": [p], "param_names": [n], "lr": lr} for n, p in (reversed(params) if reverse else params)]
-        return get_megatron_optimizer(config_for("fp32", use_distributed_optimizer=True, lr=lr), nn.ParameterDict(params),
-                                      process_groups=ProcessGroups(dp=group), param_groups=named)
+        config = config_for("fp32", use_distributed_optimizer=True, lr=lr)
+        return get_megatron_optimizer(config, nn.ParameterDict(params), process_groups=ProcessGroups(dp=group),
+                                      param_groups=named)
 
     found = {"model": error_of(lambda: built((300, 40 if rank == 1 else 50))),
              "config": error_of(lambda: built((300, 50), 0.2 if rank == 2 else 0.1)),
