@@ -279,6 +279,10 @@ def _check_ranges(config: OptimizerConfig) -> None:
         _fail(config, "host_threads", "must be a whole number >= 1")
     if config.bucket_size is not None and (config.bucket_size < 1 or int(config.bucket_size) != config.bucket_size):
         _fail(config, "bucket_size", "must be a whole number of elements >= 1")
+    if (config.optimizer == "muon" and config.is_distributed and not config.use_layer_wise_distributed_optimizer
+            and config.data_parallel_sharding_strategy != "no_shard"):
+        _fail(config, "use_distributed_optimizer", "muon needs whole matrices; set "
+              "use_layer_wise_distributed_optimizer=True")
     if config.use_layer_wise_distributed_optimizer and config.data_parallel_sharding_strategy == "no_shard":
         _fail(config, "data_parallel_sharding_strategy", "contradicts use_layer_wise_distributed_optimizer=True")
     if config.host_cores is not None and (not config.host_cores or not all(isinstance(core, int) and core >= 0

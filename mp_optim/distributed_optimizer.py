@@ -85,6 +85,7 @@ class DistributedOptimizer(MegatronOptimizer):
         self._watched = Watched(self._params())
         self.shards = build(self._groups_of_fragments())
         self._adopt_settings()
+        self._transport.reducer.on_reduced = self._tell_of_gradients
         self._bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
         self._built = True
 
@@ -186,6 +187,12 @@ class DistributedOptimizer(MegatronOptimizer):
         """Clear gradients, and ``main_grad`` and what was reduced."""
         super().zero_grad(set_to_none=True)
         self._transport.reducer.zero()
+
+    def _tell_of_gradients(self, index: int) -> None:
+        """The owned gradients of a bucket are what will be stepped: host work may begin during backward."""
+        if hasattr(self.shards, "gradients_ready"):
+            self.shards.gradients_ready([fragment.tensor for slot, fragment in self._fragments.items()
+                                         if self._entries.get(slot, (-1,))[0] == index])
 
     def fragments(self) -> Iterator[tuple[Slot, Fragment]]:
         """What this rank owns of each parameter, in slot order."""

@@ -16,8 +16,8 @@ from mp_optim.sharding.ranges import ALIGNMENT
 
 __all__ = ["ATTRIBUTES", "Fragment", "Watched", "make_fragment"]
 
-ATTRIBUTES = ("shared", "tensor_model_parallel", "grad_norm_group")
-"""Megatron's attributes of parameters that say in which norm a gradient counts."""
+ATTRIBUTES = ("shared", "tensor_model_parallel", "partition_dim", "grad_norm_group")
+"""Attributes of parameters that say in which norm a gradient counts, and how tensor parallelism splits it."""
 
 torch.serialization.add_safe_globals([FlatShard])
 
@@ -110,6 +110,7 @@ def make_fragment(name: str, param: Tensor, found: tuple[Bucket, Entry] | None, 
         grad = (bucket.local_grad(entry) if everything else bucket.owned_grad(entry)).view(tensor.shape)
     elif param.requires_grad:
         grad = tensor.detach().clone()
+    tensor.main_grad = grad
     return Fragment(name, param.shape, start, stop, tensor, grad, everything)
 
 

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 
 from mp_optim.sharding.buckets import Bucket, Entry
-from mp_optim.sharding.reduce import Reduction, all_gather, start_reduction
+from mp_optim.sharding.reduce import Reduction, all_gather, start_reduction, uses_exchange
 
 __all__ = ["GradReducer", "ReduceSettings"]
 
@@ -36,7 +36,7 @@ class ReduceSettings:
 
     Attributes:
         group: the ranks. divisor: what sums are divided by.
-        exchange: see :mod:`mp_optim.sharding.reduce`.
+        fp32_accumulation: see :mod:`mp_optim.sharding.reduce`.
         during_backward: reduce each bucket as soon as it is full, and what is left at the end of backward.
         overlap: do not wait for a reduction before backward goes on.
         keep_grads: buckets keep this rank's own gradients until ``zero_grad`` (ZeRO-1), or hand them out (ZeRO-2).
@@ -45,7 +45,7 @@ class ReduceSettings:
 
     group: ProcessGroup
     divisor: int
-    exchange: bool
+    fp32_accumulation: bool
     during_backward: bool
     overlap: bool
     keep_grads: bool
@@ -59,11 +59,15 @@ class GradReducer:
         buckets: in the order in which all ranks reduce them.
         guard: context in which communication happens; gives failures a name.
         check_use: called when a parameter's gradient arrives in backward.
+
+    Attributes:
+        on_reduced: called with a bucket's index when its owned shard is complete; perhaps during backward.
     """
 
     def __init__(self, buckets: list[Bucket], settings: ReduceSettings, guard: Callable[[str], Any],
                  check_use: Callable[[Entry], None]) -> None:
         self.buckets, self.settings, self._guard, self._check_use = buckets, settings, guard, check_use
+        self.on_reduced: Callable[[int], None] | None = None
         self._arrived: list[set[int]] = [set() for _ in buckets]  # in this backward
         self._waiting = [False] * len(buckets)  # has gradients that were not reduced
         self._reduced = [False] * len(buckets)
@@ -152,12 +156,13 @@ class GradReducer:
     @torch.no_grad()
     def _launch(self, index: int) -> None:
         bucket, how = self.buckets[index], self.settings
-        if (how.exchange or not how.keep_grads) and len(self._under_way) == _IN_FLIGHT:
+        exchange = uses_exchange(how.group, bucket.params.device, how.fp32_accumulation)
+        if (exchange or not how.keep_grads) and len(self._under_way) == _IN_FLIGHT:
             self._wait_for_one()
         grads = bucket.local_grads()
         self.bytes_reduced += grads.nbytes
         with self._guard(f"reducing the gradients of {_named(bucket)}"):
-            work = start_reduction(grads, bucket.owned_grads, how.group, divisor=how.divisor, exchange=how.exchange,
+            work = start_reduction(grads, bucket.owned_grads, how.group, divisor=how.divisor, exchange=exchange,
                                    add=self._reduced[index])
         if not how.keep_grads:
             bucket.grads = None  # the reduction holds them for as long as it needs them
@@ -171,6 +176,8 @@ class GradReducer:
         index, work = self._under_way.popleft()
         with self._guard(f"reducing the gradients of {_named(self.buckets[index])}"):
             work.wait()
+        if self.on_reduced is not None and not self.settings.replicate:
+            self.on_reduced(index)
 
     @torch.no_grad()
     def finish(self) -> None:

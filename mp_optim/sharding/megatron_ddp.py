@@ -4,7 +4,7 @@ they are. Recognised by attributes, so that Megatron need not be installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -83,6 +83,7 @@ class MegatronReducer:
     def __init__(self, chunks: Sequence[Any], buckets: Sequence[Bucket]) -> None:
         self._chunks, self._buckets = chunks, buckets
         self.bytes_gathered = 0
+        self.on_reduced: Callable[[int], None] | None = None
 
     @property
     def bytes_reduced(self) -> int:

@@ -29,9 +29,9 @@ class Reduction(Protocol):
         """Return when the owned shard is complete (on an accelerator: for work queued from now on)."""
 
 
-def uses_exchange(group: ProcessGroup, fp32_accumulation: bool) -> bool:
-    """Whether gradients are exchanged and added here, rather than by the backend."""
-    return fp32_accumulation or dist.get_backend(group) != "nccl"
+def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: bool) -> bool:
+    """Whether gradients on a device are exchanged and added here, rather than by the backend."""
+    return fp32_accumulation or group._get_backend(device).name() != "nccl"
 
 
 def start_reduction(grads: Tensor, owned: Tensor, group: ProcessGroup, *, divisor: int, exchange: bool,

@@ -15,7 +15,7 @@ from mp_optim.sharding.buckets import Bucket, Entry, check_shardable, make_bucke
 from mp_optim.sharding.gather import ParamGatherer
 from mp_optim.sharding.hooks import GradReducer, ReduceSettings
 from mp_optim.sharding.megatron_ddp import MegatronGatherer, MegatronReducer, buckets_of, is_megatron_ddp
-from mp_optim.sharding.reduce import broadcast, uses_exchange
+from mp_optim.sharding.reduce import broadcast
 
 __all__ = ["Transport", "make_transport"]
 
@@ -27,6 +27,7 @@ class Reducer(Protocol):
     """See :class:`~mp_optim.sharding.hooks.GradReducer`."""
 
     bytes_gathered: int
+    on_reduced: Callable[[int], None] | None
 
     @property
     def bytes_reduced(self) -> int: ...
@@ -82,7 +83,7 @@ def make_transport(params: Sequence[Tensor], names: Sequence[str], config: Optim
     gatherer = ParamGatherer(buckets, group, chunks if config.overlap_param_gather else [], guard)
     settings = ReduceSettings(
         group=group, divisor=divisor if config.grad_reduce_op == "avg" else 1,
-        exchange=uses_exchange(group, config.reduce_scatter_with_fp32_accumulation),
+        fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
         during_backward=config.overlap_grad_reduce or not keeps, overlap=config.overlap_grad_reduce,
         keep_grads=keeps, replicate=config.data_parallel_sharding_strategy == "no_shard")
     return Transport(buckets, GradReducer(buckets, settings, guard, gatherer.check_use), gatherer)
