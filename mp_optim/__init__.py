@@ -15,6 +15,7 @@ from mp_optim.param_groups import (
     get_standard_config_overrides,
 )
 from mp_optim.placement import HybridDeviceOptimizer
+from mp_optim.planner import plan
 from mp_optim.precision import (
     ConstantGradScaler,
     DynamicGradScaler,
@@ -57,4 +58,5 @@ __all__ = [
     "get_megatron_optimizer",
     "get_mup_config_overrides",
     "get_standard_config_overrides",
+    "plan",
 ]

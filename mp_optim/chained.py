@@ -106,6 +106,10 @@ class ChainedOptimizer(MegatronOptimizer):
 
     # -- everything else is asked of the part that has the slot -----------------------------------
 
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        for part in self._parts:
+            part.allocate_state([theirs for owner, theirs in map(self._part, slots) if owner is part])
+
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         part, theirs = self._part(slot)
         return part.slot_state(theirs)

@@ -179,7 +179,8 @@ def with_names(group: dict[str, Any]) -> dict[str, Any]:
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors show the same elements in the same way."""
     return (a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
-            and a.device == b.device)
+            and a.device == b.device
+            and (a.device.type != "meta" or a.untyped_storage()._cdata == b.untyped_storage()._cdata))
 
 
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:

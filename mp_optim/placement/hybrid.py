@@ -100,10 +100,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
     # -- placement ------------------------------------------------------------------------------
 
     def _only_accelerator(self) -> torch.device:
-        found = sorted({str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)} - {"cpu", "meta"})
+        devices = {str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)}
+        found = sorted(devices - {"cpu", "meta"})
         if len(found) > 1:
             raise ValueError(f"parameters lie on several accelerators {found}; build one optimizer per device")
-        return torch.device(found[0] if found else "cpu")
+        return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
 
     def _seat_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Plan the places of new groups, together, and give each slot its seat."""
@@ -208,6 +209,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def written_outside(self, slot: Slot) -> None:
         sub, theirs = self._in_sub(slot)
         sub.written_outside(theirs)
+
+    def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
+        super().reserve_main_params([(slot, source) for slot, source in coming if self._seat(slot).place == "device"])
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         """Main param, born where it is stepped: on the host it never exists in FP32 on the device."""
@@ -315,6 +319,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
         main = self._seat(slot).main
         param = self.param_groups[slot.group]["params"][slot.position]
         return main if main is not None and main.dtype != param.dtype else None
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        for place, sub in self._subs.items():
+            mine = [slot for slot in slots if self._seat(slot).place == place]
+            sub.allocate_state([self._in_sub(slot)[1] for slot in mine])
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         sub, theirs = self._in_sub(slot)

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CudaTransfer", "ImmediateTransfer", "Transfer", "transfer_for"]
+from mp_optim.host_memory import zeros_host
+
+__all__ = ["CudaTransfer", "ImmediateTransfer", "MetaTransfer", "Transfer", "transfer_for"]
 
 CopyPair = tuple[Tensor, Tensor]
 """(destination, source): same shape and dtype, destination contiguous on a download."""
@@ -41,7 +43,7 @@ class ImmediateTransfer:
     """Both places are host memory: copies happen at once and waiting is free."""
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return zeros_host(num_bytes)
 
     def download(self, pairs: Sequence[CopyPair]) -> None:
         for destination, source in pairs:
@@ -52,6 +54,13 @@ class ImmediateTransfer:
     def wait(self, ticket: None) -> None: ...
 
     def join(self) -> None: ...
+
+
+class MetaTransfer(ImmediateTransfer):
+    """Nothing is anywhere: the host of a model on the meta device."""
+
+    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
 class CudaTransfer:
@@ -94,8 +103,10 @@ def transfer_for(device: torch.device) -> Transfer:
     Raises:
         ValueError: for an accelerator that has no implementation here.
     """
-    if device.type == "cpu" or device.type == "meta":
+    if device.type == "cpu":
         return ImmediateTransfer()
+    if device.type == "meta":
+        return MetaTransfer()
     if device.type == "cuda":
         return CudaTransfer(device)
     raise ValueError(f"optimizer_cpu_offload=True: no transfer for device type {device.type!r} (available: cpu, "

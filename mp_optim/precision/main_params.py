@@ -8,7 +8,7 @@ connected by position only.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,10 @@ class MainParams(SlotOptimizer):
     def _bind_group(self, index: int) -> None:
         seen = self._seen
         seen.first.append(len(seen.slots))
-        for position, param in enumerate(self.param_groups[index]["params"]):
+        params = self.param_groups[index]["params"]
+        self.inner.reserve_main_params([(Slot(index, position), local_tensor(param))
+                                        for position, param in enumerate(params) if param.requires_grad])
+        for position, param in enumerate(params):
             slot = Slot(index, position)
             seen.see(slot, param, self._norm_key(slot, param))
             seen.separate.append(param.requires_grad and self._bind(slot, param))
@@ -189,6 +192,9 @@ class MainParams(SlotOptimizer):
         if self._has_master(slot):
             state[MASTER] = self._main(slot)
         return {key: as_sharded(value, param) for key, value in state.items()}
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        self.inner.allocate_state([slot for slot in slots if self.has_state(slot)])
 
     def full_slot_state(self, slot: Slot) -> dict[str, Any]:
         param = self.param_groups[slot.group]["params"][slot.position]

@@ -1,0 +1,144 @@
+"""The memory of one rank: the very stack that would be built, built on the meta device and added up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.factory import get_megatron_optimizer
+from mp_optim.placement import HybridDeviceOptimizer
+from mp_optim.planner.layout import Layout, model_shard, state_shard
+from mp_optim.planner.params import ParamSpec, specs_of
+from mp_optim.precision import MegatronOptimizer
+from mp_optim.slots import iter_slots
+from mp_optim.update.lists import REMAINDER
+
+__all__ = ["Memory", "MemoryPlan", "memory_of", "plan"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in one kind of memory, by what they are for."""
+
+    model_params: int = 0
+    grads: int = 0
+    main_params: int = 0
+    moments: int = 0
+    staging: int = 0
+    double_buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it, in bytes."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that one rank needs. Activations, temporary tensors and the allocators' rounding are not in it.
+
+    Attributes:
+        accelerator: memory of the device that holds the model.
+        pinned_host, pageable_host: host memory, page-locked or not.
+        fraction: share of the optimizer on the host.
+        params: trainable elements of the whole model.
+    """
+
+    accelerator: Memory = field(default_factory=Memory)
+    pinned_host: Memory = field(default_factory=Memory)
+    pageable_host: Memory = field(default_factory=Memory)
+    fraction: float = 0.0
+    params: int = 0
+
+    @property
+    def host_total(self) -> int:
+        """Host bytes, page-locked or not."""
+        return self.pinned_host.total + self.pageable_host.total
+
+    def rows(self) -> list[tuple[str, int, int, int]]:
+        """(what for, accelerator, pinned host, pageable host) in bytes, and the totals."""
+        places = (self.accelerator, self.pinned_host, self.pageable_host)
+        names = [spec.name for spec in dataclasses.fields(Memory)]
+        return [(name.replace("_", " "), *(getattr(place, name) for place in places))
+                for name in [*names, "total"]]
+
+    def __str__(self) -> str:
+        lines = [f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"]
+        lines += [f"{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}" for name, a, p, h in self.rows()]
+        return "\n".join(lines)
+
+
+class _Held(nn.Module):
+    """Parameters under given names, which may have dots."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        super().__init__()
+        self._named = named
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._named)
+
+
+def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> MemoryPlan:
+    """Bytes per rank of a model and its optimizer, allocating nothing.
+
+    Args:
+        source: a module (also on the meta device), a ``transformers`` config, or a list of
+            :class:`~mp_optim.planner.ParamSpec`.
+        config: what :func:`mp_optim.get_megatron_optimizer` would be given.
+        layout: how the model is spread; by default over one rank.
+
+    Raises:
+        ValueError, TypeError: whatever the config, the source or the layout would raise when built.
+    """
+    layout = layout or Layout()
+    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    specs = specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
+    mine = model_shard(specs, layout)
+    named = [(spec.name, _meta(spec, layout)) for spec in mine]
+    experts = {spec.name for spec in mine if spec.is_expert}
+    optimizer = get_megatron_optimizer(config, _Held(named), expert_predicate=lambda _, name: name in experts)
+    held = memory_of(optimizer, config)
+    params = sum(param.nbytes for _, param in named)
+    grads = sum(param.nbytes for _, param in named if param.requires_grad)
+    accelerator = dataclasses.replace(held.accelerator, model_params=params, grads=grads)
+    return dataclasses.replace(held, accelerator=accelerator, fraction=config.optimizer_offload_fraction,
+                               params=sum(spec.numel for spec in specs if spec.trainable))
+
+
+def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
+    shape = state_shard(spec, layout)
+    return nn.Parameter(torch.empty(shape, dtype=spec.dtype, device="meta"), requires_grad=spec.trainable)
+
+
+def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
+    """Bytes of an optimizer's tensors; allocates its state if it had none."""
+    optimizer.init_state()
+    found: dict[tuple[str, str], int] = {}
+    for part in optimizer.chained_optimizers:
+        for where, what, tensor in _tensors(part):
+            found[where, what] = found.get((where, what), 0) + tensor.nbytes
+    pinned = (*(["main_params"] if config.pin_cpu_params else []), *(["staging"] if config.pin_cpu_grads else []))
+    kinds: dict[str, dict[str, int]] = {"accelerator": {}, "pinned_host": {}, "pageable_host": {}}
+    for (where, what), size in found.items():
+        kinds["accelerator" if where == "device" else "pinned_host" if what in pinned else "pageable_host"][what] = size
+    return MemoryPlan(Memory(**kinds["accelerator"]), Memory(**kinds["pinned_host"]), Memory(**kinds["pageable_host"]))
+
+
+def _tensors(part: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """Where, what for, and the tensor."""
+    hybrid = part.inner if isinstance(part.inner, HybridDeviceOptimizer) else None
+    for slot, _ in iter_slots(part.param_groups):
+        if not part.has_state(slot):
+            continue
+        where = "device" if hybrid is None else hybrid.place(slot)
+        if part.has_separate_main(slot):
+            yield where, "main_params", part.inner.param_groups[slot.group]["params"][slot.position]
+        for key, value in part.inner.slot_state(slot).items():
+            yield ("host" if key == "step" else where), "main_params" if key == REMAINDER else "moments", value

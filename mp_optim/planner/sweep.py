@@ -1,0 +1,84 @@
+"""Many plans at once: over offload fractions and forms of state, and the smallest fraction that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.planner.layout import Layout
+from mp_optim.planner.memory import MemoryPlan, plan
+from mp_optim.planner.params import specs_of
+
+__all__ = ["FORMS", "SweepRow", "smallest_fraction", "sweep", "with_fraction"]
+
+_COMPACT = {"use_precision_aware_optimizer": True}
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "FP32": {},
+    "bf16 moments, remainders": {**_COMPACT, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+    "8-bit moments, remainders": {**_COMPACT, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+}
+"""Forms of optimizer state by name, as fields of the config."""
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One plan of a sweep."""
+
+    form: str
+    plan: MemoryPlan
+
+
+def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
+    """The config with another share of the optimizer on the host; fields that then do nothing are as by default."""
+    settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+    if fraction == 0.0:
+        defaults = {spec.name: spec.default for spec in dataclasses.fields(config)}
+        for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d",
+                     "pin_cpu_grads", "pin_cpu_params"):
+            settings[name] = defaults[name]
+        return OptimizerConfig(**settings)
+    return OptimizerConfig(**{**settings, "optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction})
+
+
+def sweep(source: Any, config: OptimizerConfig, layout: Layout | None = None, *,
+          fractions: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+          forms: Mapping[str, Mapping[str, Any]] = FORMS) -> list[SweepRow]:
+    """A plan for every form of state and every fraction, in this order."""
+    specs = specs_of(source)
+    base = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+    return [SweepRow(name, plan(specs, with_fraction(OptimizerConfig(**{**base, **form}), fraction), layout))
+            for name, form in forms.items() for fraction in fractions]
+
+
+def smallest_fraction(source: Any, config: OptimizerConfig, layout: Layout | None = None, *, gpu_memory: int,
+                      host_memory: int | None = None, steps: int = 64) -> MemoryPlan:
+    """The plan with the smallest offload fraction, in ``steps``-ths, that fits.
+
+    Args:
+        gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
+        host_memory: bytes on the host, if that is limited.
+
+    Raises:
+        ValueError: none fits, saying what is missing.
+    """
+    specs = specs_of(source)
+    low, high = 0, steps
+    best = plan(specs, with_fraction(config, 1.0), layout)
+    if best.accelerator.total > gpu_memory:
+        raise ValueError(f"gpu_memory={gpu_memory}: with the whole optimizer on the host the accelerator still needs "
+                         f"{best.accelerator.total} bytes; shard the model over more ranks")
+    while low < high:  # more on the host is never more on the accelerator
+        middle = (low + high) // 2
+        tried = plan(specs, with_fraction(config, middle / steps), layout)
+        if tried.accelerator.total <= gpu_memory:
+            best, high = tried, middle
+        else:
+            low = middle + 1
+    if host_memory is not None and best.host_total > host_memory:
+        raise ValueError(f"host_memory={host_memory}: offloading {best.fraction:g} of the optimizer, the least that "
+                         f"fits {gpu_memory} bytes of accelerator memory, takes {best.host_total} bytes of the host; "
+                         "keep the state in fewer bits (use_precision_aware_optimizer) or shard it over more ranks")
+    return best

@@ -1,0 +1,136 @@
+"""The planner's bytes are those of the tensors that a stack then has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.planner import Layout, ParamSpec, plan, smallest_fraction, specs_of, sweep
+from mp_optim.planner.memory import memory_of
+from mp_optim.planner.sweep import with_fraction
+
+GIB = 2**30
+
+
+class Bag(nn.Module):
+    """Parameters of any shapes, some of them experts', some frozen."""
+
+    def __init__(self, specs: list[ParamSpec]) -> None:
+        super().__init__()
+        for index, spec in enumerate(specs):
+            param = nn.Parameter(torch.zeros(spec.shape, dtype=spec.dtype), requires_grad=spec.trainable)
+            if spec.is_expert:
+                param.allreduce = False
+            self.register_parameter(f"p{index}", param)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
+    kind = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+    shapes = draw(st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8))
+    dtypes = [half if kind == "fp32" else draw(st.sampled_from([half, half, torch.float32])) for _ in shapes]
+    specs = [ParamSpec(f"p{index}", shape, dtype, draw(st.booleans()), draw(st.integers(0, 4)) > 0)
+             for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
+    rule = draw(st.sampled_from(["adam", "lamb", "lion", "sgd"]))
+    settings_of: dict[str, object] = {"optimizer": rule, "lr": 1e-3, "bf16": kind == "bf16", "fp16": kind == "fp16"}
+    if draw(st.booleans()) and kind != "fp32":
+        moment = st.sampled_from(["float32", "bfloat16", "float16", "uint8"])
+        settings_of |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": draw(moment)}
+        if rule in ("adam", "lamb"):
+            settings_of["exp_avg_sq_dtype"] = draw(moment)
+        if kind == "bf16":
+            settings_of |= draw(st.sampled_from([{}, {"param_remainder_bits": 8}, {"store_param_remainders": False}]))
+    config = OptimizerConfig(**settings_of)
+    fraction = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+    return specs, with_fraction(config, fraction)
+
+
+@given(models())
+@settings(max_examples=40, deadline=None)
+def test_planned_bytes_are_those_of_the_real_tensors(case: tuple[list[ParamSpec], OptimizerConfig]) -> None:
+    specs, config = case
+    model = Bag(specs)
+    optimizer = get_megatron_optimizer(config, model)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    real, planned = memory_of(optimizer, config), plan(model, config)
+    without = dataclasses.replace(planned.accelerator, model_params=0, grads=0)
+    assert without == real.accelerator
+    assert planned.pinned_host == real.pinned_host and planned.pageable_host == real.pageable_host
+    assert planned.accelerator.model_params == sum(param.nbytes for param in model.parameters())
+    assert planned.accelerator.grads == sum(param.nbytes for param in model.parameters() if param.requires_grad)
+
+
+def test_a_plan_of_a_module_of_its_specs_and_of_the_module_on_meta_is_one() -> None:
+    config = OptimizerConfig(lr=1e-3, bf16=True)
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).bfloat16()
+    expected = plan(model, config)
+    assert plan(specs_of(model), config) == expected
+    assert plan(model.to("meta"), config) == expected
+    assert expected.accelerator.main_params == 4 * sum(param.numel() for param in model.parameters())
+
+
+def test_layouts_divide_what_they_should() -> None:
+    config = OptimizerConfig(lr=1e-3, bf16=True)
+    specs = [ParamSpec("dense.weight", (64, 32)), ParamSpec("norm.weight", (64,)),
+             ParamSpec("mlp.experts.down", (8, 16, 32), is_expert=True)]
+
+    def params(**sizes: object) -> int:
+        return plan(specs, config, Layout(**sizes)).accelerator.model_params // 2  # type: ignore[arg-type]
+
+    assert params() == 64 * 32 + 64 + 8 * 16 * 32
+    assert params(tp=2) == 32 * 32 + 64 + 8 * 8 * 32
+    assert params(dp=4, ep=4) == 64 * 32 + 64 + 2 * 16 * 32
+    assert params(dp=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
+    assert params(dp=4, ep=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
+
+
+def test_experts_by_number_are_divided_too() -> None:
+    config = OptimizerConfig(lr=1e-3, bf16=True)
+    specs = [ParamSpec(f"mlp.experts.{index}.w", (4, 4), is_expert=True) for index in range(8)]
+    assert plan(specs, config, Layout(dp=4, ep=4)).accelerator.model_params == 2 * 2 * 16
+    with pytest.raises(ValueError, match="ep=3: does not divide the 8 experts"):
+        plan(specs, config, Layout(dp=3, ep=3))
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"dp": 0}, "dp=0"), ({"dp": 4, "ep": 3}, "ep=3: must divide dp=4"), ({"sharding": "zero"}, "sharding='zero'")])
+def test_a_layout_that_cannot_be_is_refused(sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(**sizes)  # type: ignore[arg-type]
+
+
+def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
+    specs = [ParamSpec(f"layer{index}.weight", (128, 128)) for index in range(64)]
+    config = OptimizerConfig(lr=1e-3, bf16=True)
+    limit = 10 * 2**20
+    found = smallest_fraction(specs, config, gpu_memory=limit)
+    assert found.accelerator.total <= limit
+    assert plan(specs, with_fraction(config, found.fraction - 1 / 64)).accelerator.total > limit
+    assert smallest_fraction(specs, config, gpu_memory=GIB).fraction == 0.0
+    with pytest.raises(ValueError, match="shard the model over more ranks"):
+        smallest_fraction(specs, config, gpu_memory=2**20)
+    with pytest.raises(ValueError, match=r"host_memory=1000: .* takes [0-9]+ bytes of the host"):
+        smallest_fraction(specs, config, gpu_memory=limit, host_memory=1000)
+
+
+def test_a_sweep_is_in_order_and_falls_with_the_fraction() -> None:
+    specs = [ParamSpec(f"layer{index}.weight", (64, 64)) for index in range(8)]
+    rows = sweep(specs, OptimizerConfig(lr=1e-3, bf16=True), fractions=(0.0, 0.5, 1.0))
+    assert [row.plan.fraction for row in rows] == [0.0, 0.5, 1.0] * 3
+    sizes = [row.plan.accelerator.total for row in rows]
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[5] == sizes[8] and sizes[0] > sizes[3] > sizes[6]
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="source is a int"):
+        specs_of(3)
