@@ -112,6 +112,9 @@ def _with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGrou
     if groups.dp is None and not dist.is_initialized():
         raise ValueError("use_distributed_optimizer=True: there is one process; call "
                          "torch.distributed.init_process_group first (torchrun starts several), or set it to False")
+    if has_experts and groups.expert_dp is None and groups.expert_grad_stats not in (None, groups.grad_stats):
+        raise ValueError("process_groups.expert_grad_stats says that ranks hold different experts, and expert_dp is "
+                         "None: set expert_dp to the ranks that hold the same ones (perhaps this one alone)")
     dp = groups.dp or dist.group.WORLD
     expert_dp = groups.expert_dp or dp
     if has_experts and dp is not None and expert_dp is not None and expert_dp.size() < dp.size() and (

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.sharding.reduce import start_reduction
 
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -163,8 +164,10 @@ def experts_on_two_ranks(rank: int, layout: str, fraction: float, groups: dict[s
     model = Layered([mine])
     config = config_for("fp32", fraction, use_distributed_optimizer=True, data_parallel_sharding_strategy=layout,
                         clip_grad=0.05)
-    optimizer = get_megatron_optimizer(config, model, expert_predicate=is_expert, process_groups=ProcessGroups(
-        dp=dist.group.WORLD, expert_dp=groups["expert_dp"], expert_grad_stats=groups["ep"]))
+    ranks = ProcessGroups(dp=dist.group.WORLD, expert_dp=groups["expert_dp"], expert_grad_stats=groups["ep"])
+    if layout == "optim_grads":
+        ranks = ProcessGroups.from_device_mesh(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+    optimizer = get_megatron_optimizer(config, model, expert_predicate=is_expert, process_groups=ranks)
     norms = []
     for step in range(EXPERT_STEPS):
         optimizer.zero_grad()
@@ -172,6 +175,14 @@ def experts_on_two_ranks(rank: int, layout: str, fraction: float, groups: dict[s
          + model.expert_loss(mine, features(pair[1], step))).backward()
         norms.append(optimizer.step().grad_norm)
     return {"norms": norms, "params": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
+def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
+    """Experts differ between ranks, and the process groups do not say all of it."""
+    config = config_for("fp32", use_distributed_optimizer=True)
+    return [error_of(lambda given=given: get_megatron_optimizer(
+        config, Layered([0]), expert_predicate=is_expert, process_groups=ProcessGroups(**given)))
+        for given in ({"expert_dp": groups["expert_dp"]}, {"expert_grad_stats": groups["ep"]})]
 
 
 def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> float:
@@ -184,6 +195,20 @@ def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> 
     model["own"].grad = torch.full((300,), [2.0, 3.0, 4.0, 5.0][rank])  # averages: 3 and 4
     model["twin"].grad, model["shared"].grad = torch.full((300,), 6.0), torch.full((300,), 100.0)
     return optimizer.step().grad_norm
+
+
+def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[str, bool]:
+    """Against the sum as it is defined, of numbers whose order matters."""
+    ranks, found = group.size(), {}
+    for dtype, divisor, add in ((torch.float32, 4, False), (torch.bfloat16, 1, False), (torch.bfloat16, 3, True)):
+        every = [(torch.randn(ranks * 64, generator=torch.Generator().manual_seed(r)) * 10**r).to(dtype)
+                 for r in range(ranks)]
+        owned = torch.ones(64, dtype=dtype)
+        start_reduction(every[rank], owned, group, divisor=divisor, exchange=True, add=add).wait()
+        mine = [grad[rank * 64 : (rank + 1) * 64].float() for grad in every]
+        total = ((mine[0] + mine[1]) + mine[2] + mine[3]) / divisor
+        found[f"{dtype} {divisor}"] = torch.equal(owned, (total + 1.0 if add else total).to(dtype))
+    return found
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -343,8 +368,10 @@ def main(directory: str) -> None:
     results: dict[str, Any] = {repr(case): train(*build(case, groups[case.ranks]), case, rank) for case in cases()
                                if rank < case.ranks}
     results["experts"] = [experts_on_two_ranks(rank, *layout, own) for layout in EXPERT_LAYOUTS]
+    results["forgotten groups"] = forgotten_groups(own)
     results["duplicates"] = [duplicates(rank, layout, own) for layout in ("no_shard", "optim", "optim_grads")]
     results["resumed"] = {layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")}
+    results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
     results["other ranges"] = other_ranges(groups[4])
     results["whole state"] = whole_state(groups[4])
     results["bytes"] = {str(key): bytes_of(*key, groups[4]) for key in BYTES}

@@ -70,6 +70,10 @@ def test_every_layout_and_placement_gives_the_same_bits(ranks, kind):
             assert found["params"] == ranks[0][repr(case)]["params"], case
 
 
+def test_gradients_are_added_in_fp32_in_the_order_of_ranks(ranks):
+    assert all(len(rank["sums"]) == 3 and all(rank["sums"].values()) for rank in ranks)
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_it_trains_like_one_process(ranks, size):
     model = SmallMoE(torch.float32)
@@ -104,6 +108,13 @@ def test_experts_on_different_ranks_train_like_one_process(ranks):
                 torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)
                 assert torch.equal(value, rank["experts"][0]["params"][name]), layout
     assert ranks[0]["experts"][1]["params"].keys() != ranks[1]["experts"][1]["params"].keys()
+
+
+def test_experts_without_their_groups_are_refused(ranks):
+    for rank in ranks:
+        no_stats, no_dp = rank["forgotten groups"]
+        assert "expert_dp has 2 of the 4 ranks of dp" in no_stats and "set expert_grad_stats" in no_stats
+        assert "expert_dp is None: set expert_dp" in no_dp
 
 
 def test_tensor_parallel_duplicates_and_shared_parameters_count_once(ranks):
