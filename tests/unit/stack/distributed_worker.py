@@ -197,6 +197,17 @@ def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> 
     return optimizer.step().grad_norm
 
 
+def starts_alike(rank: int, group: dist.ProcessGroup) -> str:
+    """Ranks that begin with other parameters get the first one's."""
+    model = nn.Linear(40, 40)
+    with torch.no_grad():
+        model.weight.fill_(rank + 1.0)
+        model.bias.fill_(rank + 2.0)
+    get_megatron_optimizer(config_for("fp32", use_distributed_optimizer=True), model,
+                           process_groups=ProcessGroups(dp=group))
+    return str([model.weight.unique().tolist(), model.bias.unique().tolist()])
+
+
 def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[str, bool]:
     """Against the sum as it is defined, of numbers whose order matters."""
     ranks, found = group.size(), {}
@@ -372,6 +383,7 @@ def main(directory: str) -> None:
     results["duplicates"] = [duplicates(rank, layout, own) for layout in ("no_shard", "optim", "optim_grads")]
     results["resumed"] = {layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")}
     results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
+    results["start"] = starts_alike(rank, groups[4])
     results["other ranges"] = other_ranges(groups[4])
     results["whole state"] = whole_state(groups[4])
     results["bytes"] = {str(key): bytes_of(*key, groups[4]) for key in BYTES}

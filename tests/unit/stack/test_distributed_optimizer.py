@@ -70,6 +70,10 @@ def test_every_layout_and_placement_gives_the_same_bits(ranks, kind):
             assert found["params"] == ranks[0][repr(case)]["params"], case
 
 
+def test_all_ranks_start_from_the_first_ones_parameters(ranks):
+    assert [rank["start"] for rank in ranks] == ["[[1.0], [2.0]]"] * 4
+
+
 def test_gradients_are_added_in_fp32_in_the_order_of_ranks(ranks):
     assert all(len(rank["sums"]) == 3 and all(rank["sums"].values()) for rank in ranks)
 
