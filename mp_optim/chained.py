@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description
 from mp_optim.precision.measure import Measurement
+from mp_optim.precision.pending import PendingVerdict
 from mp_optim.slot_optimizer import SlotOptimizer
-from mp_optim.slots import Slot, SlotStateView, SlotUpdate, local_tensor
+from mp_optim.slots import Multiplier, Slot, SlotStateView, SlotUpdate, local_tensor
 
 __all__ = ["ChainedOptimizer"]
 
@@ -47,7 +48,9 @@ class ChainedOptimizer(MegatronOptimizer):
         self.grad_scaler = self._parts[0].grad_scaler
         for part in self._parts:
             part.grad_scaler = self.grad_scaler
-        self._verdict = Verdict()
+        self._last: Verdict | PendingVerdict = Verdict()
+        self._counts = {"steps": 0, "skipped_steps": 0}
+        self._graphed = None
         self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
         groups = [group for part in self._parts for group in part.param_groups]
         torch.optim.Optimizer.__init__(self, [{"params": [torch.zeros(0)]}], dict(self._parts[0].defaults))
@@ -89,13 +92,43 @@ class ChainedOptimizer(MegatronOptimizer):
 
     # -- the step: the parts' measurements are one measurement, the verdict is for all ------------
 
-    def measure(self) -> Measurement:
-        return functools.reduce(operator.add, (part.measure() for part in self._parts))
+    def gather(self) -> None:
+        for part in self._parts:
+            part.gather()
 
-    def apply(self, verdict: Verdict) -> None:
-        self._verdict = verdict
+    def sums(self) -> Measurement:
+        return functools.reduce(operator.add, (part.sums() for part in self._parts))
+
+    def verdict_device(self) -> torch.device | None:
+        devices = {part.verdict_device() for part in self._parts if not part.is_stub_optimizer}
+        return devices.pop() if len(devices) == 1 else None
+
+    def apply(self, verdict: Verdict | PendingVerdict) -> None:
+        super().follow(verdict)
         for part in self._parts:
             part.apply(verdict)
+
+    def follow(self, verdict: Verdict | PendingVerdict) -> None:
+        super().follow(verdict)
+        for part in self._parts:
+            part.follow(verdict)
+
+    def forget_grads(self) -> None:
+        for part in self._parts:
+            part.forget_grads()
+
+    def carry_out(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        for part in self._parts:
+            part.carry_out(multipliers, grad_norm)
+
+    def graph_key(self) -> Any:
+        return [part.graph_key() for part in self._parts]
+
+    def obstacle(self) -> str:
+        return next(filter(None, (part.obstacle() for part in self._parts)), "")
+
+    def reduces(self) -> bool:
+        return any(part.reduces() for part in self._parts)
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         raise NotImplementedError("a chain is stepped by step(); step the parts' inner optimizers by slot")
@@ -190,10 +223,12 @@ class ChainedOptimizer(MegatronOptimizer):
         for part in self._parts:
             rows += [row.shifted(first) for row in part.describe().rows]
             first += len(part.param_groups)
-        return Description(tuple(rows))
+        return Description(tuple(rows), () if self._graphed is None else (self._graphed.note,))
 
     def metrics(self) -> dict[str, float]:
         parts = [part.metrics() for part in self._parts]
         summed = {key: sum(part[key] for part in parts) for key in parts[0]
                   if key.startswith("bytes_") or key == "reloaded_params"}
-        return {**parts[0], **summed}
+        graphs = {} if self._graphed is None else {"graph_captures": self._graphed.captures,
+                                                   "graph_replays": self._graphed.replays}
+        return {**parts[0], **summed, **graphs}

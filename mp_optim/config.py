@@ -136,6 +136,9 @@ class OptimizerConfig:
     fused_backend: str = "auto"
     """What carries the rule out: auto (the fastest that has the bits of ``reference``), native (on the host),
     reference, torch, triton, apex or transformer_engine (their own bits; see docs/numerics.md)."""
+    optimizer_cuda_graph: bool = False
+    """Capture the step in CUDA graphs and replay it, once gradients stay where they are in memory (triton kernels, all
+    of the optimizer on a GPU)."""
     host_threads: int | None = None
     """Threads of the native host kernels, for the whole process; by default ``torch.get_num_threads()``."""
     host_cores: tuple[int, ...] | None = None
@@ -154,7 +157,7 @@ class OptimizerConfig:
     def check(self) -> None:
         """Raise if a value is out of range, contradictory or without effect; done at construction, and again by
         :func:`mp_optim.get_megatron_optimizer` for fields set since."""
-        for check in (_check_types, _check_choices, _check_ranges, _check_precision, _check_inert):
+        for check in (_check_types, _check_choices, _check_ranges, _check_precision, _check_graph, _check_inert):
             check(self)
 
     @property
@@ -201,7 +204,6 @@ _ELSEWHERE = {
     "overlap_param_gather_with_optimizer_step": "overlap_param_gather=True gathers during the next forward",
     "num_distributed_optimizer_instances": "the state is shared out over all of ProcessGroups.dp",
     "use_torch_optimizer_for_cpu_offload": "choose fused_backend='torch'",
-    "optimizer_cuda_graph": "step() is not captured",
     "fp8_recipe": "parameters are bf16, fp16 or fp32",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters are bf16, fp16 or fp32",
     "config_logger_dir": "log dataclasses.asdict(config)",
@@ -279,6 +281,9 @@ def _check_ranges(config: OptimizerConfig) -> None:
         _fail(config, "host_threads", "must be a whole number >= 1")
     if config.bucket_size is not None and (config.bucket_size < 1 or int(config.bucket_size) != config.bucket_size):
         _fail(config, "bucket_size", "must be a whole number of elements >= 1")
+    if getattr(config, "optimizer_cuda_graph", False) and config.is_distributed:
+        _fail(config, "optimizer_cuda_graph", "a step that reduces over data-parallel ranks is not captured; set it to "
+              "False, or use_distributed_optimizer=False")
     if (config.optimizer == "muon" and config.is_distributed and not config.use_layer_wise_distributed_optimizer
             and config.data_parallel_sharding_strategy != "no_shard"):
         _fail(config, "use_distributed_optimizer", "muon needs whole matrices; set "
@@ -377,6 +382,20 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
 }
 """Fields that do something only in company: what they need, and whether a config has it."""
+
+
+def _check_graph(config: OptimizerConfig) -> None:
+    if not config.optimizer_cuda_graph:
+        return
+    if config.fused_backend not in ("auto", "triton"):
+        _fail(config, "optimizer_cuda_graph", f"steps by fused_backend={config.fused_backend!r} cannot be captured; "
+              "choose 'triton' or 'auto', or set optimizer_cuda_graph=False")
+    if config.optimizer_cpu_offload and config.optimizer_offload_fraction > 0.0:
+        _fail(config, "optimizer_cuda_graph", "a host part cannot be captured; set optimizer_cpu_offload=False, or "
+              "optimizer_cuda_graph=False")
+    if config.timers is not None:
+        _fail(config, "optimizer_cuda_graph", "timers have nothing to be called between in a graph; set timers=None, "
+              "or optimizer_cuda_graph=False")
 
 
 def _check_inert(config: OptimizerConfig) -> None:

@@ -21,6 +21,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description
 from mp_optim.precision.measure import Measurement, NormKey
+from mp_optim.precision.pending import PendingVerdict
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.sharding import (
     ATTRIBUTES,
@@ -73,7 +74,10 @@ class DistributedOptimizer(MegatronOptimizer):
         self.config, self.grad_scaler, self.process_groups = config, grad_scaler, process_groups
         self._group: ProcessGroup = process_groups.dp
         self._strategy = config.data_parallel_sharding_strategy
-        self._verdict = Verdict()
+        self._last: Verdict | PendingVerdict = Verdict()
+        self._graphed, self._grads = None, None
+        self._trained: list[Slot] = []
+        self._counts = {"steps": 0, "skipped_steps": 0}
         self._guard = naming_missing_ranks(self._group)
         self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
         self._built = False
@@ -222,15 +226,21 @@ class DistributedOptimizer(MegatronOptimizer):
         if changed:
             self._watched.look(params)
 
-    def measure(self) -> Measurement:
-        """Reduce the gradients, and agree on their sums of squares."""
+    def gather(self) -> None:
+        """Reduce the gradients, and compare hyperparameters with the other ranks."""
         self.finish_grad_sync()
-        trained = self._hand_out_gradients()
-        with self._guard("agreeing on the gradient norm"):
+        self._trained = self._hand_out_gradients()
+        with self._guard("comparing hyperparameters"):
             check_number(self._group, self._settings, self.device, "an optimizer")
-            if not self._steps_everything:
-                return self.shards.measure()
-            return self._measure_owned(trained)
+        self.shards.gather()
+
+    def sums(self) -> Measurement:
+        """Sums of squares of the reduced gradients, agreed with all ranks."""
+        with self._guard("agreeing on the gradient norm"):
+            return self._measure_owned(self._trained) if self._steps_everything else self.shards.sums()
+
+    def forget_grads(self) -> None:
+        self.shards.forget_grads()
 
     def _hand_out_gradients(self) -> list[Slot]:
         """Let the owned tensors have gradients where the parameter is trained now; returns the slots."""
@@ -260,14 +270,21 @@ class DistributedOptimizer(MegatronOptimizer):
         key = self.shards.norm_key(slot)
         return NormKey(key.group, (self._group,))
 
-    def apply(self, verdict: Verdict) -> None:
+    def verdict_device(self) -> torch.device | None:
+        """None: ranks that have to compare numbers every step wait for the device all the same."""
+        return None
+
+    def reduces(self) -> bool:
+        return True
+
+    def apply(self, verdict: Verdict | PendingVerdict) -> None:
         """Step what this rank owns, and gather what the others did."""
-        self._verdict = verdict
+        self.follow(verdict)
         for mine, theirs in zip(self.param_groups, self.shards.param_groups, strict=True):
             theirs.update({key: value for key, value in mine.items() if key not in _NOT_PUSHED})
         self.shards.apply(verdict)
         gathered = self._transport.reducer.bytes_gathered
-        if not verdict.skip:
+        if not (isinstance(verdict, Verdict) and verdict.skip):
             if not self._steps_everything:
                 self._transport.gatherer.start()
                 gathered += self._transport.gatherer.bytes_gathered

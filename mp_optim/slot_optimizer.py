@@ -56,6 +56,11 @@ class SlotOptimizer(torch.optim.Optimizer):
                 it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
         """
 
+    def verdict_device(self) -> torch.device | None:
+        """The one device on which every slot is stepped by kernels that read multipliers there; None if
+        :meth:`step_slots` needs numbers."""
+        return None
+
     # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise --------------
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -98,6 +103,9 @@ class SlotOptimizer(torch.optim.Optimizer):
 
     def written_outside(self, slot: Slot) -> None:
         """The stepped tensor was replaced or written by somebody else; make state agree that depends on its value."""
+
+    def memory_moved(self) -> None:
+        """Main params and state were given other memory (``tensor.data = ...``); forget where it was."""
 
     # -- other forms of the state -----------------------------------------------------------------
 

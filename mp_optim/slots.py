@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "SteadyList", "all_same", "are_plain",
+    "DeviceMultiplier", "Multiplier", "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "SteadyList", "all_same",
+    "are_plain",
     "current_grad", "follow", "have_grad_only", "iter_slots", "local_tensor", "same_memory", "slot_name", "stream_of",
     "with_names",
 ]
@@ -36,6 +37,22 @@ class Slot(NamedTuple):
     position: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class DeviceMultiplier:
+    """What gradients are multiplied with, while only the device knows; each is equal to itself alone.
+
+    Attributes:
+        values: FP32, shape (2,), on the device: the multiplier, and a flag that is not 0 if nothing is to be written.
+        skipped: the flag, for the host; waits for the device.
+    """
+
+    values: Tensor
+    skipped: Callable[[], bool]
+
+
+Multiplier = float | DeviceMultiplier
+
+
 class SlotUpdate(NamedTuple):
     """One slot's share of an optimizer step.
 
@@ -44,7 +61,7 @@ class SlotUpdate(NamedTuple):
         grad: local gradient in any floating dtype, on the device where the slot is stepped (or, when
             handed to a placing optimizer, where the gradient lies).
         multiplier: what the gradient is multiplied with (inverse loss scale times clip coefficient),
-            already rounded to FP32.
+            already rounded to FP32; or where the device keeps it, for backends that read it there.
         output: tensor that receives the updated parameter in its own dtype, or None if the stepped
             tensor is itself the model's parameter.
         shard_groups: process groups over which the parameter is split, for rules that need
@@ -55,7 +72,7 @@ class SlotUpdate(NamedTuple):
 
     slot: Slot
     grad: Tensor
-    multiplier: float = 1.0
+    multiplier: Multiplier = 1.0
     output: Tensor | None = None
     shard_groups: tuple[ProcessGroup, ...] = ()
     stream: int | None = None
@@ -68,7 +85,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
 
     slots: Sequence[Slot]
     grads: Sequence[Tensor]
-    multipliers: Sequence[float]
+    multipliers: Sequence[Multiplier]
     outputs: Sequence[Tensor | None]
     shard_groups: Sequence[tuple[ProcessGroup, ...]]
     streams: Sequence[int | None]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tyro
 from benchmarks.report import show
-from gpu import agreement, facts, hybrid, speed, suite
+from gpu import agreement, facts, hybrid, speed, suite, waiting
 from gpu.report import markdown
 from rich.console import Console
 
@@ -27,9 +27,9 @@ class Options:
     """What to check, on what, and how large."""
 
     only: tuple[str, ...] = ()
-    """Of tests, rates, kernels, steps, many, hybrid, syncs, bits; all if empty."""
+    """Of tests, rates, kernels, steps, many, verdict, hybrid, syncs, bits; all if empty."""
     device: str = "cuda"
-    """`cpu` tries the tool itself."""
+    """`cpu` tries the tool itself; its times say nothing."""
     params: float = 1e9
     """Elements of the model that kernels and steps are timed on."""
     hybrid_params: float = 2e8
@@ -51,10 +51,13 @@ def main(options: Options) -> None:
         "kernels": lambda: speed.kernels(rate, numel, options.rounds),
         "steps": lambda: speed.steps(rate, numel, options.rounds),
         "many": lambda: speed.many(rate, numel // 10, options.rounds),
+        "verdict": lambda: waiting.verdicts(rate, numel // 10, options.rounds),
         "hybrid": lambda: hybrid.fractions(device, int(options.hybrid_params), options.rounds),
-        "syncs": lambda: agreement.synchronisations(device),
+        "syncs": lambda: waiting.synchronisations(device),
         "bits": lambda: agreement.bits(device),
     }
+    if unknown := set(options.only) - parts.keys():
+        raise SystemExit(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(parts)}")
     found: dict[str, Any] = {"machine": facts.machine(device)}
     for name, run in parts.items():
         if options.only and name not in options.only:

@@ -99,7 +99,7 @@ class FlatShard(Tensor):
             raise ValueError(f"local has shape {tuple(local.shape)} and strides {local.stride()}: a flat range is one "
                              "contiguous dimension")
         boxes(global_shape, start, local.numel())
-        shard: FlatShard = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        shard: FlatShard = Tensor._make_wrapper_subclass(
             cls, torch.Size(global_shape), dtype=local.dtype, device=local.device)
         shard.local, shard.start = local.detach(), start
         return shard
@@ -159,8 +159,8 @@ class FlatShard(Tensor):
     # -- what torch asks ------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Callable[..., Any], types: Any,  # type: ignore[override]
+                           args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Copies and empty tensors of the same range; arithmetic is done on ``local``."""
         if func not in _RANGE_KEEPING:
             raise NotImplementedError(f"{func} of a FlatShard: compute with its .local")
@@ -173,7 +173,7 @@ class FlatShard(Tensor):
             return first
         return first.with_local(result) if isinstance(result, Tensor) else result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.local.numel()
         return f"FlatShard([{self.start}, {end}) of {tuple(self.shape)}, {self.local!r})"
 

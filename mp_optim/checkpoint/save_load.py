@@ -3,7 +3,7 @@
 Layout of a checkpoint directory::
 
     <path>/latest          name of the newest complete version; replaced atomically
-    <path>/version-<n>/    torch.distributed.checkpoint files, plus common.pt (plain, weights_only)
+    <path>/version-<n>/    torch.distributed.checkpoint files; common.pt (plain, weights_only); manifest.json
 
 An interrupted save leaves ``latest`` where it was.
 """
@@ -11,268 +11,213 @@ An interrupted save leaves ``latest`` where it was.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from mp_optim.slots import ParamGroups, Slot
+from mp_optim.checkpoint import background
+from mp_optim.checkpoint.background import SaveHandle
+from mp_optim.checkpoint.commit import begin, complete_versions, newest, publish, staging_of
+from mp_optim.checkpoint.common import COMMON, packed, without_state
+from mp_optim.checkpoint.durable import write_durably
+from mp_optim.checkpoint.entries import (
+    MODEL,
+    Models,
+    SlotStateful,
+    as_read,
+    check_entries,
+    entries_of,
+    in_saved_form,
+    load_model,
+    plain_of,
+    state_by_index,
+    wanted_groups,
+)
+from mp_optim.checkpoint.manifest import Manifest, file_sum, read_manifest, verify_files, write_manifest
+from mp_optim.checkpoint.ranks import Ranks
+from mp_optim.checkpoint.writing import Writing, plan_writing
 
-__all__ = ["load", "save"]
+__all__ = ["load", "save", "verify", "versions"]
 
-_LATEST = "latest"
-_PREFIX = "version-"
-_COMMON = "common.pt"
+StrPath = str | os.PathLike[str]
 
 
-class SlotStateful(Protocol):
-    """What is needed of an optimizer: slots with names and state."""
-
-    param_groups: ParamGroups
-
-    def slots(self) -> list[Slot]: ...
-    def slot_name(self, slot: Slot) -> str: ...
-    def slot_state(self, slot: Slot) -> dict[str, Any]: ...
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None: ...
-
-
-def save(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful, scheduler: Any = None,
-         extra: Mapping[str, Any] | None = None, *, full_precision: bool = False) -> Path:
-    """Save model, optimizer and whatever else is needed to go on.
+@overload
+def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = ...,
+         extra: Mapping[str, Any] | None = ..., *, full_precision: bool = ..., keep: int | None = ...,
+         asynchronous: Literal[False] = ..., process_group: ProcessGroup | None = ...) -> Path: ...
+@overload
+def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = ...,
+         extra: Mapping[str, Any] | None = ..., *, full_precision: bool = ..., keep: int | None = ...,
+         asynchronous: Literal[True], process_group: ProcessGroup | None = ...) -> SaveHandle: ...
+@torch.no_grad()
+def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = None,
+         extra: Mapping[str, Any] | None = None, *, full_precision: bool = False, keep: int | None = 1,
+         asynchronous: bool = False, process_group: ProcessGroup | None = None) -> Path | SaveHandle:
+    """Save model, optimizer and whatever else is needed to go on. Every rank calls it.
 
     Args:
-        path: checkpoint directory; created if missing. The version it held stays until the new one is complete.
+        path: checkpoint directory that all ranks see; created if missing. The version it held stays until the new one
+            is complete.
+        model: a module, or the list of chunks the optimizer was built for.
+        optimizer: None saves the model alone.
         scheduler: anything with ``state_dict``.
-        extra: plain data (numbers, strings, tensors, containers of them) returned by :func:`load`.
+        extra: plain data (numbers, strings, tensors, containers of them) returned by :func:`load`; the first rank's.
         full_precision: write optimizer state that is kept in fewer bits as FP32.
+        keep: complete versions to keep, the new one among them; None for all.
+        asynchronous: copy what this rank writes to the host, return, and write in the background. A save that is still
+            going on is waited for first, and raises here if it failed.
+        process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one that nothing else
+            uses meanwhile (all by default is).
 
     Returns:
-        The directory of the version written.
+        The directory of the version written; or, if ``asynchronous``, a handle to wait for it.
 
     Raises:
-        ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse; nothing was replaced.
+        ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, or ranks hold different
+            things under one name; nothing was replaced.
+        RuntimeError: an earlier save in the background failed, or this one failed on another rank, naming it.
     """
-    root = Path(path)
-    root.mkdir(parents=True, exist_ok=True)
-    number = max([0, *(int(p.name.removeprefix(_PREFIX)) for p in root.glob(f"{_PREFIX}*") if p.is_dir())]) + 1
-    target, staging = root / f"{_PREFIX}{number}", root / f".{_PREFIX}{number}.incomplete"
-    common = {"optimizer": _without_state(optimizer.state_dict()), "extra": dict(extra or {}),
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep}: at least the version that is saved has to stay; None keeps all")
+    ranks = Ranks.of(process_group)
+    ranks.agree("an earlier save", background.finish_previous)
+    common = {"optimizer": None if optimizer is None else without_state(optimizer.state_dict()),
+              "extra": dict(extra or {}), "model": plain_of(model),
               "scheduler": None if scheduler is None else scheduler.state_dict()}
-    _barrier()  # every rank has read the number
-    if _is_first_rank():
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
-        torch.save(common, staging / _COMMON)
-        _check_plain(staging / _COMMON)
-    _barrier()
-    with _alone_on_purpose():
-        dcp_save(_tensors(model, optimizer, full_precision), checkpoint_id=staging, no_dist=not dist.is_initialized())
-    if _is_first_rank():
-        _commit(root, staging, target)
-    _barrier()
+    content = packed(common, ranks)
+    target = Path(ranks.first("preparing a checkpoint", lambda: str(begin(Path(path)))))
+    writing = plan_writing(entries_of(model, optimizer, full_precision), staging_of(target), ranks,
+                           snapshot=asynchronous)
+
+    def work() -> Path:
+        return _write(writing, content, target, keep, ranks)
+
+    return background.start(target, work) if asynchronous else work()
+
+
+def _write(writing: Writing, common: bytes, target: Path, keep: int | None, ranks: Ranks) -> Path:
+    """Write this rank's files; the first rank makes the version the newest when all have."""
+    staging = staging_of(target)
+
+    def commit() -> None:
+        files = writing.finish(parts)
+        write_durably(staging / COMMON, common)
+        files[COMMON] = file_sum(staging / COMMON)
+        write_manifest(staging, Manifest(files, {"world_size": ranks.size, "torch": torch.__version__}))
+        publish(target, keep)
+
+    try:
+        parts = ranks.agree(f"writing {target}", writing.write)
+        ranks.on_first(f"completing {target}", commit)
+    except Exception:
+        if ranks.is_first:
+            shutil.rmtree(staging, ignore_errors=True)  # the disk may be full
+        raise
     return target
 
 
-@contextmanager
-def _alone_on_purpose() -> Iterator[None]:
-    """Torch warns of every save and load without a process group; here that is a way of working."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def versions(path: StrPath) -> list[Path]:
+    """The complete versions under a checkpoint directory, oldest first; each can be loaded by its own path."""
+    return complete_versions(Path(path))
 
 
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def verify(path: StrPath) -> Path:
+    """Compare every file of the newest version with the checksums taken while it was written.
 
+    Args:
+        path: a checkpoint directory, or one version in it.
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+    Returns:
+        The directory of the version.
 
-
-def _check_plain(path: Path) -> None:
-    try:
-        torch.load(path, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError("extra and the scheduler's state may hold numbers, strings, tensors and containers of them, "
-                         f"nothing else: {str(error).splitlines()[0]}") from error
-
-
-def _commit(root: Path, staging: Path, target: Path) -> None:
-    """Make a complete version the newest one, then drop the others."""
-    _sync_tree(staging)
-    staging.rename(target)
-    _sync_directory(root)
-    _point_to(root, target.name)
-    for old in (*root.glob(f"{_PREFIX}*"), *root.glob(f".{_PREFIX}*")):
-        if old != target:
-            shutil.rmtree(old, ignore_errors=True)
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+        ValueError: files are missing, of another size or of other content, naming them.
+    """
+    version = newest(Path(path))
+    verify_files(version, read_manifest(version).files.items())
+    return version
 
 
 @torch.no_grad()
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: SlotStateful, scheduler: Any = None, *,
-         convert: bool = False) -> dict[str, Any]:
-    """Load the newest complete version into objects that exist, whatever their placement.
+def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = None, *,
+         convert: bool = False, verify: bool = False, process_group: ProcessGroup | None = None) -> dict[str, Any]:
+    """Load the newest complete version into objects that exist, whatever their placement. Every rank calls it.
 
     Args:
-        convert: round optimizer state to the dtypes configured here also where that loses bits.
+        path: a checkpoint directory, or one version in it.
+        optimizer: None loads the model alone; call ``optimizer.reload_model_params()`` if it has an optimizer.
+        convert: round optimizer state to the dtypes configured here, and the model's tensors to theirs, also where
+            that loses bits.
+        verify: compare the files' checksums first; each rank reads a share of them.
+        process_group: the ranks that load; all by default.
 
     Returns:
         What was passed to :func:`save` as ``extra``.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint under ``path``.
-        ValueError: entries are missing, unexpected or mis-shaped, listing their names; or bits would be lost.
+        ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would be lost; or files are
+            damaged.
     """
-    version = _newest(Path(path))
-    saved = FileSystemReader(version).read_metadata().state_dict_metadata
-    tensors = _in_saved_form(_tensors(model, optimizer), saved, optimizer)
-    _check_entries(version, saved, tensors)
-    common = torch.load(version / _COMMON, weights_only=True)
-    if scheduler is not None and common["scheduler"] is None:
-        raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")
-    if scheduler is not None and hasattr(scheduler, "check_state_dict"):
-        scheduler.check_state_dict(common["scheduler"])
-    with _alone_on_purpose():
-        dcp_load(tensors, checkpoint_id=version, no_dist=not dist.is_initialized())
-    model.load_state_dict({key.removeprefix("model."): value for key, value in tensors.items()
-                           if key.startswith("model.")}, strict=False)
-    loaded = common["optimizer"]
-    loaded["state"] = _state_by_index(loaded["param_groups"], tensors)
-    optimizer.load_state_dict(loaded, convert=convert)
+    background.wait_for_previous()
+    ranks = Ranks.of(process_group)
+    version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
+    ranks.agree(f"loading {version}", lambda: _check_files(version, verify, ranks))
+    reader = FileSystemReader(version)
+    metadata = reader.read_metadata()
+    saved = {name: entry for name, entry in metadata.state_dict_metadata.items()
+             if optimizer is not None or name.startswith(MODEL)}
+    tensors = in_saved_form(entries_of(model, optimizer), saved, convert=convert)
+    everybody = ranks.union(set(tensors))
+    common = torch.load(version / COMMON, weights_only=True)
+
+    def read() -> None:
+        check_entries(version, saved, tensors, everybody)
+        _check_scheduler(version, scheduler, common)
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(tensors, metadata, ranks.is_first)
+        reader.set_up_storage_reader(metadata, ranks.is_first)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+
+    ranks.agree(f"loading {version}", read)
+    ranks.agree(f"loading {version}", lambda: _hand_over(as_read(tensors), common, model, optimizer, convert))
     if scheduler is not None:
         scheduler.load_state_dict(common["scheduler"])
     extra: dict[str, Any] = common["extra"]
     return extra
 
 
-def _tensors(model: nn.Module, optimizer: SlotStateful, full_precision: bool = False) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint under its name: ``model.<fqn>``, ``optimizer.state.<key>.<fqn>``."""
-    entries = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    read = optimizer.full_slot_state if full_precision else optimizer.slot_state
-    for slot in optimizer.slots():
-        for key, value in read(slot).items():
-            entries[_entry(key, optimizer.slot_name(slot))] = value
-    return entries
+def _check_files(version: Path, verify: bool, ranks: Ranks) -> None:
+    files = list(read_manifest(version).files.items())
+    if verify:
+        verify_files(version, files[ranks.rank::ranks.size])
 
 
-def _entry(key: str, name: str) -> str:
-    return f"optimizer.state.{key}.{name}"
+def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -> None:
+    if scheduler is None:
+        return
+    if common["scheduler"] is None:
+        raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")
+    if hasattr(scheduler, "check_state_dict"):
+        scheduler.check_state_dict(common["scheduler"])
 
 
-_OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
-"""Keys under which the same thing may have been saved."""
-
-
-def _in_saved_form(tensors: dict[str, Tensor], saved: Mapping[str, Any], optimizer: SlotStateful) -> dict[str, Tensor]:
-    """The entries to read: the optimizer's own tensors; or new ones for all of them, where some were saved in another
-    form, so that a load that is refused for losing bits has changed none."""
-    entries: dict[str, Tensor] = {}
-    for slot in optimizer.slots():
-        for key, own in optimizer.slot_state(slot).items():
-            entries |= _as_saved(key, optimizer.slot_name(slot), own, saved)
-    own_entries = {name for name in tensors if name.startswith("optimizer.")}
-    if entries.keys() == own_entries and all(tensors[name].dtype == value.dtype for name, value in entries.items()):
-        return tensors
-    return {**{name: value for name, value in tensors.items() if name not in own_entries}, **entries}
-
-
-def _as_saved(key: str, name: str, own: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """New tensors to read one state tensor of a slot into, under the names and of the dtypes it was saved with."""
-    entry, scale = _entry(key, name), _entry(f"{key}_scale", name)
-    if entry not in saved:
-        other = _entry(_OTHER_FORMS.get(key, ""), name)
-        if other in saved:
-            return {other: _new_like(own, saved[other])}
-        if key.endswith("_scale") and _entry(key.removesuffix("_scale"), name) in saved:
-            return {}
-    if scale in saved and _dtype(saved[entry], own.dtype) != own.dtype:
-        return {entry: _new_like(own, saved[entry]),
-                scale: torch.empty(saved[scale].size, dtype=_dtype(saved[scale], torch.float32))}
-    return {entry: _new_like(own, saved.get(entry))}
-
-
-def _new_like(own: Tensor, entry: Any) -> Tensor:
-    """A tensor to read an entry into, of the layout of ``own`` and the dtype that was saved."""
-    return torch.empty_like(own, dtype=_dtype(entry, own.dtype))
-
-
-def _without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    groups = [{"param_names": [f"group{index}.param{i}" for i in range(len(group["params"]))], **group}
-              for index, group in enumerate(state_dict["param_groups"])]
-    return {**{key: value for key, value in state_dict.items() if key != "state"}, "param_groups": groups}
-
-
-def _state_by_index(groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    index_of = {name: index for group in groups
-                for name, index in zip(group["param_names"], group["params"], strict=True)}
-    state: dict[int, dict[str, Tensor]] = {}
-    for entry, value in tensors.items():
-        if entry.startswith("optimizer.state."):
-            key, name = entry.removeprefix("optimizer.state.").split(".", 1)
-            if name in index_of:
-                state.setdefault(index_of[name], {})[key] = value
-    return state
-
-
-def _check_entries(version: Path, metadata: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
-    missing, unexpected = sorted(wanted.keys() - metadata.keys()), sorted(metadata.keys() - wanted.keys())
-    shapes = [f"{name}: saved {tuple(size)}, expected {tuple(value.shape)}" for name, value in wanted.items()
-              if name in metadata and (size := getattr(metadata[name], "size", value.shape)) != value.shape]
-    dtypes = [f"{name}: saved {saved}, expected {value.dtype}" for name, value in wanted.items()
-              if name in metadata and (saved := _dtype(metadata[name], value.dtype)) != value.dtype]
-    if missing or unexpected or shapes or dtypes:
-        raise ValueError(f"{version} does not fit this model and optimizer: missing {missing}, unexpected "
-                         f"{unexpected}, mis-shaped {shapes}, of another dtype {dtypes}")
-
-
-def _dtype(entry: Any, default: torch.dtype) -> torch.dtype:
-    properties = getattr(entry, "properties", None)
-    return default if properties is None else properties.dtype
-
-
-def _newest(root: Path) -> Path:
-    pointer = root / _LATEST
-    if not pointer.is_file():
-        raise FileNotFoundError(f"no complete checkpoint under {root} (there is no {_LATEST} file)")
-    return root / pointer.read_text().strip()
-
-
-def _point_to(root: Path, name: str) -> None:
-    temporary = root / f".{_LATEST}.tmp"
-    temporary.write_text(name + "\n")
-    _sync_file(temporary)
-    os.replace(temporary, root / _LATEST)
-    _sync_directory(root)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(root: Path) -> None:
-    for path in root.rglob("*"):
-        if path.is_file():
-            _sync_file(path)
-    _sync_directory(root)
+def _hand_over(tensors: dict[str, Tensor], common: dict[str, Any], model: Models, optimizer: SlotStateful | None,
+               convert: bool) -> None:
+    load_model(model, tensors, common["model"])
+    if optimizer is None:
+        return
+    loaded = common["optimizer"]
+    names = {optimizer.slot_name(slot) for slot in optimizer.slots()}
+    groups = wanted_groups(loaded["param_groups"], names)
+    optimizer.load_state_dict({**loaded, "param_groups": groups, "state": state_by_index(groups, tensors)},
+                              convert=convert)

@@ -296,6 +296,14 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self._pipeline.run(routed["host"], shares,
                            lambda bucket: self._subs["host"].step_slots(bucket, grad_norm=grad_norm))
 
+    def memory_moved(self) -> None:
+        for sub in self._subs.values():
+            sub.memory_moved()
+
+    def verdict_device(self) -> torch.device | None:
+        hosted = any(seat.place == "host" for seats in self._seats for seat in seats)
+        return None if hosted else self._subs["device"].verdict_device()
+
     @property
     def traffic(self) -> Traffic:
         """Bytes the last step moved between the places."""

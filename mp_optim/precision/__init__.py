@@ -4,7 +4,8 @@ from mp_optim.precision.float16 import Float16OptimizerWithFloat16Params
 from mp_optim.precision.fp32 import FP32Optimizer
 from mp_optim.precision.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
-from mp_optim.precision.verdict import StepResult, Verdict
+from mp_optim.precision.result import StepResult
+from mp_optim.precision.verdict import Verdict
 
 __all__ = [
     "ConstantGradScaler",

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.precision.measure import NormKey
 from mp_optim.slots import (
+    Multiplier,
     Slot,
     SlotUpdates,
     SteadyList,
@@ -150,7 +151,8 @@ class SlotColumns:
         whole = self._whole
         return self.keys if whole is not None and indices is whole.indices else [self.keys[i] for i in indices]
 
-    def updates(self, indices: list[int], grads: Sequence[Tensor], multipliers: Mapping[str, float]) -> SlotUpdates:
+    def updates(self, indices: list[int], grads: Sequence[Tensor],
+                multipliers: Mapping[str, Multiplier]) -> SlotUpdates:
         """The step of the slots that have a gradient.
 
         Args:

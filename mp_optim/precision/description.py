@@ -43,12 +43,14 @@ class DescriptionRow:
 
 @dataclass(frozen=True)
 class Description:
-    """All rows; ``str()`` is a plain text table, and below it why each place is stepped by what it is."""
+    """All rows, and notes on the whole; ``str()`` is a plain text table, and below it why each place is stepped by what
+    it is."""
 
     rows: tuple[DescriptionRow, ...]
+    notes: tuple[str, ...] = ()
 
     def __add__(self, other: Description) -> Description:
-        return Description(self.rows + other.rows)
+        return Description(self.rows + other.rows, self.notes + other.notes)
 
     def __str__(self) -> str:
         shown = [f.name for f in fields(DescriptionRow) if f.name != "why"]
@@ -56,7 +58,7 @@ class Description:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
-        return "\n".join([*lines, *reasons])
+        return "\n".join([*lines, *reasons, *self.notes])
 
 
 def _cell(value: object) -> str:

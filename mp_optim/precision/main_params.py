@@ -246,7 +246,9 @@ class MainParams(SlotOptimizer):
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator; gradients are the caller's to clear."""
         self._parking.park(self._accelerator_tensors())
+        self.inner.memory_moved()
 
     def restore_from_cpu(self) -> None:
         """Undo :meth:`offload_to_cpu`; what is stepped on the host stays there."""
         self._parking.restore()
+        self.inner.memory_moved()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.slots import SteadyList
+from mp_optim.update.sums import index_on
 
 __all__ = ["EXCLUDED", "MAIN", "Measurement", "NormKey", "agree", "count_zeros", "measure",
            "norm_groups"]
@@ -66,13 +67,13 @@ def measure(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence
         sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
         for where in grads.devices:
             here = [index for index, grad in enumerate(grads) if grad.device == where]
-            sums[torch.tensor(here, device=device)] = sum_of_squares([grads[i] for i in here]).to(device)
+            sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(device)
     if len(all_keys) == 1:
         return {all_keys[0]: _pairwise_sum(sums)}
     mine: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
         mine[key].append(index)
-    return {key: _pairwise_sum(sums[torch.tensor(found, dtype=torch.long, device=device)])
+    return {key: _pairwise_sum(sums[index_on(device, found)])
             for key, found in mine.items()}
 
 

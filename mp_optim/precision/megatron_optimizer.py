@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.graphed import GraphedStep, check_capturable
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
@@ -23,10 +25,12 @@ from mp_optim.precision.measure import (
     measure,
     norm_groups,
 )
+from mp_optim.precision.pending import Formed, PendingVerdict, decide_on_device, form
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
+    Multiplier,
     SlotUpdate,
     SteadyList,
     iter_slots,
@@ -58,9 +62,12 @@ class MegatronOptimizer(MainParams):
         self.config = config
         self.grad_scaler = grad_scaler
         self._grads: tuple[list[int], SteadyList] | None = None
-        self._verdict = Verdict()
+        self._last: Verdict | PendingVerdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0}
+        self._graphed: GraphedStep | None = None
         super().__init__(optimizer, process_groups)
+        if config.optimizer_cuda_graph:
+            check_capturable(self)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -75,14 +82,39 @@ class MegatronOptimizer(MainParams):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
-        with self._timed("optimizer-clip-main-grad"):
-            verdict = decide(self.measure(), inv_scale, self.config)
-        with self._timed("optimizer-inner-step"):
-            self.apply(verdict)
+        verdict = self._by_graph() if self.config.optimizer_cuda_graph else self._eagerly()
         if self.grad_scaler is not None:
             self.grad_scaler.update(verdict.found_inf)
         return verdict.result if closure is None else loss
+
+    def _eagerly(self) -> Verdict | PendingVerdict:
+        inv_scale = self._inv_scale
+        with self._timed("optimizer-clip-main-grad"):
+            measurement, device = self.measure(), self.verdict_device()
+            there = [*measurement.sums.values(), *([] if inv_scale is None else [inv_scale])]
+            verdict: Verdict | PendingVerdict
+            if device is None or any(value.device != device for value in there):
+                verdict = decide(measurement, inv_scale, self.config)
+            else:  # whoever follows the verdict is on the device: nothing waits for it
+                verdict = decide_on_device(measurement, inv_scale, self.config)
+        with self._timed("optimizer-inner-step"):
+            self.apply(verdict)
+        return verdict
+
+    @property
+    def _inv_scale(self) -> Tensor | None:
+        return None if self.grad_scaler is None else self.grad_scaler.inv_scale
+
+    def verdict_device(self) -> torch.device | None:
+        return self.inner.verdict_device()
+
+    @property
+    def _verdict(self) -> Verdict:
+        """The last verdict, and its step in the counts; waits for the device if nobody has yet."""
+        if isinstance(self._last, PendingVerdict):
+            self._last = self._last.settle()
+            self._counts["skipped_steps"] += self._last.skip
+        return self._last
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -103,14 +135,23 @@ class MegatronOptimizer(MainParams):
 
     def measure(self) -> Measurement:
         """Sums of squares of this step's gradients, agreed with the other ranks."""
+        self.gather()
+        return self.sums()
+
+    def gather(self) -> None:
+        """Find this step's gradients; nothing here asks the device."""
         if self._parking.occupied:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self._sync()
-        all_keys = self._seen.distinct_keys
-        indices, grads = self._grads = self._seen.grads(self.slot_name)
+        indices, _ = self._grads = self._seen.grads(self.slot_name)
         if not all(self._seen.bound):
             for index in (i for i in indices if not self._seen.bound[i]):  # it was frozen when its group was added
                 self._seen.trained(index, self._bind(self._seen.slots[index], self._seen.params[index]))
+
+    def sums(self) -> Measurement:
+        """Sums of squares of the gradients that :meth:`gather` found."""
+        assert self._grads is not None
+        (indices, grads), all_keys = self._grads, self._seen.distinct_keys
         return self.measure_grads(grads, self._seen.keys_of(indices), all_keys)
 
     def measure_grads(self, grads: Sequence[Tensor], keys: Sequence[NormKey],
@@ -133,21 +174,34 @@ class MegatronOptimizer(MainParams):
         backend, _ = choose_backend(self.config.fused_backend, grads[0].device)
         return backend.sum_of_squares(grads)
 
-    def apply(self, verdict: Verdict) -> None:
+    def apply(self, verdict: Verdict | PendingVerdict) -> None:
         """Step the slots that have a gradient, unless the verdict says skip."""
-        self._verdict = verdict
-        self._counts["steps"] += 1
+        self.follow(verdict)
         if self._grads is None:
             self._sync()
             self._grads = self._seen.grads(self.slot_name)
-        (indices, grads), self._grads = self._grads, None
-        if verdict.skip:
-            self._counts["skipped_steps"] += 1
-            return
-        norm = verdict.norms.get(MAIN)
-        clipped = None if norm is None else min(norm, self.config.clip_grad) if self.config.clip_grad > 0 else norm
-        self.step_slots(self._seen.updates(indices, grads, verdict.multipliers), grad_norm=clipped)
+        if not (isinstance(verdict, Verdict) and verdict.skip):
+            self.carry_out(verdict.multipliers, self._clipped(verdict))
+        self._grads = None
+
+    def carry_out(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        """Step the gradients that :meth:`gather` found."""
+        assert self._grads is not None
+        self.step_slots(self._seen.updates(*self._grads, multipliers), grad_norm=grad_norm)
         self._seen.stepped()
+
+    def follow(self, verdict: Verdict | PendingVerdict) -> None:
+        """Take a verdict as the last one, after the one before it is settled, and count its step."""
+        _ = self._verdict
+        self._last = verdict
+        self._counts["steps"] += 1
+        if isinstance(verdict, Verdict):
+            self._counts["skipped_steps"] += verdict.skip
+
+    def _clipped(self, verdict: Verdict | PendingVerdict) -> float | None:
+        """The gradients' norm after clipping, for rules that clip by it themselves; they need numbers."""
+        norm = verdict.norms.get(MAIN) if isinstance(verdict, Verdict) else None
+        return min(norm, self.config.clip_grad) if norm is not None and self.config.clip_grad > 0 else norm
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
@@ -157,6 +211,49 @@ class MegatronOptimizer(MainParams):
     def _push_settings(self) -> None:
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+    # -- the step by CUDA graphs ------------------------------------------------------------------
+
+    def _by_graph(self) -> Verdict | PendingVerdict:
+        _ = self._verdict
+        device = self.verdict_device()
+        if device is None or (self.grad_scaler is not None and self.grad_scaler.scale.device != device):
+            return self._eagerly()  # a group was added that is stepped elsewhere, or the scaler replaced
+        if self._graphed is None:
+            self._graphed = GraphedStep(device, choose_backend(self.config.fused_backend, device)[0])
+        self.gather()
+        try:
+            return self._graphed.step(self)
+        finally:
+            self.forget_grads()
+
+    def forget_grads(self) -> None:
+        """Let go of the gradients that :meth:`gather` found."""
+        self._grads = None
+
+    def form(self) -> Formed:
+        """Measure the gradients that :meth:`gather` found, and decide on the device."""
+        return form(self.sums(), self._inv_scale, self.config)
+
+    def graph_key(self) -> Any:
+        """What a graph of :meth:`form` depends on, apart from what the memory there holds."""
+        assert self._grads is not None
+        indices, grads = self._grads
+        settings = (self.config.clip_grad, self.config.grad_norm_skip_threshold, self.config.log_num_zeros_in_grad,
+                    None if self.grad_scaler is None else self.grad_scaler.scale.data_ptr())
+        return (settings, indices, self._seen.keys_of(indices), grads.addresses, grads.sizes,
+                [grad.dtype for grad in grads], [] if grads.contiguous else [grad.stride() for grad in grads])
+
+    def obstacle(self) -> str:
+        """Why the step at hand cannot be captured; empty if it can."""
+        assert self._grads is not None
+        if self._grads[1].contiguous and all(local_tensor(param).is_contiguous() for param in self._params()):
+            return ""
+        return "a parameter or gradient is not contiguous, and is copied in each step"
+
+    def reduces(self) -> bool:
+        """Whether a step takes part in reductions with other ranks."""
+        return self.process_groups.grad_stats is not None or any(key.shard_groups for key in self._seen.keys)
 
     # -- loss scale, gradients ------------------------------------------------------------------
 
@@ -209,19 +306,22 @@ class MegatronOptimizer(MainParams):
 
     def describe(self) -> Description:
         """Per group, place and dtype: count, bytes, backend and why; ``print`` it."""
-        return describe(self)
+        found = describe(self)
+        return found if self._graphed is None else replace(found, notes=(self._graphed.note,))
 
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
-        traffic = getattr(self.inner, "traffic", None)
-        norms = {f"grad_norm/{name}": norm for name, norm in self._verdict.norms.items() if name != EXCLUDED}
+        traffic, verdict = getattr(self.inner, "traffic", None), self._verdict
+        norms = {f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED}
         return {
-            "grad_norm": float("nan") if self._verdict.grad_norm is None else self._verdict.grad_norm,
+            "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
             "loss_scale": float(self.get_loss_scale()),
-            "multiplier": self._verdict.multipliers.get(MAIN, 0.0),
+            "multiplier": verdict.multipliers.get(MAIN, 0.0),
             "bytes_down": 0 if traffic is None else traffic.down,
             "bytes_up": 0 if traffic is None else traffic.up,
             **norms,
             **self._counts,
+            **({} if self._graphed is None else {"graph_captures": self._graphed.captures,
+                                                 "graph_replays": self._graphed.replays}),
             "reloaded_params": self._reloaded,
         }

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+from mp_optim.precision.result import StepResult
+from mp_optim.update.lists import fp32
 
-__all__ = ["StepResult", "Verdict", "decide"]
-
-
-class StepResult(NamedTuple):
-    """What ``step`` reports; unpacks as Megatron's tuple does.
-
-    Attributes:
-        success: whether parameters were updated.
-        grad_norm: global L2 norm of the unscaled gradients before clipping; None after an overflow.
-        num_zeros_in_grad: zero gradient elements if ``log_num_zeros_in_grad``, else None.
-    """
-
-    success: bool
-    grad_norm: float | None
-    num_zeros_in_grad: int | None
+__all__ = ["Verdict", "decide"]
 
 
 @dataclass(frozen=True)
@@ -52,9 +40,14 @@ class Verdict:
         return None if self.found_inf else self.norms.get(MAIN, 0.0)
 
     @property
+    def values(self) -> tuple[bool, float | None, int | None]:
+        """What ``step`` reports."""
+        return not self.skip, self.grad_norm, None if self.found_inf else self.num_zeros
+
+    @property
     def result(self) -> StepResult:
         """What the caller of ``step`` gets."""
-        return StepResult(not self.skip, self.grad_norm, None if self.found_inf else self.num_zeros)
+        return StepResult(*self.values)
 
 
 def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> Verdict:
@@ -79,8 +72,8 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
     if not all(math.isfinite(value) for value in sums.values()):
         return Verdict(skip=True, found_inf=True)
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
-    multipliers = {name: _fp32(inverse * _clip_coefficient(norm, config.clip_grad)) for name, norm in norms.items()}
-    multipliers[EXCLUDED] = multipliers.get(MAIN, _fp32(inverse))
+    multipliers = {name: fp32(inverse * _clip_coefficient(norm, config.clip_grad)) for name, norm in norms.items()}
+    multipliers[EXCLUDED] = multipliers.get(MAIN, fp32(inverse))
     too_large = norms.get(MAIN, 0.0) > config.grad_norm_skip_threshold
     return Verdict(multipliers, too_large, False, norms, num_zeros)
 
@@ -88,7 +81,3 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
 def _clip_coefficient(norm: float, limit: float) -> float:
     """``limit / (norm + 1e-6)`` where that is below 1, else 1 (Megatron's and torch's definition)."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
-
-
-def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import AdamScalars, TensorLists
@@ -25,6 +27,7 @@ class FusedAdam(RuleOptimizer):
     """
 
     rule = "adam"
+    needs_numbers = False
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
@@ -39,6 +42,6 @@ class FusedAdam(RuleOptimizer):
     def check_settings(self, group: dict[str, Any]) -> None:
         check_adam_settings(group)
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: SlotUpdates) -> None:
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
+              multiplier: float | Tensor, updates: SlotUpdates) -> None:
         backend.adam(lists, AdamScalars.at(group, step), multiplier)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, iter_slots
+from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
 
 __all__ = ["ForeignOptimizer", "as_slot_optimizer"]
 
@@ -88,6 +88,7 @@ class ForeignOptimizer(SlotOptimizer):
             param.grad = None
         mains = [self.param_groups[update.slot.group]["params"][update.slot.position] for update in updates]
         for update, main in zip(updates, mains, strict=True):
+            assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
             wide = torch.promote_types(main.dtype, torch.float32)
             main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
         self.optimizer.step()

@@ -67,9 +67,9 @@ class GroupState:
         self._whole.clear()
         self.steady_mains = None
 
-    def count(self, positions: Sequence[int]) -> None:
-        """Add a step to the given slots."""
+    def count(self, positions: Sequence[int], by: int = 1) -> None:
+        """Add a step to the given slots; -1 takes it back."""
         if len(positions) == len(self.slots):
-            self.steps += 1
+            self.steps += by
         else:
-            self.steps[torch.tensor(positions)] += 1
+            self.steps[torch.tensor(positions)] += by

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -16,6 +15,7 @@ from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LambScalars, TensorLists, fp32
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
 from mp_optim.update.stored import StatePrecision
+from mp_optim.update.sums import index_on
 
 __all__ = ["FusedLAMB"]
 
@@ -35,6 +35,7 @@ class FusedLAMB(RuleOptimizer):
     """
 
     rule = "lamb"
+    needs_numbers = False
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-6, weight_decay: float = 0.01, *, bias_correction: bool = True,
@@ -58,12 +59,12 @@ class FusedLAMB(RuleOptimizer):
             return multiplier
         return fp32(multiplier * limit / grad_norm)
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: SlotUpdates) -> None:
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
+              multiplier: float | Tensor, updates: SlotUpdates) -> None:
         scalars = LambScalars.at(group, step)
         if any(updates.shard_groups):
             sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups)
-            backend.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
+            backend.lamb_finish(lists, scalars, sums, multiplier)
         else:
             backend.lamb(lists, scalars, multiplier)
 
@@ -75,7 +76,7 @@ def _reduced(sums: Tensor, shard_groups: Sequence[tuple[ProcessGroup, ...]]) -> 
         if groups:
             split[groups].append(index)
     for groups, indices in split.items():
-        where = torch.tensor(indices, device=sums.device)
+        where = index_on(sums.device, indices)
         part = sums[where]
         for group in groups:
             dist.all_reduce(part, group=group)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LionScalars, TensorLists
@@ -23,6 +25,7 @@ class Lion(RuleOptimizer):
     """
 
     rule = "lion"
+    needs_numbers = False
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.95, 0.98),
                  weight_decay: float = 0.0, *, backend: str = "auto", **precision: Any) -> None:
@@ -38,6 +41,6 @@ class Lion(RuleOptimizer):
                     "two numbers in [0, 1)")
         check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: SlotUpdates) -> None:
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
+              multiplier: float | Tensor, updates: SlotUpdates) -> None:
         backend.lion(lists, LionScalars.at(group, step), multiplier)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mp_optim.update.formats import Noise
@@ -21,7 +21,7 @@ REMAINDER = "remainder"
 
 def fp32(value: float) -> float:
     """The double that is nearest to ``value`` among FP32 numbers."""
-    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+    return ctypes.c_float(value).value
 
 
 def scale_key(moment: str) -> str:

@@ -15,6 +15,8 @@ from mp_optim.capabilities import refusal
 from mp_optim.host_memory import Form, beside, zeros
 from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_fits
 from mp_optim.slots import (
+    DeviceMultiplier,
+    Multiplier,
     Slot,
     SlotUpdate,
     SlotUpdates,
@@ -41,7 +43,7 @@ class _Launch(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     step: float
-    multiplier: float
+    multiplier: Multiplier
 
 
 class RuleOptimizer(SlotOptimizer):
@@ -58,6 +60,8 @@ class RuleOptimizer(SlotOptimizer):
 
     rule = "custom"
     """The rule's name in the config."""
+    needs_numbers = True
+    """Whether :meth:`apply` works with the multiplier itself, rather than hand it to a backend."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto",
                  precision: StatePrecision | None = None) -> None:
@@ -67,6 +71,7 @@ class RuleOptimizer(SlotOptimizer):
         self._check_backend()
         self._groups: list[GroupState] = []
         self._shares: tuple[Sequence[Slot], list[Share]] | None = None
+        self._unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
         super().__init__(params, defaults)
 
     def _check_backend(self) -> None:
@@ -89,9 +94,10 @@ class RuleOptimizer(SlotOptimizer):
         """Raise ValueError naming the setting and its value if it is out of range."""
 
     @abstractmethod
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: SlotUpdates) -> None:
-        """Carry out the rule for tensors that share device, group, step and multiplier."""
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
+              multiplier: float | Tensor, updates: SlotUpdates) -> None:
+        """Carry out the rule for tensors that share device, group, step and multiplier, which is a tensor only if
+        ``backend.takes_device_multipliers`` and not :attr:`needs_numbers`."""
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -111,6 +117,7 @@ class RuleOptimizer(SlotOptimizer):
         self._groups.append(GroupState(len(group["params"])))
 
     def slot_state(self, slot: Slot) -> dict[str, Any]:
+        self._settle()
         own, group = self._groups[slot.group], self.param_groups[slot.group]
         state = own.slots[slot.position]
         tensor = group["params"][slot.position]
@@ -215,6 +222,10 @@ class RuleOptimizer(SlotOptimizer):
         if self._is_split(main):
             keep_valid(main, self.slot_state(slot)[REMAINDER])
 
+    def memory_moved(self) -> None:
+        for own in self._groups:
+            own.replaced()
+
     # -- stepping -------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -242,6 +253,7 @@ class RuleOptimizer(SlotOptimizer):
 
     @torch.no_grad()
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        self._settle()
         columns = SlotUpdates.of(updates)
         if self._shares is None or self._shares[0] is not columns.slots:
             self._shares = (columns.slots, shares_of(columns.slots))
@@ -256,7 +268,8 @@ class RuleOptimizer(SlotOptimizer):
         group, own = self.param_groups[index], self._groups[index]
         mains = self._mains(index, positions)
         steps = own.steps.tolist()
-        multipliers = {value: self.effective_multiplier(group, value, grad_norm) for value in set(updates.multipliers)}
+        multipliers = {value: value if isinstance(value, DeviceMultiplier)
+                       else self.effective_multiplier(group, value, grad_norm) for value in set(updates.multipliers)}
         counts = steps if own.is_whole(positions) else [steps[position] for position in positions]
         if len(mains.devices) == len(mains.dtypes) == len(set(counts)) == len(multipliers) == 1:
             launch = _Launch(mains[0].device, mains[0].dtype, counts[0], multipliers[updates.multipliers[0]])
@@ -270,6 +283,23 @@ class RuleOptimizer(SlotOptimizer):
                 self._launch(index, launch, updates.take(members), [positions[at] for at in members],
                              SteadyList(mains[at] for at in members))
         own.count(positions)
+        self._unsettled += [(own, positions, value) for value in multipliers if isinstance(value, DeviceMultiplier)][:1]
+
+    def _settle(self) -> None:
+        """Take back the counts of a step that the device skipped: steps are counted before anybody knows."""
+        unsettled, self._unsettled = self._unsettled, []
+        for own, positions, multiplier in unsettled:
+            if multiplier.skipped():
+                own.count(positions, -1)
+
+    def verdict_device(self) -> torch.device | None:
+        if self.needs_numbers or any(group.get("max_grad_norm") for group in self.param_groups):
+            return None
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        if len(devices) != 1:
+            return None
+        device = devices.pop()
+        return device if self.backend_for(device)[0].takes_device_multipliers else None
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
         """What carries the rule out on a device, and why."""
@@ -307,16 +337,16 @@ class RuleOptimizer(SlotOptimizer):
                 mains: SteadyList) -> None:
         group, own = self.param_groups[index], self._groups[index]
         outputs = updates.outputs if isinstance(updates.outputs, SteadyList) else list(updates.outputs)
+        multiplier = launch.multiplier.values if isinstance(launch.multiplier, DeviceMultiplier) else launch.multiplier
         lists = TensorLists(
             main=_contiguous(mains), grad=_contiguous(SteadyList.of(updates.grads)),
             state={key: own.tensors(key, positions) for key in self._stored_keys(group, launch.dtype)},
             output=_contiguous_outputs(outputs), noise=self._noise(index, launch, updates))
         backend, _ = self.backend_for(launch.device)
-        self.apply(backend, lists, group, int(launch.step) + 1, launch.multiplier, updates)
+        self.apply(backend, lists, group, int(launch.step) + 1, multiplier, updates)
         for mine, stepped in ((mains, lists.main), (outputs, lists.output)):
             if mine is not stepped:
                 _copy_back(mine, stepped)
-
 
     def _stored_keys(self, group: dict[str, Any], dtype: torch.dtype) -> list[str]:
         """Keys of the state tensors that are stepped along with main params of a dtype."""
@@ -340,13 +370,13 @@ def _contiguous(tensors: SteadyList) -> SteadyList:
 
 
 def _contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The list itself if every tensor in it is contiguous, else one with memory of its own for those that are not."""
+    """The list itself if every tensor in it is contiguous, else one with copies of those that are not: a step that the
+    device skips leaves them as they are."""
     if isinstance(outputs, SteadyList) and outputs.contiguous:
         return outputs
     if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
         return outputs
-    return [output if output is None or output.is_contiguous()
-            else torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+    return [None if output is None else output.contiguous() for output in outputs]
 
 
 def _copy_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import SgdScalars, TensorLists
@@ -22,6 +24,7 @@ class SGD(RuleOptimizer):
     """
 
     rule = "sgd"
+    needs_numbers = False
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
                  weight_decay: float = 0.0, nesterov: bool = False, *, backend: str = "auto",
@@ -40,6 +43,6 @@ class SGD(RuleOptimizer):
         nesterov_fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         check_range(group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0")
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int, multiplier: float,
-              updates: SlotUpdates) -> None:
+    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
+              multiplier: float | Tensor, updates: SlotUpdates) -> None:
         backend.sgd(lists, SgdScalars.at(group, step), multiplier)

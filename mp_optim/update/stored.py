@@ -125,7 +125,7 @@ def fitted(label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str
         theirs, scale = saved.get(key), scale_key(key)
         if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):
             continue
-        if theirs.dtype == own.dtype and (scale in saved) == (scale in mine):
+        if theirs.dtype == own.dtype and _same_scales(saved.get(scale), mine.get(scale)):
             result |= {scale: saved[scale]} if scale in mine else {}
         elif theirs.shape == own.shape and (convert or theirs.dtype != torch.float64):
             result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key), convert)
@@ -137,8 +137,17 @@ def fitted(label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str
     return result
 
 
+def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:
+    return saved is own if saved is None or own is None else saved.shape == own.shape
+
+
 def _decoded(state: Mapping[str, Any], key: str) -> Tensor:
+    """FP32 values of a saved moment. It has a scale for each block; or, where it is a part cut out of a larger tensor
+    and so of that one's blocks, for each element, in a last dimension of 1."""
     stored, scale = state[key], state.get(scale_key(key))
+    if scale is not None and scale.dim() > 1:
+        values: Tensor = stored.float() * scale[..., 0]
+        return values * values if key == SECOND else values
     if scale is not None and scale.numel() != blocks_of(stored.numel()):
         raise ValueError(f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, expected "
                          f"{blocks_of(stored.numel())}; was it saved in another layout? Save with full_precision=True")

@@ -1,14 +1,14 @@
-"""What has to be exactly so: no waiting for the device, and the same bits in every place."""
+"""What has to be exactly so: the same bits in every place, whoever reads the verdict, eager or from a graph."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from benchmarks.sections import Section
 from torch import Tensor, nn
 
+from gpu.waiting import with_host_verdict
 from mp_optim import FusedAdam, FusedLAMB, Lion, OptimizerConfig, get_megatron_optimizer
 
 STEPS = 50
@@ -20,15 +20,18 @@ def _model(device: torch.device) -> nn.Sequential:
     return nn.Sequential(*layers).to(torch.bfloat16).to(device)
 
 
-def _train(device: torch.device, fraction: float, **settings: Any) -> tuple[list[float], list[Tensor]]:
+def _train(device: torch.device, fraction: float, on_host: bool = False,
+           **settings: Any) -> tuple[list[float], list[Tensor]]:
     if fraction > 0.0:
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     model = _model(device)
     optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-2, clip_grad=1.0, **settings), model)
+    if on_host:
+        with_host_verdict(optimizer)
     losses = []
     for step in range(STEPS):
         tokens = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(step)).to(device)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)  # their memory stays, for the graph
         loss = nn.functional.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
         loss.backward()
         optimizer.step()
@@ -52,47 +55,33 @@ def bits(device: torch.device) -> Section:
         for fraction in (0.5, 1.0):
             same = _equal(_train(device, fraction, **settings), expected)
             section.rows[f"{kind}: {STEPS} steps, fraction {fraction} as 0"] = {"same": float(same)}
+        same = _equal(_train(device, 0.0, on_host=True, **settings), expected)
+        section.rows[f"{kind}: {STEPS} steps, verdict on the host as on the device"] = {"same": float(same)}
+        name = f"{kind}: {STEPS} steps, CUDA graph as eager"
+        try:
+            same = _equal(_train(device, 0.0, optimizer_cuda_graph=True, **settings), expected)
+            section.rows[name] = {"same": float(same)}
+        except ValueError as error:
+            section.missing[name] = str(error)[:120]
     for rule in (FusedAdam, FusedLAMB, Lion):
-        ours, theirs = (_stream(rule, where) for where in (device, torch.device("cpu")))
-        same = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        section.rows[f"{rule.__name__}: one stream of gradients, device as CPU"] = {"same": float(same)}
+        for states, precision in _STATES.items():
+            ours, theirs = (_stream(rule, where, precision) for where in (device, torch.device("cpu")))
+            same = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            section.rows[f"{rule.__name__}, {states}: one stream of gradients, device as CPU"] = {"same": float(same)}
     torch.use_deterministic_algorithms(False)
     return section
 
 
-def _stream(rule: Any, device: torch.device) -> list[Tensor]:
+_STATES: dict[str, dict[str, Any]] = {
+    "FP32 states": {}, "8-bit states": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}}
+
+
+def _stream(rule: Any, device: torch.device, precision: dict[str, Any]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     params = [nn.Parameter(torch.randn(size, generator=generator).to(device)) for size in (1, 1000, 300_001)]
-    optimizer = rule(params, lr=1e-2, weight_decay=0.1)
+    optimizer = rule(params, lr=1e-2, weight_decay=0.1, **precision)
     for _ in range(20):
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).to(device)
         optimizer.step()
     return [param.detach().cpu() for param in params]
-
-
-def synchronisations(device: torch.device) -> Section:
-    """How often ``step()`` made the host wait for the device, as torch's sync debug mode counts it."""
-    section = Section("Host synchronisations in a step")
-    for name, settings in {"bf16": {}, "bf16, no clipping": {"clip_grad": 0.0}}.items():
-        model = _model(device)
-        optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-3, **settings), model)
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 1e-3)
-        for _ in range(3):
-            optimizer.step()
-        section.rows[name] = {"count": float(_count(device, optimizer.step))}
-    return section
-
-
-def _count(device: torch.device, step: Any) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step()
-        return sum("synchroniz" in str(warning.message) for warning in caught)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

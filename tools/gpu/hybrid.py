@@ -45,7 +45,9 @@ def _one(device: torch.device, count: int, fraction: float, rounds: int) -> dict
     peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
     on_device = sum(row.params for row in optimizer.describe().rows if row.place == "device")
     formula = count * PIECE * 4 + on_device * 12
-    metrics = optimizer.metrics()
+    metrics, hosted = optimizer.metrics(), count * PIECE - on_device
     return {"ms": timing.median * 1e3, "spread": timing.spread, "bytes_down": metrics["bytes_down"],
-            "bytes_up": metrics["bytes_up"], "peak_bytes": float(peak), "formula_bytes": float(formula),
+            "bytes_up": metrics["bytes_up"],
+            "bytes_per_host_param": (metrics["bytes_down"] + metrics["bytes_up"]) / hosted if hosted else 0.0,
+            "peak_bytes": float(peak), "formula_bytes": float(formula),
             "peak_over_formula": peak / formula}

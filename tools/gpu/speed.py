@@ -58,12 +58,13 @@ def rates(rate: Rate, rounds: int) -> Section:
     return section
 
 
-def _sizes(numel: int, kind: str) -> list[int]:
+def sizes_of(numel: int, kind: str) -> list[int]:
+    """Elements of the tensors of a model of a kind."""
     if kind == "large":
         return [min(LARGE, numel)] * max(1, numel // LARGE)
     if kind == "small":
-        return [numel // 10_000] * 10_000
-    return [numel // 4, numel // 4] + [numel // 512] * 256  # a mixture of experts
+        return [max(1, numel // 10_000)] * 10_000
+    return [max(1, numel // 4)] * 2 + [max(1, numel // 512)] * 256  # a mixture of experts
 
 
 def _tensors(device: torch.device, sizes: list[int], dtype: torch.dtype, value: float) -> list[Tensor]:
@@ -105,7 +106,7 @@ def _measure(rate: Rate, backend: str, sizes: list[int]) -> Callable[[], object]
 
 def kernels(rate: Rate, numel: int, rounds: int) -> Section:
     """Update and measuring alone, a few large tensors. Two contenders at a time: each has states of its own."""
-    section, sizes = Section("Kernels alone, large tensors"), _sizes(numel, "large")
+    section, sizes = Section("Kernels alone, large tensors"), sizes_of(numel, "large")
     total = sum(sizes)
     for backend in BACKENDS:
         for label, size, build in (
@@ -128,10 +129,11 @@ def _add(section: Section, rate: Rate, builds: dict[str, tuple[Callable[[], Any]
     section.missing |= field.missing
     section.take(timings, of_limit=lambda name, timing: builds[name][1] / timing.median / rate.limit)
     del field
-    _clean(rate.device)
+    clean(rate.device)
 
 
-def _clean(device: torch.device) -> None:
+def clean(device: torch.device) -> None:
+    """Give back what nobody holds any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -139,25 +141,25 @@ def _clean(device: torch.device) -> None:
 
 def steps(rate: Rate, numel: int, rounds: int) -> Section:
     """The full step against the sequence of kernels that Megatron launches, with each Adam that is there."""
-    section, sizes = Section("Full mixed-precision step, large tensors, clipping on"), _sizes(numel, "large")
-    total, backend = sum(sizes), _ours(rate.device)
+    section, sizes = Section("Full mixed-precision step, large tensors, clipping on"), sizes_of(numel, "large")
+    total, backend = sum(sizes), ours(rate.device)
     for adam in adams():
-        ours, field = f"{OURS}, {backend}, beside {adam}", Contenders()
+        name, field = f"{OURS}, {backend}, beside {adam}", Contenders()
         field.add(f"Megatron's sequence, {adam}", lambda a=adam: MegatronStyle(
             _tensors(rate.device, sizes, torch.bfloat16, 0.02), a).step)
         if field.steps:
-            field.add(ours, lambda: _step(rate, backend, sizes))
+            field.add(name, lambda: _step(rate, backend, sizes))
         timings = alternate(rate.device, field.steps, rounds, f"steps, {adam}")
         section.missing |= field.missing
-        section.take(timings, of_limit=lambda name, timing: STEP_BYTES * total / timing.median / rate.limit,
-                     **({"times_ours": lambda name, timing, t=timings, o=ours: ratio(timing, t[o])}
-                        if ours in timings else {}))
+        section.take(timings, of_limit=lambda _, timing: STEP_BYTES * total / timing.median / rate.limit,
+                     **({"times_ours": lambda _, timing, t=timings, o=name: ratio(timing, t[o])}
+                        if name in timings else {}))
         del field
-        _clean(rate.device)
+        clean(rate.device)
     return section
 
 
-def _ours(device: torch.device) -> str:
+def ours(device: torch.device) -> str:
     """The backend to measure: ours on a GPU; on a CPU, where the tool only tries itself, what there is."""
     return "triton" if device.type == "cuda" else "auto"
 
@@ -168,11 +170,11 @@ def many(rate: Rate, numel: int, rounds: int) -> Section:
     for backend in ("triton", "torch") if rate.device.type == "cuda" else ("auto",):
         field = Contenders()
         for kind in ("large", "small", "moe"):
-            field.add(f"{backend}: {kind}", lambda k=kind, b=backend: _step(rate, b, _sizes(numel, k)))
+            field.add(f"{backend}: {kind}", lambda k=kind, b=backend: _step(rate, b, sizes_of(numel, k)))
         timings = alternate(rate.device, field.steps, rounds, f"many, {backend}")
         section.missing |= field.missing
         first = timings.get(f"{backend}: large")
         section.take(timings, **({"times_one": lambda name, timing, f=first: ratio(timing, f)} if first else {}))
         del field
-        _clean(rate.device)
+        clean(rate.device)
     return section

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -11,19 +11,33 @@ from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScal
 
 __all__ = ["Backend"]
 
+Multiplier = Any
+"""A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
+
 
 class Backend(Protocol):
     """Each method updates every tensor of the lists in place and writes the outputs."""
 
     name: str
 
-    def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None: ...
+    takes_device_multipliers: bool
+    """Whether a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,): the second element is
+    not 0 if nothing is to be written. Such a step never waits for the device."""
 
-    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
+    capturable: bool
+    """Whether a CUDA graph can hold its steps, and replay them with other numbers."""
+
+    def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier) -> None: ...
+
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
         """The whole step, for tensors that are whole parameters."""
         ...
 
-    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
+    def lamb_finish(self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier) -> None:
+        """Take the step after :meth:`lamb_moments`, from sums of whole parameters, shape (n, 2) FP64."""
+        ...
+
+    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> Tensor:
         """Update the moments; return FP64 (sum p^2, sum u^2) per tensor, shape (n, 2)."""
         ...
 
@@ -31,9 +45,9 @@ class Backend(Protocol):
         """Take the step, each tensor with its own ratio (FP32 value)."""
         ...
 
-    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None: ...
+    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier) -> None: ...
 
-    def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None: ...
+    def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier) -> None: ...
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP64, shape (n,)."""

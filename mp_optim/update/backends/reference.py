@@ -104,6 +104,8 @@ class ReferenceBackend:
     """What every other backend is measured against."""
 
     name = "reference"
+    takes_device_multipliers = False
+    capturable = False
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
@@ -120,8 +122,7 @@ class ReferenceBackend:
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
         """Both phases of LAMB, for tensors that are whole parameters."""
-        sums = self.lamb_moments(lists, scalars, multiplier)
-        self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
+        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         owners: list[int] = []
@@ -139,6 +140,10 @@ class ReferenceBackend:
             device = lists.main[0].device if lists.main else torch.device("cpu")
             return torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
         return combine_pieces(owners, torch.cat(found), len(lists.main))
+
+    def lamb_finish(self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: float) -> None:
+        """The second phase, from the sums of whole parameters."""
+        self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         for cut in batches(lists):

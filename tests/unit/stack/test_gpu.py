@@ -70,3 +70,73 @@ def test_offload_to_cpu_empties_the_accelerator():
     optimizer.restore_from_cpu()
     after = {k: v for s in optimizer.state_dict()["state"].values() for k, v in s.items()}
     assert all(same_bits(before[k].cpu(), after[k].cpu()) and before[k].device == after[k].device for k in before)
+
+
+KINDS = {"bf16": {}, "fp16": {}, "bf16-8bit": {}, "bf16-lamb": {"optimizer": "lamb"}, "bf16-zeros": {
+    "log_num_zeros_in_grad": True}}
+
+
+def steady(kind, **settings):
+    """Gradients in memory that stays; 20 steps, some of which overflow; results are looked at only in the end."""
+    precision = kind if kind in ("bf16", "fp16", "bf16-8bit") else "bf16"
+    model = TinyMoE(DTYPES[precision.split("-")[0]]).cuda()
+    optimizer = get_megatron_optimizer(config_for(precision, fused_backend="triton", **KINDS[kind], **settings), model,
+                                       expert_predicate=is_expert)
+    streams = [[torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).cuda() for p in model.parameters()]
+               for step in range(20)]
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    results = []
+    for step, values in enumerate(streams):
+        for param, value in zip(model.parameters(), values, strict=True):
+            param.grad.copy_(value * optimizer.get_loss_scale())
+        if step in (3, 11):
+            next(iter(model.parameters())).grad.view(-1)[0] = float("inf")
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        if step < 6:  # makes tables, compiles, captures
+            results.append(optimizer.step())
+            continue
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            results.append(optimizer.step())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [tuple(result) for result in results], {n: p.detach().cpu() for n, p in model.named_parameters()}, optimizer
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_no_step_synchronises_and_the_bits_are_those_of_the_host_path(kind, monkeypatch):
+    results, params, optimizer = steady(kind)
+    graphed = steady(kind, optimizer_cuda_graph=True)
+    assert graphed[2].metrics()["graph_replays"] >= 10
+    assert optimizer.verdict_device() is not None and not all(success for success, _, _ in results)
+    monkeypatch.setattr("mp_optim.update.rule.RuleOptimizer.verdict_device", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    host = steady(kind)
+    for found in ((results, params), graphed[:2]):
+        assert found[0] == host[0]
+        assert all(same_bits(found[1][name], value) for name, value in host[1].items())
+
+
+def test_a_verdict_on_the_device_is_settled_before_the_stepping_kernels_are_done():
+    model = torch.nn.Linear(8192, 8192, bias=False).bfloat16().cuda()
+    optimizer = get_megatron_optimizer(config_for("bf16", fused_backend="triton"), model)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step().success  # noqa: B018
+    result, done = optimizer.step(), torch.cuda.Event()
+    torch.cuda._sleep(1 << 30)
+    done.record()
+    assert result.success and not done.query()
+
+
+def test_parked_memory_is_given_back():
+    model = torch.nn.Linear(4096, 4096, bias=False).bfloat16().cuda()
+    optimizer = get_megatron_optimizer(config_for("bf16", fused_backend="triton"), model)
+    model.weight.grad = torch.ones_like(model.weight)
+    assert optimizer.step().success
+    before = torch.cuda.memory_allocated()
+    optimizer.offload_to_cpu()
+    assert before - torch.cuda.memory_allocated() >= 12 * model.weight.numel()
+    optimizer.restore_from_cpu()
+    assert optimizer.step().success

@@ -275,7 +275,9 @@ def test_nothing_inherited_looks_for_parts_that_are_elsewhere(owner):
     own = ("self.inner", "self._seen", "self._parking", "self._reloaded")
     needy = {name for name, method in inherited.items() if (not name.startswith("_") or name == "_sync")
              and any(part in inspect.getsource(method) for part in own)}
-    assert needy - {"measure_grads", "norm_key", "fit_slot_state"} - vars(owner).keys() == set()
+    for_parts = {"measure_grads", "norm_key", "fit_slot_state"}
+    captured = {"carry_out", "graph_key"} if owner is DistributedOptimizer else set()  # refused by the config
+    assert needy - for_parts - captured - vars(owner).keys() == set()
 
 
 def test_one_process_has_to_say_so():

@@ -278,3 +278,30 @@ def test_describe_and_metrics_read_well():
     assert sum(row.params for row in description.rows) == trainable
     assert "host" in str(description) and "backend" in str(description)
     assert optimizer.metrics()["steps"] == 1
+
+
+@pytest.mark.parametrize(("backend", "fraction"), [("auto", 0.5), ("triton", 0.0)])
+def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(backend, fraction, monkeypatch):
+    """As between two phases on an accelerator; here everything is given other memory on the way, as it is there."""
+    def elsewhere(tensors):
+        for tensor in tensors:
+            tensor.data = tensor.data.clone()
+
+    def state(optimizer):
+        return [v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"]
+
+    def run(moves):
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(7, dtype=torch.bfloat16)) for name in "ab"})
+        optimizer = get_megatron_optimizer(config_for("bf16", fraction, fused_backend=backend), model)
+        monkeypatch.setattr(optimizer, "_accelerator_tensors", lambda: state(optimizer))
+        monkeypatch.setattr(optimizer._parking, "park", elsewhere)
+        for step in range(4):
+            for param in model.values():
+                param.grad = torch.full_like(param, 0.1 + step)
+            optimizer.step()
+            if moves and step == 1:
+                optimizer.offload_to_cpu()
+                optimizer.restore_from_cpu()
+        return state(optimizer)
+
+    assert all(map(same_bits, run(True), run(False)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mp_optim.slots import SteadyList
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton.kernels import lamb, rules, sums
 from mp_optim.update.backends.triton.kinds import Kind, Part, parts_of
+from mp_optim.update.backends.triton.launcher import RATE, Launcher, Recording, Rehearsal, row_of, using
 from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
 from mp_optim.update.lists import (
     REMAINDER,
@@ -30,6 +31,7 @@ from mp_optim.update.lists import (
     TensorLists,
     scale_key,
 )
+from mp_optim.update.sums import root
 
 __all__ = ["CHUNK", "SUM_CHUNK", "TritonBackend"]
 
@@ -64,6 +66,8 @@ class TritonBackend(ReferenceBackend):
     """
 
     name = "triton"
+    takes_device_multipliers = True
+    capturable = True
 
     def __init__(self) -> None:
         interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
@@ -75,64 +79,90 @@ class TritonBackend(ReferenceBackend):
         self.device_type = "cpu" if interpreted else "cuda"
         self.runs_on = f"Triton {triton.__version__}" + (", interpreted" if interpreted else "")
         self._tables = Tables()
+        self.launcher = Launcher(self._tables)
+
+    def rehearse(self, work: Callable[[], object], device: torch.device) -> Rehearsal:
+        """Let ``work`` run without a launch, and note what it would launch."""
+        rehearsal = Rehearsal(self._tables, device)
+        with using(self, rehearsal):
+            work()
+        return rehearsal
+
+    def record(self, work: Callable[[], object], table: Tensor) -> None:
+        """Let ``work`` run with numbers from the rows of a table, as a graph has to that is replayed."""
+        with using(self, Recording(self._tables, table)):
+            work()
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier) -> None:
-        for part in parts_of(lists, _ADAM):
-            if part.kind is None:
-                if (value := _on_host(multiplier)) is not None:
-                    super().adam(part.lists, scalars, value)
-            else:
-                self._step(rules.adam, part, _ADAM, multiplier, **_fields(scalars),
+        for part, numbers in self._parts(lists, _ADAM, scalars):
+            if numbers is not None:
+                self._step(rules.adam, part, _ADAM, numbers, multiplier,
                            HAS_DECAY=scalars.decay != 0.0, HAS_L2=scalars.l2 != 0.0)
+            elif (value := _on_host(multiplier)) is not None:
+                super().adam(part.lists, scalars, value)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier) -> None:
         moments = ("momentum_buffer",) if "momentum_buffer" in lists.state else ()
-        for part in parts_of(lists, moments):
-            if part.kind is None:
-                if (value := _on_host(multiplier)) is not None:
-                    super().sgd(part.lists, scalars, value)
-            else:
-                self._step(rules.sgd, part, moments, multiplier, **_fields(scalars, "nesterov", "first"),
+        for part, numbers in self._parts(lists, moments, scalars):
+            if numbers is not None:
+                self._step(rules.sgd, part, moments, numbers, multiplier,
                            HAS_DECAY=scalars.decay != 0.0, NESTEROV=scalars.nesterov, FIRST=scalars.first)
+            elif (value := _on_host(multiplier)) is not None:
+                super().sgd(part.lists, scalars, value)
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier) -> None:
-        for part in parts_of(lists, _ADAM[:1]):
-            if part.kind is None:
-                if (value := _on_host(multiplier)) is not None:
-                    super().lion(part.lists, scalars, value)
-            else:
-                self._step(rules.lion, part, _ADAM[:1], multiplier, **_fields(scalars),
-                           HAS_DECAY=scalars.decay != 0.0)
+        for part, numbers in self._parts(lists, _ADAM[:1], scalars):
+            if numbers is not None:
+                self._step(rules.lion, part, _ADAM[:1], numbers, multiplier, HAS_DECAY=scalars.decay != 0.0)
+            elif (value := _on_host(multiplier)) is not None:
+                super().lion(part.lists, scalars, value)
+
+    def _parts(self, lists: TensorLists, moments: tuple[str, ...],
+               scalars: Any) -> Iterator[tuple[Part, Tensor | None]]:
+        """The parts with tensors, each with its numbers on the device; without any if there is no kernel for it."""
+        for part in parts_of(lists, moments):
+            if part.kind is not None:
+                yield part, self.launcher.numbers(row_of(scalars, _seed(part.lists)), part.lists.main[0].device)
+                continue
+            self.launcher.by_reference(f"there is no kernel for gradients of {part.lists.grad[0].dtype}, parameters of "
+                                       f"{part.lists.main[0].dtype} and their state")
+            if self.launcher.launches:
+                yield part, None
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
         """The whole step, for tensors that are whole parameters; their ratios are formed on the device."""
-        sums = self.lamb_moments(lists, scalars, multiplier)
+        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
+
+    def lamb_finish(self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier) -> None:
+        if not lists.main:
+            return
         skip = multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
-        self.lamb_apply(lists, scalars, _ratios(scalars, sums), skip)
+        numbers = self.launcher.numbers(row_of(scalars, 0), lists.main[0].device)
+        ratios = _ratios(scalars, sums, numbers) if self.launcher.launches else sums[:, 0]
+        self.lamb_apply(lists, scalars, ratios, skip)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> Tensor:
-        parts = parts_of(lists, _ADAM)
-        found = [self._moments(part, scalars, multiplier) for part in parts]
-        if len(found) == 1:
-            return found[0]
         device = lists.main[0].device if lists.main else torch.device("cpu")
+        parts = list(self._parts(lists, _ADAM, scalars))
+        found = [self._moments(part, numbers, scalars, multiplier) for part, numbers in parts]
+        if len(found) == 1 and len(found[0]) == len(lists.main):
+            return found[0]
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
-        for part, values in zip(parts, found, strict=True):
+        for (part, _), values in zip(parts, found, strict=True):
             sums.index_copy_(0, self._index(part.indices, device), values)
         return sums
 
-    def _moments(self, part: Part, scalars: LambScalars, multiplier: Multiplier) -> Tensor:
+    def _moments(self, part: Part, numbers: Tensor | None, scalars: LambScalars, multiplier: Multiplier) -> Tensor:
         device = part.lists.main[0].device
-        if part.kind is None:
+        if numbers is None or part.kind is None:
             value = _on_host(multiplier)
             if value is not None:
                 return super().lamb_moments(part.lists, scalars, value)
             return torch.zeros(len(part.lists.main), 2, dtype=torch.float64, device=device)
         plan = self._tables.plan(part.lists.main, CHUNK, device)
         sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
-        self._launch(lamb.lamb_moments, part._replace(kind=part.kind._replace(output=None)), _ADAM, multiplier,
-                     **_fields(scalars, "lr", "adapts"), sums=sums,
-                     HAS_DECAY=scalars.decay != 0.0, HAS_L2=scalars.l2 != 0.0)
+        self._launch(lamb.lamb_moments, part._replace(kind=part.kind._replace(output=None)), _ADAM, numbers, multiplier,
+                     made={"sums": sums}, HAS_DECAY=scalars.decay != 0.0, HAS_L2=scalars.l2 != 0.0)
         return self._added(plan, sums)
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float] | Tensor,
@@ -143,12 +173,12 @@ class TritonBackend(ReferenceBackend):
             ratios: FP32 values; or a tensor of them on the tensors' device.
             skip: FP32, shape (1,), on the device: not 0 if nothing is to be written.
         """
-        for part in parts_of(lists, _ADAM):
+        for part, numbers in self._parts(lists, _ADAM, scalars):
             device = part.lists.main[0].device
-            if part.kind is None:
+            if numbers is None:
                 if skip is None or not skip.item():
-                    numbers = ratios.tolist() if isinstance(ratios, Tensor) else ratios
-                    super().lamb_apply(part.lists, scalars, [numbers[index] for index in part.indices])
+                    values = ratios.tolist() if isinstance(ratios, Tensor) else ratios
+                    super().lamb_apply(part.lists, scalars, [values[index] for index in part.indices])
                 continue
             if not isinstance(ratios, Tensor):
                 mine = torch.tensor([ratios[index] for index in part.indices], dtype=torch.float32)
@@ -157,8 +187,8 @@ class TritonBackend(ReferenceBackend):
                 table = ratios
             else:
                 table = ratios.index_select(0, self._index(part.indices, device))
-            self._step(lamb.lamb_apply, part, _ADAM, 1.0, skip, ratios=table, HAS_DECAY=scalars.decay != 0.0,
-                       **_fields(scalars, "beta1", "grad_weight", "beta2", "one_minus_beta2", "l2", "lr", "adapts"))
+            self._step(lamb.lamb_apply, part, _ADAM, numbers, 1.0, skip, made={"ratios": table},
+                       HAS_DECAY=scalars.decay != 0.0)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = SteadyList.of(tensors)
@@ -191,19 +221,21 @@ class TritonBackend(ReferenceBackend):
         """From sums of chunks, shape (programs, columns), to sums of tensors."""
         for each in plan.rounds:
             results = torch.empty(each.programs, values.shape[1], dtype=torch.float64, device=values.device)
-            with _current(values.device):
-                sums.run_sums[(each.programs,)](each.owners, each.firsts, each.starts, each.counts, values, results,
-                                                COLUMNS=values.shape[1], RUN=RUN, **OPTIONS)
+            if self.launcher.launches:
+                with _current(values.device):
+                    sums.run_sums[(each.programs,)](each.owners, each.firsts, each.starts, each.counts, values, results,
+                                                    COLUMNS=values.shape[1], RUN=RUN, **OPTIONS)
             values = results
         return values
 
-    def _step(self, kernel: Any, part: Part, moments: tuple[str, ...], multiplier: Multiplier,
-              skip: Tensor | None = None, **values: Any) -> None:
-        self._launch(kernel, part, moments, multiplier, skip, **values)
+    def _step(self, kernel: Any, part: Part, moments: tuple[str, ...], numbers: Tensor, multiplier: Multiplier,
+              skip: Tensor | None = None, made: dict[str, Tensor] | None = None, **flags: Any) -> None:
+        self._launch(kernel, part, moments, numbers, multiplier, skip, made, **flags)
         increment_version([*part.lists.main, *(output for output in part.lists.output if output is not None)])
 
-    def _launch(self, kernel: Any, part: Part, moments: tuple[str, ...], multiplier: Multiplier,
-                skip: Tensor | None = None, **values: Any) -> None:
+    def _launch(self, kernel: Any, part: Part, moments: tuple[str, ...], numbers: Tensor, multiplier: Multiplier,
+                skip: Tensor | None = None, made: dict[str, Tensor] | None = None, **flags: Any) -> None:
+        """Launch a kernel over a part. ``made``: what the step itself made on the device; ``flags`` are compiled in."""
         lists, kind = part.lists, part.kind
         assert kind is not None
         device = lists.main[0].device
@@ -213,13 +245,19 @@ class TritonBackend(ReferenceBackend):
         columns, aligned = self._columns(lists, kind, moments)
         if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
             multiplier, skip = multiplier[:1], multiplier[1:]
-        streams, seed = self._noise(lists, device)
-        with _current(device):
-            kernel[(plan.programs,)](
-                plan.owners, plan.firsts, plan.sizes, streams, seed, multiplier, skip, *columns, **values,
-                **{name.upper(): _TYPES[dtype] for name, dtype in kind._asdict().items()},
-                NOISY=streams is not None, ON_DEVICE=isinstance(multiplier, Tensor), ALIGNED=aligned, CHUNK=CHUNK,
-                ROWS=ROWS, **OPTIONS)
+        streams = self._streams(lists, device)
+        tables = (plan.owners, plan.firsts, plan.sizes, streams)
+
+        def run() -> None:
+            with _current(device):
+                kernel[(plan.programs,)](
+                    *tables, numbers, multiplier, skip, *columns, **(made or {}), **flags,
+                    **{name.upper(): _TYPES[dtype] for name, dtype in kind._asdict().items()},
+                    NOISY=streams is not None, ON_DEVICE=isinstance(multiplier, Tensor), ALIGNED=aligned, CHUNK=CHUNK,
+                    ROWS=ROWS, **OPTIONS)
+
+        self.launcher.launch(run, (kernel.__name__, kind, aligned, tuple(flags.items()), _place(multiplier),
+                                   _place(skip), *tables, *columns))
 
     def _columns(self, lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> tuple[list[Tensor | None], bool]:
         """Addresses of the parts of all tensors, in the order in which kernels take them; and whether all of those
@@ -235,28 +273,32 @@ class TritonBackend(ReferenceBackend):
         addresses = [None if column is None else column.values for column in columns]
         return [*addresses[:5], *scales, addresses[5]], all(column.aligned for column in columns if column)
 
-    def _noise(self, lists: TensorLists, device: torch.device) -> tuple[Tensor | None, int]:
-        """Streams on the device, and the seed as the int32 of the same bits."""
-        if not lists.noise:
-            return None, 0
-        seed = lists.noise[0].seed
-        streams = self._tables.values(array("I", [noise.stream for noise in lists.noise]), device)
-        return streams, seed - (seed >> 31 << 32)
+    def _streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
+        """Streams of random numbers on the device."""
+        return self._tables.values(array("I", [noise.stream for noise in lists.noise]), device) if lists.noise else None
 
     def _index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self._tables.values(array("q", indices), device)
 
 
-def _fields(scalars: Any, *without: str) -> dict[str, Any]:
-    return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
+def _seed(lists: TensorLists) -> int:
+    """The seed as the int32 of the same bits."""
+    seed = lists.noise[0].seed if lists.noise else 0
+    return seed - (seed >> 31 << 32)
 
 
-def _ratios(scalars: LambScalars, sums: Tensor) -> Tensor:
+def _place(value: Multiplier | None) -> Any:
+    """What must stay of a launch's argument: the address, if it is read on the device."""
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
     """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr: in double, rounded to FP32."""
+    lr = numbers[RATE : RATE + 2].view(torch.float64)
     if not scalars.adapts:
-        return torch.full((len(sums),), scalars.lr, dtype=torch.float64, device=sums.device).float()
-    param, update = sums.sqrt().unbind(1)
-    return torch.where((param == 0.0) | (update == 0.0), scalars.lr, param * scalars.lr / update).float()
+        return lr.expand(len(sums)).float()
+    param, update = root(sums).unbind(1)
+    return torch.where((param == 0.0) | (update == 0.0), lr, param * lr / update).float()
 
 
 def _on_host(multiplier: Multiplier) -> float | None:

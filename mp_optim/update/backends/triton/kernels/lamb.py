@@ -14,7 +14,7 @@ from mp_optim.update.backends.triton.kernels.formats import (
 )
 from mp_optim.update.backends.triton.kernels.rules import denominator
 from mp_optim.update.backends.triton.kernels.sums import lanes_added, pairs_added
-from mp_optim.update.backends.triton.kernels.tiles import factor, gradient, located, tile
+from mp_optim.update.backends.triton.kernels.tiles import factor, gradient, located, number, tile
 
 
 @triton.jit
@@ -37,16 +37,25 @@ def rows_added(total, value, offsets, count, ROWS: tl.constexpr, MASKED: tl.cons
     return (total + upper) + lower
 
 
-@triton.jit(do_not_specialize=["seed"])
-def lamb_moments(owners, firsts, sizes, streams, seed, multiplier, skip,
-                 grads, mains, rests, moments1, moments2, scales1, scales2, outputs,
-                 beta1, grad_weight, beta2, one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2, sums,
+@triton.jit
+def lamb_moments(owners, firsts, sizes, streams, numbers, multiplier, skip,
+                 grads, mains, rests, moments1, moments2, scales1, scales2, outputs, sums,
                  HAS_DECAY: tl.constexpr, HAS_L2: tl.constexpr,
                  GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr,
                  MOMENT2: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr,
                  ALIGNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """Update the moments; each program stores the sums of p^2 and u^2 of its chunk."""
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
+    seed = tl.load(numbers)
+    beta1 = number(numbers, 1)
+    grad_weight = number(numbers, 2)
+    beta2 = number(numbers, 3)
+    one_minus_beta2 = number(numbers, 4)
+    eps = number(numbers, 5)
+    inv_bias1 = number(numbers, 6)
+    inv_sqrt_bias2 = number(numbers, 7)
+    decay = number(numbers, 8)
+    l2 = number(numbers, 9)
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, GRAD, ALIGNED)
     main = place(mains, tensor, start, MAIN, ALIGNED)
@@ -96,16 +105,20 @@ def _moments_chunk(count, start, tensor, streams, seed, multiplier, grad, main, 
     return p_sum, pairs_added(lanes_added(u_sums, BLOCKS), BLOCKS)
 
 
-@triton.jit(do_not_specialize=["seed"])
-def lamb_apply(owners, firsts, sizes, streams, seed, multiplier, skip,
-               grads, mains, rests, moments1, moments2, scales1, scales2, outputs,
-               eps, inv_bias1, inv_sqrt_bias2, decay, ratios,
+@triton.jit
+def lamb_apply(owners, firsts, sizes, streams, numbers, multiplier, skip,
+               grads, mains, rests, moments1, moments2, scales1, scales2, outputs, ratios,
                HAS_DECAY: tl.constexpr,
                GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr,
                MOMENT2: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr,
                ALIGNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """Take the step."""
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
+    seed = tl.load(numbers)
+    eps = number(numbers, 5)
+    inv_bias1 = number(numbers, 6)
+    inv_sqrt_bias2 = number(numbers, 7)
+    decay = number(numbers, 8)
     ratio = tl.load(ratios + tensor)
     main = place(mains, tensor, start, MAIN, ALIGNED)
     rest = place(rests, tensor, start, REST, ALIGNED)

@@ -14,7 +14,7 @@ from mp_optim.update.backends.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.update.backends.triton.kernels.tiles import factor, gradient, located, tile
+from mp_optim.update.backends.triton.kernels.tiles import factor, gradient, located, number, tile
 
 
 @triton.jit
@@ -23,15 +23,24 @@ def denominator(v, eps, inv_sqrt_bias2):
     return tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
 
 
-@triton.jit(do_not_specialize=["seed"])
-def adam(owners, firsts, sizes, streams, seed, multiplier, skip,
+@triton.jit
+def adam(owners, firsts, sizes, streams, numbers, multiplier, skip,
          grads, mains, rests, moments1, moments2, scales1, scales2, outputs,
-         beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2, decay, l2,
          HAS_DECAY: tl.constexpr, HAS_L2: tl.constexpr,
          GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
          OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
          CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
+    seed = tl.load(numbers)
+    beta1 = number(numbers, 1)
+    one_minus_beta1 = number(numbers, 2)
+    beta2 = number(numbers, 3)
+    one_minus_beta2 = number(numbers, 4)
+    eps = number(numbers, 5)
+    step_size = number(numbers, 6)
+    inv_sqrt_bias2 = number(numbers, 7)
+    decay = number(numbers, 8)
+    l2 = number(numbers, 9)
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, GRAD, ALIGNED)
     main = place(mains, tensor, start, MAIN, ALIGNED)
@@ -75,15 +84,19 @@ def _adam_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, 
     write_main(p, main, rest, output, offsets, count, words, REST, OUTPUT, NOISY, MASKED)
 
 
-@triton.jit(do_not_specialize=["seed"])
-def sgd(owners, firsts, sizes, streams, seed, multiplier, skip,
+@triton.jit
+def sgd(owners, firsts, sizes, streams, numbers, multiplier, skip,
         grads, mains, rests, moments1, moments2, scales1, scales2, outputs,
-        lr, momentum, one_minus_dampening, decay,
         HAS_DECAY: tl.constexpr, NESTEROV: tl.constexpr, FIRST: tl.constexpr,
         GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
         OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
         CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
+    seed = tl.load(numbers)
+    lr = number(numbers, 1)
+    momentum = number(numbers, 2)
+    one_minus_dampening = number(numbers, 3)
+    decay = number(numbers, 4)
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, GRAD, ALIGNED)
     main = place(mains, tensor, start, MAIN, ALIGNED)
@@ -126,15 +139,21 @@ def _sgd_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, r
     write_main(p, main, rest, output, offsets, count, words, REST, OUTPUT, NOISY, MASKED)
 
 
-@triton.jit(do_not_specialize=["seed"])
-def lion(owners, firsts, sizes, streams, seed, multiplier, skip,
+@triton.jit
+def lion(owners, firsts, sizes, streams, numbers, multiplier, skip,
          grads, mains, rests, moments1, moments2, scales1, scales2, outputs,
-         beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay,
          HAS_DECAY: tl.constexpr,
          GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
          OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
          CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
+    seed = tl.load(numbers)
+    beta1 = number(numbers, 1)
+    one_minus_beta1 = number(numbers, 2)
+    beta2 = number(numbers, 3)
+    one_minus_beta2 = number(numbers, 4)
+    lr = number(numbers, 5)
+    decay = number(numbers, 6)
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, GRAD, ALIGNED)
     main = place(mains, tensor, start, MAIN, ALIGNED)

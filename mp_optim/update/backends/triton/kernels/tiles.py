@@ -19,6 +19,12 @@ def located(owners, firsts, sizes, skip, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def number(numbers, index):
+    """An FP32 scalar of the launch. They lie in memory as bits, so that a captured launch finds those of its step."""
+    return tl.load(numbers + index).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def factor(multiplier, ON_DEVICE: tl.constexpr):
     """What gradients are multiplied with: the argument, or what it points to."""
     if ON_DEVICE:

@@ -1,0 +1,97 @@
+"""The versions under a checkpoint's root, and how one comes to be the newest.
+
+::
+
+    <root>/latest               name of the newest complete version
+    <root>/version-<n>/         a complete version: its manifest lists every file
+    <root>/.version-<n>.*       one being written, or being deleted; cleared away by the next save
+
+A version is written under its temporary name, synced, renamed, and becomes the newest one when ``latest`` is replaced.
+A process killed anywhere in between leaves ``latest`` where it was.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from mp_optim.checkpoint.durable import replace_durably, sync_directory
+from mp_optim.checkpoint.manifest import MANIFEST
+
+__all__ = ["LATEST", "begin", "complete_versions", "latest_version", "newest", "publish", "staging_of"]
+
+LATEST = "latest"
+_PREFIX = "version-"
+_NAME = re.compile(rf"{_PREFIX}(\d+)")
+
+
+def _number(path: Path) -> int | None:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def complete_versions(root: Path) -> list[Path]:
+    """Version directories that have a manifest, oldest first."""
+    numbered = [(number, path) for path in root.glob(f"{_PREFIX}*")
+                if (number := _number(path)) is not None and (path / MANIFEST).is_file()]
+    return [path for _, path in sorted(numbered)]
+
+
+def staging_of(target: Path) -> Path:
+    """Where a version is written before it is complete."""
+    return target.with_name(f".{target.name}.incomplete")
+
+
+def begin(root: Path) -> Path:
+    """Clear away what interrupted saves left, and make an empty directory to write the next version into.
+
+    Returns:
+        The directory it will have when it is complete.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(f".{_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    taken = [number for path in root.glob(f"{_PREFIX}*") if (number := _number(path)) is not None]
+    target = root / f"{_PREFIX}{max(taken, default=0) + 1}"
+    staging_of(target).mkdir()
+    return target
+
+
+def publish(target: Path, keep: int | None) -> None:
+    """Make a version whose files are all written and synced the newest, then delete all but ``keep`` complete ones."""
+    root = target.parent
+    sync_directory(staging_of(target))
+    staging_of(target).rename(target)
+    sync_directory(root)
+    replace_durably(root / LATEST, f"{target.name}\n".encode())
+    others = [path for path in complete_versions(root) if path != target]
+    for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
+        doomed = old.with_name(f".{old.name}.deleted")  # half of a version must not look like one
+        old.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def newest(path: Path) -> Path:
+    """The version that ``path`` stands for: the one ``latest`` names, or ``path`` itself if it is a version.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    found = latest_version(path)
+    if found is None:
+        others = [version.name for version in complete_versions(path)]
+        hint = f"; complete versions lie there: {others}, load one by its own path" if others else ""
+        raise FileNotFoundError(f"no complete checkpoint under {path} (there is no {LATEST} file){hint}")
+    if not (found / MANIFEST).is_file():
+        raise FileNotFoundError(f"{path / LATEST} names {found.name}, which is not complete or not there; complete "
+                                f"are {[version.name for version in complete_versions(path)]}")
+    return found
+
+
+def latest_version(root: Path) -> Path | None:
+    """What ``latest`` names, if there is such a file."""
+    pointer = root / LATEST
+    return root / pointer.read_text().strip() if pointer.is_file() else None

@@ -1,0 +1,71 @@
+"""What is saved beside the tensors: param groups, loss scale, scheduler, the caller's own. Plain data in one file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from mp_optim.checkpoint.ranks import Ranks
+
+__all__ = ["COMMON", "packed", "without_state"]
+
+COMMON = "common.pt"
+
+
+def without_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict without its tensors, and with a name for each parameter."""
+    groups = [{"param_names": [f"group{index}.param{i}" for i in range(len(group["params"]))], **group}
+              for index, group in enumerate(state_dict["param_groups"])]
+    return {**{key: value for key, value in state_dict.items() if key != "state"}, "param_groups": groups}
+
+
+def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
+    """The content of the file on the first rank, with the parameters of all ranks in its groups; b"" on the others.
+
+    Raises:
+        ValueError: it holds what a safe load would refuse.
+    """
+    optimizer = common["optimizer"]
+    groups = [] if optimizer is None else optimizer["param_groups"]
+    digest = hashlib.sha256(json.dumps([group["param_names"] for group in groups]).encode()).digest()
+    others = ranks.gather(None if digest == ranks.broadcast(digest) else groups)
+
+    def pack() -> bytes:
+        whole = None if optimizer is None else {**optimizer, "param_groups": _merged(groups, filter(None, others))}
+        buffer = io.BytesIO()
+        torch.save({**common, "optimizer": whole}, buffer)
+        _check_plain(buffer)
+        return buffer.getvalue()
+
+    return ranks.on_first("saving what is not a tensor", pack) or b""
+
+
+def _merged(groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The first rank's groups, then those of other ranks that hold parameters it does not have, numbered anew."""
+    result = list(groups)
+    seen = {name for group in groups for name in group["param_names"]}
+    start = sum(len(group["params"]) for group in groups)
+    for theirs in others:
+        for group in theirs:
+            new = [name for name in group["param_names"] if name not in seen]
+            if new:
+                result.append({**group, "param_names": new, "params": list(range(start, start + len(new)))})
+                start += len(new)
+                seen |= set(new)
+    return result
+
+
+def _check_plain(buffer: io.BytesIO) -> None:
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError("extra, the scheduler's state and what the model's state dict holds beside tensors may be "
+                         "numbers, strings, tensors and containers of them, nothing else: "
+                         f"{str(error).splitlines()[0]}") from error

@@ -1,0 +1,120 @@
+"""Looking into a checkpoint without a model: its entries, one at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mp_optim.checkpoint.commit import newest
+from mp_optim.checkpoint.manifest import read_manifest
+
+__all__ = ["Contents", "Difference", "Entry", "compare", "open_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A saved tensor: whole shape, and the number of boxes it was saved in."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: int
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A complete version that is open for reading."""
+
+    version: Path
+    entries: dict[str, Entry]
+    metadata: Metadata
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, on the host."""
+        entry = self.entries[name]
+        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype)}
+        reader, planner = FileSystemReader(self.version), DefaultLoadPlanner()
+        planner.set_up_planner(tensors, self.metadata, True)
+        reader.set_up_storage_reader(self.metadata, True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+        return tensors[name]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
+    """Open the newest version under a checkpoint directory, or one version.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+        ValueError: its files are damaged.
+    """
+    version = newest(Path(path))
+    read_manifest(version)
+    metadata = FileSystemReader(version).read_metadata()
+    return Contents(version, {name: Entry(name, saved.properties.dtype, tuple(saved.size), len(saved.chunks))
+                              for name, saved in sorted(metadata.state_dict_metadata.items())
+                              if isinstance(saved, TensorStorageMetadata)}, metadata)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How an entry differs between two checkpoints.
+
+    Attributes:
+        name: of the entry.
+        what: "equal" to the bit; "only in a", "only in b", "dtype", "shape"; or "values".
+        differing: elements whose bits differ.
+        largest: largest absolute difference; nan if a value that is not finite differs.
+        ulps: largest difference in units of the last place, for floating dtypes of up to 4 bytes.
+    """
+
+    name: str
+    what: str
+    differing: int = 0
+    largest: float = 0.0
+    ulps: int | None = None
+
+
+def compare(a: Contents, b: Contents) -> Iterator[Difference]:
+    """The entries of two checkpoints, by name; two tensors in memory at a time."""
+    for name in sorted(a.entries.keys() | b.entries.keys()):
+        ours, theirs = a.entries.get(name), b.entries.get(name)
+        if ours is None or theirs is None:
+            yield Difference(name, "only in a" if theirs is None else "only in b")
+        elif ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            yield Difference(name, "shape" if ours.shape != theirs.shape else "dtype")
+        else:
+            yield _difference(name, a.read(name).reshape(-1), b.read(name).reshape(-1))
+
+
+def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
+    differs = (a != b) if bits is None else (a.view(bits) != b.view(bits))
+    if not differs.any():
+        return Difference(name, "equal")
+    x, y = a[differs], b[differs]
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    distance = (x.to(wide) - y.to(wide)).abs()
+    largest = float("nan") if bool(distance.isnan().any()) else float(distance.max())
+    counted = a.is_floating_point() and a.element_size() in (2, 4)
+    ulps = int((_ordered(x) - _ordered(y)).abs().max()) if counted else None
+    return Difference(name, "values", int(differs.sum()), largest, ulps)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Floating values as integers in the same order: neighbours differ by 1, both zeros are 0."""
+    bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32).long()
+    low = -(1 << (8 * x.element_size() - 1))
+    return torch.where(bits < 0, low - bits, bits)

@@ -1,0 +1,39 @@
+"""Files that are on the disk when a function returns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["replace_durably", "sync_directory", "sync_file", "write_durably"]
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until a directory's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a new file; its directory entry is the caller's to sync."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Write a file that has either its old content or the new one, whatever happens."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_durably(temporary, content)
+    os.replace(temporary, path)
+    sync_directory(path.parent)

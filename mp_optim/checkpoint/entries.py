@@ -1,0 +1,202 @@
+"""What a checkpoint consists of: tensors under their names, and which of them a model and an optimizer need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
+from mp_optim.slots import ParamGroups, Slot
+
+__all__ = ["MODEL", "STATE", "Models", "SlotStateful", "as_read", "check_entries", "entries_of", "in_saved_form",
+           "load_model", "plain_of", "state_by_index", "wanted_groups"]
+
+MODEL = "model."
+"""What the names of the model's tensors begin with; the FQN follows."""
+
+STATE = "optimizer.state."
+"""What the names of optimizer state begin with; the state's key, a dot and the parameter's FQN follow."""
+
+_SHOWN = 40
+_OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
+"""Keys under which the same thing may have been saved."""
+
+Models = nn.Module | Sequence[nn.Module]
+
+
+class SlotStateful(Protocol):
+    """What is needed of an optimizer: slots with names and state."""
+
+    param_groups: ParamGroups
+
+    def slots(self) -> list[Slot]: ...
+    def slot_name(self, slot: Slot) -> str: ...
+    def slot_state(self, slot: Slot) -> dict[str, Any]: ...
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None: ...
+
+
+def _entry(key: str, name: str) -> str:
+    return f"{STATE}{key}.{name}"
+
+
+def _scale_of(name: str) -> str:
+    key, fqn = name.removeprefix(STATE).split(".", 1)
+    return _entry(f"{key}_scale", fqn)
+
+
+# -- the model --------------------------------------------------------------------------------------------------
+
+
+def _chunks(models: Models) -> list[tuple[str, nn.Module]]:
+    """Modules with what their parameters' names begin with: nothing, or their index if there are several."""
+    chunks = [models] if isinstance(models, nn.Module) else list(models)
+    return [("", chunks[0])] if len(chunks) == 1 else [(f"{index}.", chunk) for index, chunk in enumerate(chunks)]
+
+
+def _state_dict(models: Models) -> dict[str, Any]:
+    return {prefix + name: value for prefix, chunk in _chunks(models) for name, value in chunk.state_dict().items()}
+
+
+def plain_of(models: Models) -> dict[str, Any]:
+    """What a model's state dict holds beside tensors (``get_extra_state``), by name."""
+    return {name: value for name, value in _state_dict(models).items() if not isinstance(value, Tensor)}
+
+
+def load_model(models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
+    state = {**{name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)}, **plain}
+    for prefix, chunk in _chunks(models):
+        own = chunk.state_dict().keys()
+        chunk.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()
+                               if name.startswith(prefix) and name.removeprefix(prefix) in own}, strict=False)
+
+
+# -- everything ---------------------------------------------------------------------------------------------------
+
+
+def entries_of(models: Models, optimizer: SlotStateful | None, full_precision: bool = False) -> dict[str, Tensor]:
+    """Every tensor under its name. The tensors are the live ones where that is possible."""
+    entries = {MODEL + name: value for name, value in _state_dict(models).items() if isinstance(value, Tensor)}
+    for slot in optimizer.slots() if optimizer is not None else ():
+        assert optimizer is not None
+        state = optimizer.full_slot_state(slot) if full_precision else optimizer.slot_state(slot)
+        for key, value in state.items():
+            entries[_entry(key, optimizer.slot_name(slot))] = value
+    return entries
+
+
+def in_saved_form(tensors: Mapping[str, Tensor], saved: Mapping[str, Any], *, convert: bool) -> dict[str, Tensor]:
+    """The tensors to read a checkpoint into: the live ones. Where any state was saved in another form, new ones for
+    all state, so that a load that is refused for losing bits has changed none.
+
+    Args:
+        tensors: of :func:`entries_of`.
+        saved: the checkpoint's entries.
+        convert: read tensors of the model of another dtype, too.
+    """
+    model = {name: _new_like(value, saved.get(name)) if convert and _dtype(saved.get(name), value.dtype) != value.dtype
+             else value for name, value in tensors.items() if name.startswith(MODEL)}
+    own = {name: value for name, value in tensors.items() if name.startswith(STATE)}
+    state: dict[str, Tensor] = {}
+    for name, value in own.items():
+        state |= _as_saved(name, value, saved)
+    if state.keys() == own.keys() and all(own[name].dtype == value.dtype for name, value in state.items()):
+        return {**model, **own}
+    return {**model, **state}
+
+
+def _as_saved(name: str, own: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """New tensors to read one state tensor into, under the names and of the dtypes it was saved with."""
+    key, fqn = name.removeprefix(STATE).split(".", 1)
+    scale = _entry(f"{key}_scale", fqn)
+    if name not in saved:
+        other = _entry(_OTHER_FORMS.get(key, ""), fqn)
+        if other in saved:
+            return {other: _new_like(own, saved[other])}
+        if key.endswith("_scale") and _entry(key.removesuffix("_scale"), fqn) in saved:
+            return {}
+    if scale in saved and _dtype(saved[name], own.dtype) != own.dtype:
+        return {name: _new_like(own, saved[name]),
+                scale: torch.empty(saved[scale].size, dtype=_dtype(saved[scale], torch.float32))}
+    return {name: _new_like(own, saved.get(name))}
+
+
+def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Entries after reading, with the scales of a tensor of which this rank has a part cut to that part."""
+    result = dict(tensors)
+    for name, value in tensors.items():
+        if name.startswith(STATE) and is_cut(value) and (scale := _scale_of(name)) in tensors:
+            result[scale] = scales_of_elements(value, tensors[scale])
+    return result
+
+
+def _new_like(own: Tensor, saved: Any) -> Tensor:
+    """A tensor to read an entry into, of the layout of ``own`` and the dtype that was saved."""
+    return torch.empty_like(own, dtype=_dtype(saved, own.dtype))
+
+
+def _dtype(saved: Any, default: torch.dtype) -> torch.dtype:
+    properties = getattr(saved, "properties", None)
+    dtype: torch.dtype = default if properties is None else properties.dtype
+    return dtype
+
+
+# -- the optimizer's state as its state dict wants it ---------------------------------------------------------------
+
+
+def wanted_groups(groups: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
+    """Saved param groups without the parameters that this rank does not have."""
+    result = []
+    for group in groups:
+        kept = [(name, index) for name, index in zip(group["param_names"], group["params"], strict=True)
+                if name in names]
+        if kept or not group["params"]:
+            result.append({**group, "param_names": [name for name, _ in kept], "params": [at for _, at in kept]})
+    return result
+
+
+def state_by_index(groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """State by the indices of saved param groups."""
+    index_of = {name: index for group in groups
+                for name, index in zip(group["param_names"], group["params"], strict=True)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith(STATE):
+            key, fqn = name.removeprefix(STATE).split(".", 1)
+            if fqn in index_of:
+                state.setdefault(index_of[fqn], {})[key] = value
+    return state
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def check_entries(where: object, saved: Mapping[str, Any], wanted: Mapping[str, Tensor], others: Iterable[str]) -> None:
+    """Raise ValueError listing what a checkpoint lacks, what nobody wants, and what is of another shape or dtype.
+
+    Args:
+        where: names the checkpoint.
+        saved: its entries.
+        wanted: tensors to read on this rank.
+        others: names that any rank reads.
+    """
+    here = {name: value for name, value in wanted.items() if name in saved}
+    shapes = [f"{name}: saved {tuple(size)}, expected {tuple(value.shape)}" for name, value in here.items()
+              if (size := getattr(saved[name], "size", value.shape)) != value.shape]
+    dtypes = [f"{name}: saved {dtype}, expected {value.dtype}" for name, value in here.items()
+              if (dtype := _dtype(saved[name], value.dtype)) != value.dtype]
+    problems = {"missing": sorted(wanted.keys() - saved.keys()), "unexpected": sorted(saved.keys() - set(others)),
+                "mis-shaped": shapes, "of another dtype": dtypes}
+    if any(problems.values()):
+        listed = ", ".join(f"{kind} {_some(found)}" for kind, found in problems.items() if found)
+        raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
+
+
+def _some(found: list[str]) -> str:
+    rest = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"{found[:_SHOWN]}{rest}"

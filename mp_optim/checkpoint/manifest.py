@@ -1,0 +1,89 @@
+"""What a complete checkpoint consists of: size and SHA-256 of each file, in ``manifest.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mp_optim.checkpoint.durable import write_durably
+
+__all__ = ["MANIFEST", "FileSum", "Manifest", "file_sum", "read_manifest", "verify_files", "write_manifest"]
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size in bytes and SHA-256 (hexadecimal) of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a checkpoint by name, and facts about the save: ``world_size``, ``torch``."""
+
+    files: Mapping[str, FileSum]
+    facts: Mapping[str, Any]
+
+
+def file_sum(path: Path) -> FileSum:
+    """Read a file and sum it up."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return FileSum(size, digest.hexdigest())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it where :func:`read_manifest` finds it."""
+    files = {name: asdict(entry) for name, entry in sorted(manifest.files.items())}
+    write_durably(folder / MANIFEST, json.dumps({"format": _FORMAT, **manifest.facts, "files": files},
+                                                indent=1).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there with their sizes.
+
+    Raises:
+        FileNotFoundError: there is none, so the checkpoint is not complete.
+        ValueError: files are missing or of another size, naming them; or another format.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
+    try:
+        content = json.loads(path.read_text())
+        files = {name: FileSum(**entry) for name, entry in content.pop("files").items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if content.pop("format", None) != _FORMAT:
+        raise ValueError(f"{path} is not of format {_FORMAT}: it was written by another version of mp_optim")
+    wrong = [f"{name}: {_size(folder / name)}, expected {entry.bytes}" for name, entry in files.items()
+             if _size(folder / name) != entry.bytes]
+    if wrong:
+        raise ValueError(f"{folder} is damaged; bytes of its files: {'; '.join(wrong)}")
+    return Manifest(files, content)
+
+
+def _size(path: Path) -> int | str:
+    return path.stat().st_size if path.is_file() else "missing"
+
+
+def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
+    """Read files and compare their checksums.
+
+    Raises:
+        ValueError: naming those that differ.
+    """
+    wrong = [name for name, expected in files if file_sum(folder / name) != expected]
+    if wrong:
+        raise ValueError(f"{folder} is damaged: the checksums of {wrong} are not those of its {MANIFEST}")

@@ -1,0 +1,150 @@
+"""The ranks that save or load together: what one finds, or fails at, all of them learn."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+_companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
+    ValueError, TypeError, RuntimeError, OSError, FileNotFoundError, PermissionError, NotImplementedError)}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group as checkpoints use it. Without ``torch.distributed`` there is one rank.
+
+    Attributes:
+        group: for all processes a gloo group of our own, so that a save in the background meets no collective of the
+            training; for some, the group that was named; None for a single rank.
+        rank: place in the group.
+        size: number of ranks.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None = None) -> Ranks:
+        """The ranks of a group, or of all processes. The first call for all processes is a collective."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(None, 0, 1)
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        size = dist.get_world_size(group)
+        if size == 1:
+            return cls(None, 0, 1)
+        if group is dist.group.WORLD:
+            if group not in _companions:
+                _companions[group] = dist.new_group(backend="gloo")
+            group = _companions[group]
+        return cls(group, dist.get_rank(group), size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what is done once."""
+        return self.rank == 0
+
+    def _first(self) -> int:
+        assert self.group is not None
+        return dist.get_global_rank(self.group, 0)
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's value, in order, on the first rank; an empty list on the others."""
+        if self.group is None:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, found, dst=self._first(), group=self.group)
+        return found or []
+
+    def scatter(self, values: list[T]) -> T:
+        """The first rank's list, one item for each rank."""
+        if self.group is None:
+            return values[0]
+        found: list[Any] = [None]
+        dist.scatter_object_list(found, values if self.is_first else None, src=self._first(), group=self.group)
+        item: T = found[0]
+        return item
+
+    def broadcast(self, value: T | None) -> T:
+        """The first rank's value."""
+        found: list[Any] = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(found, src=self._first(), group=self.group)
+        item: T = found[0]
+        return item
+
+    def union(self, names: set[str]) -> set[str]:
+        """The names that any rank has."""
+        if self.group is None:
+            return names
+        digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()
+        others = self.gather(None if digest == self.broadcast(digest) else names)
+        return self.broadcast(names.union(*(other for other in others if other)))
+
+    def agree(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Everybody works; the results, in order, on the first rank, an empty list on the others.
+
+        Raises:
+            Exception: the work's own where it failed; elsewhere one of the same kind that names the rank.
+        """
+        if self.group is None:
+            return [work()]
+        result, failure = _attempt(work)
+        found = self.gather((None if failure else result, _told(self.rank, failure)))
+        told = self.broadcast([message for _, message in found if message])
+        self._raise(what, failure, told)
+        return [value for value, _ in found]  # type: ignore[misc]
+
+    def first(self, what: str, work: Callable[[], T]) -> T:
+        """The first rank works, everybody gets the result.
+
+        Raises:
+            Exception: as :meth:`agree`.
+        """
+        if self.group is None:
+            return work()
+        result, failure = _attempt(work) if self.is_first else (None, None)
+        value, told = self.broadcast((result, [_told(0, failure)] if failure else []))
+        self._raise(what, failure, told)
+        item: T = value  # type: ignore[assignment]
+        return item
+
+    def on_first(self, what: str, work: Callable[[], T]) -> T | None:
+        """The first rank works and keeps the result; None elsewhere.
+
+        Raises:
+            Exception: as :meth:`agree`.
+        """
+        kept: list[T] = []
+        self.first(what, lambda: kept.append(work()))
+        return kept[0] if kept else None
+
+    @staticmethod
+    def _raise(what: str, own: BaseException | None, told: list[Any]) -> None:
+        if own is not None:
+            raise own
+        if told:
+            kind = _KINDS.get(told[0][0], RuntimeError)
+            raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for _, rank, text in told))
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:  # others wait for this rank: they have to hear of an interrupt too
+        return None, error
+
+
+def _told(rank: int, failure: BaseException | None) -> tuple[str, int, str] | None:
+    return None if failure is None else (type(failure).__name__, rank, f"{type(failure).__name__}: {failure}")

@@ -1,0 +1,127 @@
+"""How launches happen: at once; not at all, but noted; or inside of a CUDA graph.
+
+What changes from step to step (rates, bias corrections, seeds) lies in memory, in one row of numbers for each call of a
+rule. In a graph the rows are those of one table that is written before each replay; everything else about a launch is
+fixed in the graph, and is what a rehearsal compares.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.backends.triton.tables import Tables
+from mp_optim.update.lists import LambScalars
+
+__all__ = ["WIDTH", "Launcher", "Recording", "Rehearsal", "row_of"]
+
+WIDTH = 16
+"""Int32 values of a row: the seed, FP32 scalars as their bits, and from :data:`RATE` on LAMB's lr in FP64."""
+RATE = 10
+
+
+def row_of(scalars: Any, seed: int) -> array[int]:
+    """A call's row: seed, then the fields of the scalars that are FP32 numbers, in their order."""
+    values = [getattr(scalars, name) for name in scalars.__slots__]
+    rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
+    numbers = [value for value in values if not isinstance(value, bool)][: RATE - 1]
+    packed = struct.pack(f"i{RATE - 1}fd", seed, *numbers, *[0.0] * (RATE - 1 - len(numbers)), rate)
+    row = array("i", packed)
+    row.extend([0] * (WIDTH - len(row)))
+    return row
+
+
+class Launcher:
+    """Launches at once."""
+
+    launches = True
+    """Whether kernels run, or are captured to run later; false where they are only noted."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    def numbers(self, row: array[int], device: torch.device) -> Tensor:
+        """A row on the device, int32, shape (WIDTH,); nothing waits for it."""
+        return self._tables.upload(torch.frombuffer(row, dtype=torch.int32), device)
+
+    def launch(self, run: Callable[[], object], fixed: Sequence[Any]) -> None:
+        """Do it. ``fixed`` is what must stay the same for a graph that holds the launch."""
+        run()
+
+    def by_reference(self, what: str) -> None:
+        """A part of the step is no kernel of ours."""
+
+
+class Recording(Launcher):
+    """Launches at once as well, into a graph that is being captured: numbers are rows of a table that stays."""
+
+    def __init__(self, tables: Tables, table: Tensor) -> None:
+        super().__init__(tables)
+        self._rows: Iterator[Tensor] = iter(table.unbind())
+
+    def numbers(self, row: array[int], device: torch.device) -> Tensor:
+        return next(self._rows)
+
+
+class Rehearsal(Launcher):
+    """Launches nothing.
+
+    Attributes:
+        rows: the numbers of every call, in order.
+        fixed: everything else about every launch.
+        unfit: why a graph cannot hold the step; empty if it can.
+    """
+
+    launches = False
+
+    def __init__(self, tables: Tables, device: torch.device) -> None:
+        super().__init__(tables)
+        self.rows: list[array[int]] = []
+        self.fixed: list[Sequence[Any]] = []
+        self.unfit = ""
+        self._device = device
+        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
+
+    def numbers(self, row: array[int], device: torch.device) -> Tensor:
+        self.rows.append(row)
+        return self._nothing
+
+    def launch(self, run: Callable[[], object], fixed: Sequence[Any]) -> None:
+        self.fixed.append(fixed)
+
+    def by_reference(self, what: str) -> None:
+        self.unfit = what
+
+    def matches(self, other: Rehearsal) -> bool:
+        """Whether a graph of the other step is one of this step, but for the numbers."""
+        return (not self.unfit and len(self.rows) == len(other.rows) and len(self.fixed) == len(other.fixed)
+                and all(map(_alike, self.fixed, other.fixed)))
+
+    def upload(self) -> Tensor:
+        """The numbers of all calls on the device, shape (calls, WIDTH), in memory of their own; nothing waits."""
+        joined = array("i", b"".join(row.tobytes() for row in self.rows))
+        if not joined:
+            return torch.empty(0, WIDTH, dtype=torch.int32, device=self._device)
+        return self._tables.upload(torch.frombuffer(joined, dtype=torch.int32), self._device).view(-1, WIDTH)
+
+
+def _alike(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Tables are compared by identity: the same ones, kept by whoever keeps the rehearsal; all else by value."""
+    return len(mine) == len(theirs) and all(
+        a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
+
+
+@contextmanager
+def using(owner: Any, launcher: Launcher) -> Iterator[None]:
+    """Let a backend launch by another launcher for a while."""
+    before, owner.launcher = owner.launcher, launcher
+    try:
+        yield
+    finally:
+        owner.launcher = before

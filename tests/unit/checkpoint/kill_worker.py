@@ -1,0 +1,63 @@
+"""For each line read, a forked process that trains a tiny model and saves after every step until somebody kills it.
+
+It says what it begins and ends; this process says who it is, and when it is gone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+
+import torch
+from torch import nn
+
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+
+
+def build() -> tuple[nn.Module, object]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).bfloat16()
+    return model, get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-2, clip_grad=0.0), model)
+
+
+def train_step(model: nn.Module, optimizer: object, step: int) -> None:
+    for index, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(step * 100 + index)
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    optimizer.step()
+
+
+def digest(model: nn.Module, optimizer: object) -> str:
+    """Of every tensor there is."""
+    found = hashlib.sha256()
+    for tensor in (*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())):
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
+    model, optimizer = build()
+    step = checkpoint.load(root, model, optimizer)["step"] if checkpoint.versions(root) else 0
+    while True:
+        train_step(model, optimizer, step)
+        step += 1
+        print("begin", step, digest(model, optimizer), flush=True)
+        handle = checkpoint.save(root, model, optimizer, extra={"step": step}, asynchronous=asynchronous, keep=keep)
+        if asynchronous:
+            handle.wait()
+        print("end", step, flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as warm:  # whatever is imported or tried out once, before there are children
+        checkpoint.save(warm, *build())
+        checkpoint.load(warm, *build())
+    for _ in sys.stdin:
+        child = os.fork()  # importing torch takes longer than all the rest
+        if not child:
+            train_and_save(sys.argv[1], sys.argv[2] == "async", int(sys.argv[3]))
+        print("child", child, flush=True)
+        os.waitpid(child, 0)
+        print("gone", flush=True)

@@ -1,0 +1,183 @@
+"""Layouts of one small model, each saved and loaded by the same few functions. Add a layout to :func:`layouts`.
+
+Gradients are made up from names and steps, so every layout steps with the same ones, to the bit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.checkpoint import FlatShard
+
+SHAPES = {"embed": (11, 8), "blocks": (4, 256), "bias": (7,), "cube": (2, 3, 5), "wide": (3, 600), "scale": (1,)}
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+    "8bit": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+}
+
+
+class Model(nn.Module):
+    """Parameters of awkward shapes; one in FP32, a buffer, a frozen one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in SHAPES.items():
+            value = torch.randn(shape, generator=generator)
+            setattr(self, name, nn.Parameter(value if name == "scale" else value.bfloat16()))
+        self.frozen = nn.Parameter(torch.randn(3, generator=generator).bfloat16(), requires_grad=False)
+        self.register_buffer("count", torch.randint(0, 99, (), generator=generator))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a number of ranks hold the model.
+
+    Attributes:
+        place: makes a model's parameters what the ranks hold.
+        form: of the optimizer state.
+        fraction: of it on the host.
+        permuted: whether the param groups come in the other order.
+        build_optimizer: config, model, param groups -> optimizer.
+    """
+
+    name: str
+    ranks: int = 1
+    place: Callable[[Model], None] = lambda model: None
+    form: str = "float32"
+    fraction: float | None = None
+    permuted: bool = False
+    build_optimizer: Callable[..., Any] = lambda config, model, groups: get_megatron_optimizer(
+        config, model, param_groups=groups)
+
+    def build(self, seed: int) -> tuple[Model, Any]:
+        """A model and its optimizer, nothing of them equal to those of another seed."""
+        model = Model(seed)
+        self.place(model)
+        config = OptimizerConfig(bf16=True, lr=1e-2 * seed, weight_decay=0.1, clip_grad=0.0, **FORMS[self.form],
+                                 **({} if self.fraction is None else {"optimizer_cpu_offload": True,
+                                                                      "optimizer_offload_fraction": self.fraction}))
+        return model, self.build_optimizer(config, model, self._groups(model))
+
+    def _groups(self, model: Model) -> list[dict[str, Any]]:
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        split = [[pair for pair in named if (pair[1].dim() > 1) == decays] for decays in (True, False)]
+        groups = [{"params": [param for _, param in pairs], "param_names": [name for name, _ in pairs],
+                   "weight_decay": 0.1 if decays else 0.0} for pairs, decays in zip(split, (True, False), strict=True)]
+        return [{**group, "params": group["params"][::-1], "param_names": group["param_names"][::-1]}
+                for group in groups[::-1]] if self.permuted else groups
+
+
+def sharded(dim: int, mesh: DeviceMesh) -> Callable[[Model], None]:
+    """Parameters with that dimension as DTensors, as tensor parallelism makes them."""
+    def place(model: Model) -> None:
+        for name, param in list(model.named_parameters()):
+            if param.dim() > dim:
+                value = distribute_tensor(param.detach(), mesh, [Shard(dim)], src_data_rank=None)
+                setattr(model, name, nn.Parameter(value, requires_grad=param.requires_grad))
+    return place
+
+
+def fsdp(mesh: DeviceMesh) -> Callable[[Model], None]:
+    return lambda model: (fully_shard(model, mesh=mesh, ignored_params={model.scale, model.frozen}), None)[1]
+
+
+def layouts(size: int = 4) -> list[Layout]:
+    """Every layout of up to that many ranks; all processes have to call it, because of the meshes."""
+    two = DeviceMesh("cpu", [0, 1])
+    return _up_to_two(two) + (_up_to_four() if size == 4 else [])
+
+
+def _up_to_four() -> list[Layout]:
+    three = DeviceMesh("cpu", [0, 1, 2])
+    square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    return [
+        Layout("fsdp-3, offload-half", ranks=3, place=fsdp(three), fraction=0.5),
+        Layout("hsdp-2x2", ranks=4, place=fsdp(square), permuted=True),
+        Layout("8 bits on fsdp-3", ranks=3, place=fsdp(three), form="8bit"),
+    ]
+
+
+def _up_to_two(two: DeviceMesh) -> list[Layout]:
+    return [
+        Layout("plain"),
+        Layout("offload-half", fraction=0.5),
+        Layout("offload-all, copies on 2", ranks=2, fraction=1.0),
+        Layout("groups permuted", permuted=True),
+        Layout("fsdp-2", ranks=2, place=fsdp(two)),
+        Layout("shard1-2", ranks=2, place=sharded(1, two)),
+        Layout("bf16 moments, remainders", form="bf16", fraction=0.5),
+        Layout("bf16 moments on fsdp-2", ranks=2, place=fsdp(two), form="bf16"),
+        Layout("8 bits", form="8bit"),
+    ]
+
+
+# -- what is done with them -------------------------------------------------------------------------------------
+
+
+def part_of(full: Tensor, like: Tensor) -> Tensor:
+    """What a rank that holds ``like`` holds of a whole tensor, in the same wrapping."""
+    if full.shape != like.shape:
+        return full
+    if isinstance(like, DTensor):
+        return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    if isinstance(like, FlatShard):
+        return FlatShard(full.reshape(-1)[like.start: like.start + like.local.numel()].clone(), full.shape, like.start)
+    return full
+
+
+def local(tensor: Tensor) -> Tensor:
+    tensor = tensor.local if isinstance(tensor, FlatShard) else tensor
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def train(model: Model, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+                param.grad = part_of(torch.randn(param.shape, generator=generator).to(param.dtype), param)
+        optimizer.step()
+
+
+def state_of(model: Model, optimizer: Any) -> dict[str, Tensor]:
+    """Everything there is in full precision, as this rank holds it, by name."""
+    names = {slot: optimizer.slot_name(slot) for slot in optimizer.slots()}
+    return {**{f"model.{name}": value for name, value in model.state_dict().items()},
+            **{f"{names[slot]}.{key}": value for slot in names
+               for key, value in optimizer.full_slot_state(slot).items()}}
+
+
+def whole(tensor: Tensor, group: Any) -> Tensor:
+    if isinstance(tensor, FlatShard):
+        return tensor.full_tensor(group)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def put(layout: Layout, full: dict[str, Tensor], settings: list[dict[str, Any]], seed: int) -> tuple[Model, Any]:
+    """A model and an optimizer of a layout with a state, without any checkpoint."""
+    model, optimizer = layout.build(seed)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            local(value).copy_(local(part_of(full[f"model.{name}"], value)))
+    state = optimizer.state_dict(full_precision=True)
+    index = 0
+    for group, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        group.update(next(saved for saved in settings if saved["weight_decay"] == live["weight_decay"]))
+        for name in group["param_names"]:
+            mine = state["state"][index]
+            mine.update({key: part_of(full[f"{name}.{key}"], value) for key, value in mine.items()})
+            index += 1
+    optimizer.load_state_dict(state, convert=True)
+    return model, optimizer

@@ -1,0 +1,97 @@
+"""Export to safetensors, and the tool that looks into checkpoints."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from launch import HERE
+from models import build, same_bits, train
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+from mp_optim import checkpoint
+from mp_optim.checkpoint.contents import compare, open_checkpoint
+
+sys.path.insert(0, str(HERE.parents[2] / "tools"))
+import inspect_checkpoint
+
+
+@pytest.mark.parametrize(("form", "limit", "count"), [("bf16", 10**9, 1), ("bf16-remainder", 1500, 3),
+                                                      ("fp16", 1, 7), ("fp32", 10**9, 1)])
+def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
+    model, optimizer = build(form, 0.5)
+    train(model, optimizer, 2)
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=1)  # an earlier one
+    files = checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=limit)
+    found = {name: value for path in files for name, value in load_file(path).items()}
+    expected = {name: main.detach() for name, main in optimizer.named_main_params()}
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], value) and value.dtype == torch.float32 for name, value in expected.items())
+    index = tmp_path / "model.safetensors.index.json"
+    assert len(files) == count and index.exists() == (count > 1)
+    if count > 1:
+        content = json.loads(index.read_text())
+        assert content["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+        assert all(name in load_file(tmp_path / file) for name, file in content["weight_map"].items())
+        assert [path.name for path in files] == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        assert all(sum(value.nbytes for value in load_file(path).values()) <= limit or len(load_file(path)) == 1
+                   for path in files)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", *(path.name for path in files),
+                                                          *([index.name] if count > 1 else [])}
+
+
+def test_a_limit_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_shard_size=0"):
+        checkpoint.export_safetensors(tmp_path, build("bf16")[1], max_shard_size=0)
+
+
+def saved(path, **tensors):
+    checkpoint.save(path, nn.ParameterDict({name: nn.Parameter(value, requires_grad=value.is_floating_point())
+                                            for name, value in tensors.items()}), None)
+    return open_checkpoint(path)
+
+
+def test_differences_are_counted(tmp_path):
+    a = saved(tmp_path / "a", same=torch.tensor([1.0, math.nan]), near=torch.tensor([1.0, 2.0]), zero=torch.zeros(1),
+              short=torch.ones(2).bfloat16(), whole=torch.tensor([1, 2]), nan=torch.tensor([1.0]), mine=torch.ones(1),
+              shape=torch.ones(2), kind=torch.ones(2))
+    b = saved(tmp_path / "b", same=torch.tensor([1.0, math.nan]), near=torch.tensor([1.0, 2.0 - 2.0**-22]),
+              zero=-torch.zeros(1), short=torch.tensor([1.0, -1.0]).bfloat16(), whole=torch.tensor([1, 5]),
+              nan=torch.tensor([math.nan]), yours=torch.ones(1), shape=torch.ones(3), kind=torch.ones(2).half())
+    found = {difference.name.removeprefix("model."): difference for difference in compare(a, b)}
+    assert {name: difference.what for name, difference in found.items()} == {
+        "same": "equal", "near": "values", "zero": "values", "short": "values", "whole": "values", "nan": "values",
+        "mine": "only in a", "yours": "only in b", "shape": "shape", "kind": "dtype"}
+    numbers = {name: (d.differing, d.largest, d.ulps) for name, d in found.items() if d.what == "values"}
+    assert math.isnan(numbers.pop("nan")[1])
+    assert numbers == {"near": (1, 2.0**-22, 2), "zero": (1, 0.0, 0), "short": (1, 2.0, 2 * 0x3F80),
+                       "whole": (1, 3.0, None)}
+
+
+def test_the_tool(tmp_path):
+    def run(command):
+        console = Console(record=True, width=200, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+        return inspect_checkpoint.main(command, console), console.export_text()
+
+    model, optimizer = build("bf16-8bit", 0.5)
+    train(model, optimizer, 1)
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    train(model, optimizer, 1)
+    version = checkpoint.save(tmp_path / "b", model, optimizer)
+    status, text = run(inspect_checkpoint.List(tmp_path / "a", match="embed"))
+    assert status == 0 and "model.embed" in text and "(11, 8)" in text and "exp_avg_scale" in text
+    assert "model.dense" not in text and "version-1" in text
+    assert run(inspect_checkpoint.Diff(tmp_path / "a", tmp_path / "a"))[0] == 0
+    status, text = run(inspect_checkpoint.Diff(tmp_path / "a", version))
+    assert status == 1 and "model.embed" in text and "different" in text
+    assert run(inspect_checkpoint.Verify(version))[0] == 0
+    with (version / "common.pt").open("r+b") as file:
+        file.write(b"?")
+    status, text = run(inspect_checkpoint.Verify(version))
+    assert status == 1 and "common.pt" in text
+    status, text = run(inspect_checkpoint.List(tmp_path))
+    assert status == 1 and "no complete checkpoint" in text

@@ -1,0 +1,78 @@
+"""kill -9 while saving: a checkpoint that loads always remains, and it is the newest complete one."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kill_worker import build, digest
+from launch import HERE
+
+from mp_optim import checkpoint
+
+
+class Victims:
+    """Processes that save, one after the other."""
+
+    def __init__(self, root: Path, mode: str, keep: int) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
+        self.server = subprocess.Popen([sys.executable, str(HERE / "kill_worker.py"), str(root), mode, str(keep)],
+                                       env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def kill_one(self, saves: int, moment: float) -> list[list[str]]:
+        """Let one begin some saves, and kill it in the last, at a fraction of what the others took; returns what it
+        got to say."""
+        assert self.server.stdin is not None and self.server.stdout is not None
+        self.server.stdin.write("\n")
+        self.server.stdin.flush()
+        said: list[list[str]] = []
+        child, killed, begun, took = 0, False, 0.0, [0.0]
+        for line in self.server.stdout:
+            said.append(line.split())
+            if said[-1] == ["gone"]:
+                break
+            if said[-1][0] == "begin":
+                begun = time.monotonic()
+            elif said[-1][0] == "end":
+                took.append(time.monotonic() - begun)
+            child = int(said[-1][1]) if said[-1][0] == "child" else child
+            if child and not killed and sum(words[0] == "begin" for words in said) >= saves:
+                time.sleep(moment * sorted(took)[len(took) // 2])
+                os.kill(child, signal.SIGKILL)
+                killed = True
+        return said
+
+
+@pytest.mark.parametrize(("kills", "mode", "keep"), [
+    (8, "sync", 1), (8, "async", 2), pytest.param(50, "sync", 2, marks=pytest.mark.slow),
+    pytest.param(50, "async", 1, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_the_newest_complete_checkpoint_survives(tmp_path, kills, mode, keep):
+    victims = Victims(tmp_path, mode, keep)
+    chance = random.Random(kills)
+    digests: dict[int, str] = {}
+    torn = last = 0
+    for _ in range(kills):
+        said = victims.kill_one(chance.randint(3, 4), chance.uniform(0.0, 1.2))
+        digests |= {int(words[1]): words[2] for words in said if words[0] == "begin"}
+        begun = max(int(words[1]) for words in said if words[0] == "begin")
+        complete = max([last, *(int(words[1]) for words in said if words[0] == "end")])
+        torn += any(path.name.startswith(".version-") for path in tmp_path.iterdir())
+
+        version = checkpoint.verify(tmp_path)
+        versions = checkpoint.versions(tmp_path)
+        model, optimizer = build()
+        last = checkpoint.load(tmp_path, model, optimizer)["step"]
+        assert complete <= last <= begun  # a save that returned is never lost
+        assert digest(model, optimizer) == digests[last]
+        assert 1 <= len(versions) <= keep + 1
+        # A version that was complete but not yet the newest may lie there; anything else is older.
+        assert versions.index(version) >= len(versions) - 2
+        for other in versions:
+            checkpoint.verify(other)
+    victims.server.communicate()
+    assert torn > kills // 8, "the kills missed the saves"

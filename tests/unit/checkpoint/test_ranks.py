@@ -1,0 +1,36 @@
+"""Ranks that hold different parameters, save in the background, export; and what all hear when one fails."""
+
+import json
+
+import pytest
+from launch import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks("ranks_worker.py", 2, str(folder), timeout=120)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("what", ["different", "background_", "exported"])
+def test_what_two_ranks_did(ranks, what):
+    assert [rank[what] for rank in ranks] == [True, True]
+
+
+@pytest.mark.parametrize(("what", "kind", "text", "where"), [
+    ("extra", "ValueError", "numbers, strings, tensors", 0),
+    ("disk", "OSError", "No space left on device", 1),
+    ("background", "RuntimeError", "version-1 failed", 1),
+    ("other shape", "ValueError", "model.w is torch.float32 (1,), whole on rank 0 and torch.float32 (2,)", 0),
+    ("export", "ValueError", "parameters ['x'] are not on this rank", 0),
+    ("another model", "ValueError", "missing ['model.x', 'optimizer.state.exp_avg.x'", 1),
+])
+def test_every_rank_hears_of_a_failure(ranks, what, kind, text, where):
+    for number, rank in enumerate(ranks):
+        assert rank[what].startswith(f"{kind}: ") and text in rank[what]
+        assert number == where or f"rank {where}: " in rank[what]
+
+
+def test_a_failed_save_leaves_nothing(ranks):
+    assert ranks[0]["left"] == "[]"

@@ -1,0 +1,113 @@
+"""Fails whatever makes the host wait for the device, on machines without one.
+
+Under Triton's interpreter the device's tensors are CPU tensors, and reading one costs nothing, so it has to be caught:
+every way from a tensor to a number in Python raises, except for tensors that lie on the host also where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.numpy,
+          Tensor.cpu, Tensor.__contains__, Tensor.__array__, torch.equal, Tensor.equal, torch.allclose, torch.nonzero,
+          Tensor.nonzero, torch.masked_select, torch.unique, Tensor.is_nonzero}
+_READING_KERNELS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
+
+
+_MAKERS = {torch.tensor, torch.as_tensor}
+
+
+class WaitedError(AssertionError):
+    """Somebody read the device."""
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, on_host: Callable[[], Iterable[Tensor]]) -> None:
+        super().__init__()
+        self._on_host = on_host
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func in _MAKERS and (kwargs or {}).get("device") is not None
+        if made and not isinstance(args[0], Tensor):  # a copy from memory that is not page-locked
+            raise WaitedError(f"{func.__name__} of host values on a device")
+        if func in _READS:
+            hosted = {tensor.untyped_storage().data_ptr() for tensor in self._on_host()}
+            if any(isinstance(a, Tensor) and a.untyped_storage().data_ptr() not in hosted for a in args):
+                raise WaitedError(f"{func.__name__} of {[a.shape for a in args if isinstance(a, Tensor)]}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Kernels(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _READING_KERNELS:
+            raise WaitedError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[None]:
+    """Inside, whoever reads a tensor of the device raises :class:`WaitedError`.
+
+    The verdict of a step before is read from memory of the host, where its copy has arrived. Not caught are the
+    interpreter's own doings inside of a launch, the FP64 root, which a GPU has an instruction for,
+    and step counters, which live on the host.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    from mp_optim.precision import pending
+    from mp_optim.update import sums
+    from mp_optim.update.backends.triton import backend
+
+    modes: list[Any] = []
+
+    def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                if modes:
+                    stack.enter_context(torch._C.DisableTorchFunction())
+                    stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+                return function(*args, **kwargs)
+        return run
+
+    def counters() -> list[Tensor]:
+        return [own.steps for optimizer in optimizers for own in _groups(optimizer)]
+
+    newest: list[Any] = []
+    create, settle = pending.PendingVerdict.__init__, unwatched(pending.PendingVerdict.settle)
+
+    def created(self: Any, *args: Any) -> None:
+        create(self, *args)
+        newest[:] = [self]
+
+    def settled(self: Any) -> Any:
+        if modes and newest == [self] and self._verdict is None:
+            raise WaitedError("the verdict of this very step was asked for")
+        return settle(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pending.PendingVerdict, "__init__", created)
+        patch.setattr(pending.PendingVerdict, "settle", settled)
+        patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
+        for module in (pending, backend, sums):
+            patch.setattr(module, "root", unwatched(module.root))
+        with _Functions(counters) as functions, _Kernels() as kernels:
+            modes[:] = [functions, kernels]
+            yield
+            modes.clear()
+
+
+def _groups(optimizer: Any) -> Iterator[Any]:
+    """The step counters of every rule below an optimizer."""
+    for part in optimizer.chained_optimizers:
+        inner = part.inner
+        subs = [inner.sub_optimizer("device")] if hasattr(inner, "sub_optimizer") else [inner]
+        for sub in subs:
+            yield from sub._groups
