@@ -53,7 +53,7 @@ from mp_optim import OptimizerConfig
      "overlap_param_gather=True: has no effect"),
     ({"use_layer_wise_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"}, "contradicts"),
     ({"use_layer_wise_distributed_optimizer": True, "bucket_size": 5}, "bucket_size=5: has no effect"),
-    ({"use_distributed_optimizer": True, "optimizer_cuda_graph": True}, "optimizer_cuda_graph=True: a step that reduces"),
+    ({"use_distributed_optimizer": True, "optimizer_cuda_graph": True}, "optimizer_cuda_graph=True: a step"),
     ({"use_distributed_optimizer": True, "bucket_size": 0}, "bucket_size=0: must be a whole number"),
     ({"use_distributed_optimizer": True, "grad_reduce_op": "mean"}, "grad_reduce_op='mean': must be one of"),
     ({"grad_norm_skip_threshold": 0}, "grad_norm_skip_threshold=0"),
