@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -187,13 +187,14 @@ class ChainedOptimizer(MegatronOptimizer):
         for part in self._parts:
             part.zero_grad(set_to_none)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """The parts' ``no_sync``, where they have one (see :class:`~mp_optim.DistributedOptimizer`)."""
-        stack = contextlib.ExitStack()
-        for part in self._parts:
-            if hasattr(part, "no_sync"):
-                stack.enter_context(part.no_sync())
-        return stack
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                if hasattr(part, "no_sync"):
+                    stack.enter_context(part.no_sync())
+            yield
 
     def finish_grad_sync(self) -> None:
         """The parts' ``finish_grad_sync``, where they have one."""

@@ -173,10 +173,12 @@ class DistributedOptimizer(MegatronOptimizer):
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backward passes in here add up this rank's own gradients and reduce nothing; for all but the last of a step.
         With ``optim_grads`` the buckets are kept whole until the next reduction."""
-        return self._transport.reducer.no_sync()
+        with self._transport.reducer.no_sync():
+            yield
 
     def finish_grad_sync(self) -> None:
         """Reduce what has not been reduced, and wait; :meth:`step` does so itself."""
