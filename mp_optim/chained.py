@@ -6,9 +6,10 @@ parameters or for none, and no part can drift to a scale of its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from mp_optim.slots import Multiplier, Slot, SlotStateView, SlotUpdate, local_te
 
 __all__ = ["ChainedOptimizer"]
 
-_SUMMED = ("bytes_down", "bytes_up", "reloaded_params")
-_SUMMED_ON_HOST = ("copy_wait_ms", "worker_wait_ms", "host_ms", "hidden_ms", "speculation_hits", "speculation_redone")
+_SUMMED = ("reloaded_params", "copy_wait_ms", "worker_wait_ms", "host_ms", "hidden_ms", "speculation_hits",
+           "speculation_redone")
 
 
 class ChainedOptimizer(MegatronOptimizer):
@@ -185,6 +186,29 @@ class ChainedOptimizer(MegatronOptimizer):
         for part in self._parts:
             part.reload_model_params(state_dict)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self._parts:
+            part.zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The parts' ``no_sync``, where they have one (see :class:`~mp_optim.DistributedOptimizer`)."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                if hasattr(part, "no_sync"):
+                    stack.enter_context(part.no_sync())
+            yield
+
+    def finish_grad_sync(self) -> None:
+        """The parts' ``finish_grad_sync``, where they have one."""
+        for part in self._parts:
+            getattr(part, "finish_grad_sync", lambda: None)()
+
+    def finish_param_sync(self) -> None:
+        """The parts' ``finish_param_sync``, where they have one."""
+        for part in self._parts:
+            getattr(part, "finish_param_sync", lambda: None)()
+
     def offload_to_cpu(self) -> None:
         for part in self._parts:
             part.offload_to_cpu()
@@ -211,8 +235,9 @@ class ChainedOptimizer(MegatronOptimizer):
 
     def metrics(self) -> dict[str, float]:
         parts = [part.metrics() for part in self._parts]
-        summed = {key: sum(part.get(key, 0) for part in parts) for key in (*_SUMMED, *_SUMMED_ON_HOST)
-                  if any(key in part for part in parts)}
+        names = dict.fromkeys(key for part in parts for key in part)
+        summed = {key: sum(part.get(key, 0) for part in parts) for key in names
+                  if key.startswith("bytes_") or key in _SUMMED}
         graphs = {} if self._graphed is None else {"graph_captures": self._graphed.captures,
                                                    "graph_replays": self._graphed.replays}
         return {**parts[0], **summed, **graphs}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +20,8 @@ class ProcessGroups:
         grad_stats: ranks that hold different dense parameters of one model copy (tensor x pipeline parallel).
         expert_grad_stats: the same for expert parameters (expert x tensor x pipeline parallel).
         tp, expert_tp: tensor-parallel groups, to count duplicated parameters once.
-        dp, expert_dp: ranks that hold copies of dense and of expert parameters.
+        dp, expert_dp: ranks that hold copies of dense and of expert parameters; a distributed optimizer reduces over
+            them. With ``use_distributed_optimizer``, dp is by default all ranks, expert_dp the same as dp.
     """
 
     grad_stats: ProcessGroup | None = None
@@ -31,7 +33,10 @@ class ProcessGroups:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessGroups:
-        """From a mesh whose dimensions are named ``dp``, ``tp``, ``pp`` and ``ep`` (any subset).
+        """From a mesh whose dimensions are named ``dp``, ``tp``, ``pp`` and ``ep`` (any subset). Collective.
+
+        Ranks along ``ep`` hold different experts and copies of the dense parameters, so the latter are data-parallel
+        over it too.
 
         Raises:
             ValueError: the mesh has no names, or an unknown one.
@@ -48,9 +53,12 @@ class ProcessGroups:
             part = mesh[present]
             return part.get_group() if len(present) == 1 else part._flatten().get_group()
 
+        copies = ("dp", "dp_shard", "dp_replicate")
+        expert_dp = over(*copies)
+        if expert_dp is None and "ep" in names:  # no two ranks hold the same expert
+            expert_dp = dist.new_subgroups(1)[0]  # type: ignore[no-untyped-call]
         return cls(grad_stats=over("tp", "pp"), expert_grad_stats=over("tp", "pp", "ep"), tp=over("tp"),
-                   expert_tp=over("tp"), dp=over("dp", "dp_shard", "dp_replicate"),
-                   expert_dp=over("dp", "dp_shard", "dp_replicate"))
+                   expert_tp=over("tp"), dp=over(*copies, "ep"), expert_dp=expert_dp)
 
     @classmethod
     def from_attributes(cls, groups: Any) -> ProcessGroups:

@@ -512,6 +512,6 @@ def _is_split(param: Tensor) -> bool:
 def _share(param: Tensor) -> int:
     """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks differ in it."""
     if not isinstance(param, DTensor):
-        return param.numel()
+        return int(getattr(param, "offload_share", param.numel()))
     ranks = math.prod(param.device_mesh.size(dim) for dim, p in enumerate(param.placements) if p.is_shard())
     return math.ceil(param.numel() / ranks)

@@ -72,7 +72,7 @@ class MainParams(SlotOptimizer):
             seen.see(slot, param, self._norm_key(slot, param), self._layout(slot, param))
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
-            seen.streams.append(stream_of(self.slot_name(slot)))
+            seen.streams.append(stream_of(self.slot_name(slot), getattr(param, "first_element", 0)))
         self._norm_groups = None
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:
@@ -99,6 +99,10 @@ class MainParams(SlotOptimizer):
         if getattr(param, "shared", False) or self._is_tensor_parallel_duplicate(slot, param):
             group = EXCLUDED
         return NormKey(group, shard_groups_of(self.slot_name(slot), param))
+
+    def norm_key(self, slot: Slot) -> NormKey:
+        """Which norm a slot's gradient counts in."""
+        return self._seen.keys[self._seen.index(slot)]
 
     def _is_tensor_parallel_duplicate(self, slot: Slot, param: Tensor) -> bool:
         tp = self._tensor_parallel(slot)

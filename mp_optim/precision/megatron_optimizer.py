@@ -20,6 +20,7 @@ from mp_optim.precision.measure import (
     EXCLUDED,
     MAIN,
     Measurement,
+    NormKey,
     agree,
     count_zeros,
     measure,
@@ -158,7 +159,17 @@ class MegatronOptimizer(DuringBackward, MainParams):
         """Sums of squares of the gradients that :meth:`gather` found."""
         assert self._grads is not None
         (indices, grads), all_keys = self._grads, self._seen.distinct_keys
-        keys, device = self._seen.keys_of(indices), self.device
+        return self.measure_grads(grads, self._seen.keys_of(indices), all_keys)
+
+    def measure_grads(self, grads: Sequence[Tensor], keys: Sequence[NormKey],
+                      all_keys: Sequence[NormKey]) -> Measurement:
+        """The same for given gradients.
+
+        Args:
+            grads, keys: local gradients, and which norm each counts in.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
+        """
+        device = self.device
         sums = measure(grads, keys, all_keys, self.backward_link.sums_of_squares, device)
         zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None
         ranks = self.process_groups.grad_stats

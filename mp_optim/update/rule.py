@@ -421,8 +421,9 @@ class RuleOptimizer(SlotOptimizer):
         if not self.precision.stochastic_rounding:
             return None
         seed = mix(self.precision.seed ^ mix(int(launch.step) + 1))
-        return [Noise(seed, stream_of(self.slot_name(slot)) if stream is None else stream)
-                for slot, stream in zip(updates.slots, updates.streams, strict=True)]
+        streams = [stream_of(self.slot_name(slot)) if stream is None else stream
+                   for slot, stream in zip(updates.slots, updates.streams, strict=True)]
+        return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
 
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:

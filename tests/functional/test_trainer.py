@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from mp_optim import OptimizerConfig
 from runner import HERE, load_case
 from training.config import TrainConfig
 from training.loading import load_yaml, parse_command_line
+from training.loop import train
 from training.metrics import read_records
 
 CONFIGS = sorted((HERE.parents[1] / "tools" / "configs").glob("*.yaml"))
@@ -54,6 +58,32 @@ def test_a_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message:
     with pytest.raises(SystemExit) as stopped:
         parse_command_line(["--config", str(path)])
     assert re.search(message, str(stopped.value)) and "\n" not in str(stopped.value)
+
+
+def test_ranks_train_together_and_have_to_say_how(tmp_path: Path) -> None:
+    """Two processes share out the optimizer; the loss of the first step is that of one process."""
+    config = tmp_path / "small.yaml"
+    config.write_text("""
+model: {hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, num_experts: 2}
+data: {seq_length: 16, source: synthetic}
+optimizer: {bf16: true, lr: 4.0e-3, optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5}
+run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
+""", encoding="utf-8")
+    tool = str(HERE.parents[1] / "tools" / "train.py")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tool, "--config",
+             str(config), "--run.output-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run([*start, "--run.layout", "zero2"], env=environment, capture_output=True, text=True,
+                          timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    together = read_records(tmp_path / "run" / "metrics.jsonl")
+    alone = train(dataclasses.replace(load_yaml(config), run=dataclasses.replace(load_yaml(config).run,
+                                                                                save_interval=None)))
+    assert [record.loss for record in together] == pytest.approx(alone.losses, rel=1e-2)
+    assert together[0].loss == pytest.approx(alone.losses[0], rel=1e-6)
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000002"
+    with pytest.raises(ValueError, match=r"run\.layout='zero1' needs several processes: start this with torchrun"):
+        train(parse_command_line(["--config", str(config), "--run.layout", "zero1"]))
 
 
 def test_a_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
