@@ -6,6 +6,7 @@ parameters or for none, and no part can drift to a scale of its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Sequence
@@ -105,6 +106,10 @@ class ChainedOptimizer(MegatronOptimizer):
 
     # -- everything else is asked of the part that has the slot -----------------------------------
 
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        for part in self._parts:
+            part.allocate_state([theirs for owner, theirs in map(self._part, slots) if owner is part])
+
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         part, theirs = self._part(slot)
         return part.slot_state(theirs)
@@ -145,6 +150,28 @@ class ChainedOptimizer(MegatronOptimizer):
         for part in self._parts:
             part.reload_model_params(state_dict)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self._parts:
+            part.zero_grad(set_to_none)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """The parts' ``no_sync``, where they have one (see :class:`~mp_optim.DistributedOptimizer`)."""
+        stack = contextlib.ExitStack()
+        for part in self._parts:
+            if hasattr(part, "no_sync"):
+                stack.enter_context(part.no_sync())
+        return stack
+
+    def finish_grad_sync(self) -> None:
+        """The parts' ``finish_grad_sync``, where they have one."""
+        for part in self._parts:
+            getattr(part, "finish_grad_sync", lambda: None)()
+
+    def finish_param_sync(self) -> None:
+        """The parts' ``finish_param_sync``, where they have one."""
+        for part in self._parts:
+            getattr(part, "finish_param_sync", lambda: None)()
+
     def offload_to_cpu(self) -> None:
         for part in self._parts:
             part.offload_to_cpu()
@@ -167,5 +194,6 @@ class ChainedOptimizer(MegatronOptimizer):
 
     def metrics(self) -> dict[str, float]:
         parts = [part.metrics() for part in self._parts]
-        summed = {key: sum(part[key] for part in parts) for key in ("bytes_down", "bytes_up", "reloaded_params")}
+        summed = {key: sum(part[key] for part in parts) for key in parts[0]
+                  if key.startswith("bytes_") or key == "reloaded_params"}
         return {**parts[0], **summed}

@@ -113,6 +113,26 @@ class OptimizerConfig:
     """Page-lock the staging memory for gradients and parameters."""
     pin_cpu_params: bool = True
     """Page-lock main params on the host."""
+    use_distributed_optimizer: bool = False
+    """Reduce gradients over the data-parallel ranks, and keep main params and state only for an owned share (ZeRO)."""
+    data_parallel_sharding_strategy: str = "optim"
+    """What data-parallel ranks share out: optim (main params and state: ZeRO-1), optim_grads (gradients too: ZeRO-2),
+    or no_shard (nothing: every rank steps everything, with the same bits)."""
+    use_layer_wise_distributed_optimizer: bool = False
+    """Share out whole parameters, balanced by size, for rules that need whole matrices."""
+    overlap_grad_reduce: bool = False
+    """Reduce each bucket of gradients while backward computes the others."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward; each module waits for its own."""
+    grad_reduce_in_fp32: bool = False
+    """Add up and send gradients in FP32 rather than in the parameter's dtype."""
+    grad_reduce_op: str = "avg"
+    """What becomes of the ranks' gradients: avg, or sum (for losses divided by the number of tokens of all ranks)."""
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Send 16-bit gradients as they are but add them in FP32, in the order of ranks, rounding once; always so where
+    the backend is not NCCL."""
+    bucket_size: int | None = None
+    """Elements after which a bucket of parameters is closed; by default 40 M, or 1 M for each rank if that is more."""
     fused_backend: str = "auto"
     """What carries the rule out: auto (the fastest that has the bits of ``reference``), native (on the host),
     reference, torch, triton, apex or transformer_engine (their own bits; see docs/numerics.md)."""
@@ -136,6 +156,11 @@ class OptimizerConfig:
         :func:`mp_optim.get_megatron_optimizer` for fields set since."""
         for check in (_check_types, _check_choices, _check_ranges, _check_precision, _check_inert):
             check(self)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether gradients are reduced, and state shared out, over data-parallel ranks."""
+        return self.use_distributed_optimizer or self.use_layer_wise_distributed_optimizer
 
     @property
     def keeps_remainders(self) -> bool:
@@ -171,9 +196,10 @@ OptimizerConfig.__init__ = _init  # type: ignore[method-assign]
 
 
 _ELSEWHERE = {
-    "use_distributed_optimizer": "shard the model with FSDP2, whose DTensor parameters are stepped shard by shard",
-    "use_layer_wise_distributed_optimizer": "shard the model with FSDP2",
-    "overlap_param_gather": "there is no distributed optimizer to gather for",
+    "average_in_collective": "gradients are averaged where they are reduced; grad_reduce_op='sum' adds them up",
+    "calculate_per_token_loss": "grad_reduce_op='sum' adds gradients up",
+    "overlap_param_gather_with_optimizer_step": "overlap_param_gather=True gathers during the next forward",
+    "num_distributed_optimizer_instances": "the state is shared out over all of ProcessGroups.dp",
     "use_torch_optimizer_for_cpu_offload": "choose fused_backend='torch'",
     "optimizer_cuda_graph": "step() is not captured",
     "fp8_recipe": "parameters are bf16, fp16 or fp32",
@@ -227,7 +253,8 @@ def _check_types(config: OptimizerConfig) -> None:
 
 
 def _check_choices(config: OptimizerConfig) -> None:
-    for name, choices in (("optimizer", RULES), ("fused_backend", BACKENDS)):
+    for name, choices in (("optimizer", RULES), ("fused_backend", BACKENDS), ("grad_reduce_op", ("avg", "sum")),
+                          ("data_parallel_sharding_strategy", ("no_shard", "optim", "optim_grads"))):
         value = getattr(config, name)
         if value not in choices:
             _fail(config, name, f"must be one of {list(choices)}{_nearest(str(value), list(choices))}")
@@ -250,6 +277,14 @@ def _check_ranges(config: OptimizerConfig) -> None:
             _fail(config, name, "must be in [0, 1)")
     if config.host_threads is not None and (config.host_threads < 1 or int(config.host_threads) != config.host_threads):
         _fail(config, "host_threads", "must be a whole number >= 1")
+    if config.bucket_size is not None and (config.bucket_size < 1 or int(config.bucket_size) != config.bucket_size):
+        _fail(config, "bucket_size", "must be a whole number of elements >= 1")
+    if (config.optimizer == "muon" and config.is_distributed and not config.use_layer_wise_distributed_optimizer
+            and config.data_parallel_sharding_strategy != "no_shard"):
+        _fail(config, "use_distributed_optimizer", "muon needs whole matrices; set "
+              "use_layer_wise_distributed_optimizer=True")
+    if config.use_layer_wise_distributed_optimizer and config.data_parallel_sharding_strategy == "no_shard":
+        _fail(config, "data_parallel_sharding_strategy", "contradicts use_layer_wise_distributed_optimizer=True")
     if config.host_cores is not None and (not config.host_cores or not all(isinstance(core, int) and core >= 0
                                                                       for core in config.host_cores)):
         _fail(config, "host_cores", "must name at least one core")
@@ -296,6 +331,9 @@ def _check_precision(config: OptimizerConfig) -> None:
         _fail(config, "min_loss_scale", f"must not exceed initial_loss_scale={config.initial_loss_scale!r}")
 
 
+_DISTRIBUTED: tuple[str, Callable[[OptimizerConfig], bool]] = (
+    "use_distributed_optimizer=True", lambda c: c.is_distributed)
+
 _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "overlap_cpu_optimizer_d2h_h2d": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
@@ -326,6 +364,16 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
                             lambda c: c.use_precision_aware_optimizer and (c.param_remainder_bits == 8 or not {
                                 c.exp_avg_dtype, c.exp_avg_sq_dtype}.isdisjoint({torch.bfloat16, torch.uint8}))),
     "stochastic_rounding_seed": ("stochastic_rounding=True", lambda c: c.stochastic_rounding),
+    "data_parallel_sharding_strategy": _DISTRIBUTED,
+    "overlap_grad_reduce": _DISTRIBUTED,
+    "overlap_param_gather": ("use_distributed_optimizer=True and data_parallel_sharding_strategy='optim' or "
+                             "'optim_grads'",
+                             lambda c: c.is_distributed and c.data_parallel_sharding_strategy != "no_shard"),
+    "grad_reduce_in_fp32": _DISTRIBUTED,
+    "grad_reduce_op": _DISTRIBUTED,
+    "reduce_scatter_with_fp32_accumulation": _DISTRIBUTED,
+    "bucket_size": ("use_distributed_optimizer=True without use_layer_wise_distributed_optimizer",
+                    lambda c: c.is_distributed and not c.use_layer_wise_distributed_optimizer),
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
 }
 """Fields that do something only in company: what they need, and whether a config has it."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mp_optim.chained import ChainedOptimizer
 from mp_optim.config import OptimizerConfig
+from mp_optim.distributed_optimizer import DistributedOptimizer
 from mp_optim.param_groups import ParamKey, check_claims, get_param_groups, get_standard_config_overrides
 from mp_optim.placement import HybridDeviceOptimizer
 from mp_optim.precision import (
@@ -67,11 +70,19 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]
     experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
     scaler = _grad_scaler(config, _device(chunks))
-    expert_groups = ProcessGroups(grad_stats=groups_of.expert_grad_stats, expert_tp=groups_of.expert_tp)
+    if config.is_distributed:
+        if wrapped := [chunk for chunk in chunks if isinstance(chunk, nn.parallel.DistributedDataParallel)]:
+            raise ValueError(f"use_distributed_optimizer=True with a {type(wrapped[0]).__name__}, which reduces "
+                             "gradients itself; pass its .module")
+        groups_of = _with_data_parallel(groups_of, bool(experts))
+    expert_groups = ProcessGroups(grad_stats=groups_of.expert_grad_stats, expert_tp=groups_of.expert_tp,
+                                  dp=groups_of.expert_dp)
     # A rank without parameters of a kind still takes part in that kind's reductions, with an empty optimizer.
     kinds = [(groups, where) for groups, where in ((dense, groups_of), (experts, expert_groups))
              if groups or where.grad_stats is not None]
-    parts = [_part(config, groups, scaler, where) for groups, where in kinds or [(dense, groups_of)]]
+    data_parallel = groups_of.dp.size() if groups_of.dp is not None else None
+    parts = [_part(config, groups, scaler, where, chunks, data_parallel)
+             for groups, where in kinds or [(dense, groups_of)]]
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
@@ -96,11 +107,38 @@ def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradS
                              growth_interval=config.loss_scale_window, hysteresis=config.hysteresis, device=device)
 
 
+def _with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroups:
+    """Process groups with those for data parallelism; by default all ranks hold copies of everything."""
+    if groups.dp is None and not dist.is_initialized():
+        raise ValueError("use_distributed_optimizer=True: there is one process; call "
+                         "torch.distributed.init_process_group first (torchrun starts several), or set it to False")
+    dp = groups.dp or dist.group.WORLD
+    expert_dp = groups.expert_dp or dp
+    if has_experts and dp is not None and expert_dp is not None and expert_dp.size() < dp.size() and (
+            groups.expert_grad_stats is None):
+        raise ValueError(f"process_groups.expert_dp has {expert_dp.size()} of the {dp.size()} ranks of dp, so ranks "
+                         "hold different experts; set expert_grad_stats to the ranks that hold different ones, or they "
+                         "would disagree on the gradient norm")
+    return dataclasses.replace(groups, dp=dp, expert_dp=expert_dp)
+
+
 def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: MegatronGradScaler | None,
-          process_groups: ProcessGroups) -> MegatronOptimizer:
-    named = [with_names(group) for group in groups] or [{"params": []}]
+          process_groups: ProcessGroups, chunks: Sequence[nn.Module], data_parallel: int | None) -> MegatronOptimizer:
+    """The optimizer for the dense or the expert parameters.
+
+    Args:
+        data_parallel: how many ranks compute gradients of the loss, by which those of experts are divided too: an
+            expert's gradient adds up what the tokens of several of them contributed.
+    """
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
-    return wrapper(_inner(config, named), config, scaler, process_groups=process_groups)
+
+    def build(some: list[dict[str, Any]]) -> MegatronOptimizer:
+        return wrapper(_inner(config, some), config, scaler, process_groups=process_groups)
+
+    if not config.is_distributed:
+        return build([with_names(group) for group in groups] or [{"params": []}])
+    return DistributedOptimizer(groups or [{"params": []}], config, scaler, build=build, model_chunks=chunks,
+                                process_groups=process_groups, divisor=data_parallel)
 
 
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -8,13 +8,14 @@ and is written here once.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.state_dict import match_groups, plain_groups
+from mp_optim.host_memory import beside, zeros
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
 
 __all__ = ["Closure", "SlotOptimizer", "check_fits"]
@@ -32,6 +33,7 @@ class SlotOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
+        self._reserved: Iterator[Tensor] = iter(())
         super().__init__(params, defaults)
 
     # -- what a subclass provides ---------------------------------------------------------------
@@ -69,9 +71,21 @@ class SlotOptimizer(torch.optim.Optimizer):
                 to step already and is stepped where it lies, in which case it is used itself.
         """
         dtype = self.main_dtype(source.dtype)
-        main = source if source.dtype == dtype else source.detach().to(dtype)
+        main = source if source.dtype == dtype else self._main_memory(source.shape, dtype, source.device).copy_(source)
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
+
+    def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
+        """Calls of :meth:`new_main_param` will follow, with these arguments: let main params lie side by side."""
+        forms = [(source.shape, self.main_dtype(source.dtype)) for _, source in coming if source.device.type == "cpu"
+                 and source.dtype != self.main_dtype(source.dtype)]
+        self._reserved = iter(beside(forms) or ())
+
+    def _main_memory(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        reserved = next(self._reserved, None) if device.type == "cpu" else None
+        if reserved is not None and (reserved.shape, reserved.dtype) == (shape, dtype):
+            return reserved
+        return zeros(shape, dtype, device)
 
     def main_param(self, slot: Slot) -> Tensor:
         """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
@@ -130,7 +144,11 @@ class SlotOptimizer(torch.optim.Optimizer):
 
     def init_state(self) -> None:
         """Allocate the state of every slot without stepping."""
-        for slot in self.slots():
+        self.allocate_state(self.slots())
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Allocate the state of some slots together."""
+        for slot in slots:
             self.slot_state(slot)
 
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
@@ -144,6 +162,7 @@ class SlotOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         groups = plain_groups(self.param_groups)
+        self.init_state()
         read = self.full_slot_state if full_precision else self.slot_state
         states = (read(slot) for slot in self.slots())
         result: dict[str, Any] = {

@@ -50,7 +50,7 @@ class SlotUpdate(NamedTuple):
         shard_groups: process groups over which the parameter is split, for rules that need
             whole-parameter norms. Empty if the local tensor is the whole parameter.
         stream: 32 bits that tell the parameter's random numbers from others', wherever it is stepped; by default
-            made of the slot's name.
+            made of the slot's name. Above them, where the local tensor begins in the parameter, in elements.
     """
 
     slot: Slot
@@ -191,9 +191,9 @@ def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
     return names[slot.position] if names else f"group{slot.group}.param{slot.position}"
 
 
-def stream_of(name: str) -> int:
-    """The stream of random numbers of a parameter, from its name."""
-    return zlib.crc32(name.encode())
+def stream_of(name: str, first_element: int = 0) -> int:
+    """The stream of random numbers of a parameter, from its name and the place of its first local element."""
+    return zlib.crc32(name.encode()) | first_element << 32
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

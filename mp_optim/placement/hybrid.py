@@ -210,6 +210,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
         sub, theirs = self._in_sub(slot)
         sub.written_outside(theirs)
 
+    def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
+        super().reserve_main_params([(slot, source) for slot, source in coming if self._seat(slot).place == "device"])
+
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         """Main param, born where it is stepped: on the host it never exists in FP32 on the device."""
         seat = self._seat(slot)
@@ -317,6 +320,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
         param = self.param_groups[slot.group]["params"][slot.position]
         return main if main is not None and main.dtype != param.dtype else None
 
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        for place, sub in self._subs.items():
+            mine = [slot for slot in slots if self._seat(slot).place == place]
+            sub.allocate_state([self._in_sub(slot)[1] for slot in mine])
+
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         sub, theirs = self._in_sub(slot)
         master = self._own_master(slot)
@@ -358,6 +366,6 @@ class HybridDeviceOptimizer(SlotOptimizer):
 def _share(param: Tensor) -> int:
     """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks differ in it."""
     if not isinstance(param, DTensor):
-        return param.numel()
+        return int(getattr(param, "offload_share", param.numel()))
     ranks = math.prod(param.device_mesh.size(dim) for dim, p in enumerate(param.placements) if p.is_shard())
     return math.ceil(param.numel() / ranks)

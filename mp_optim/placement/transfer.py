@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mp_optim.host_memory import zeros_host
+
 __all__ = ["CudaTransfer", "ImmediateTransfer", "MetaTransfer", "Transfer", "transfer_for"]
 
 CopyPair = tuple[Tensor, Tensor]
@@ -41,7 +43,7 @@ class ImmediateTransfer:
     """Both places are host memory: copies happen at once and waiting is free."""
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return zeros_host(num_bytes)
 
     def download(self, pairs: Sequence[CopyPair]) -> None:
         for destination, source in pairs:

@@ -118,15 +118,12 @@ def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
 
 
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
-    """Bytes of an optimizer's tensors, each piece of memory once; allocates its state if it had none."""
+    """Bytes of an optimizer's tensors; allocates its state if it had none."""
+    optimizer.init_state()
     found: dict[tuple[str, str], int] = {}
-    seen: set[int] = set()
     for part in optimizer.chained_optimizers:
         for where, what, tensor in _tensors(part):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                found[where, what] = found.get((where, what), 0) + storage.nbytes()
+            found[where, what] = found.get((where, what), 0) + tensor.nbytes
     pinned = (*(["main_params"] if config.pin_cpu_params else []), *(["staging"] if config.pin_cpu_grads else []))
     kinds: dict[str, dict[str, int]] = {"accelerator": {}, "pinned_host": {}, "pageable_host": {}}
     for (where, what), size in found.items():

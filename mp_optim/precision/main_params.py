@@ -8,7 +8,7 @@ connected by position only.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,12 +62,15 @@ class MainParams(SlotOptimizer):
     def _bind_group(self, index: int) -> None:
         seen = self._seen
         seen.first.append(len(seen.slots))
-        for position, param in enumerate(self.param_groups[index]["params"]):
+        params = self.param_groups[index]["params"]
+        self.inner.reserve_main_params([(Slot(index, position), local_tensor(param))
+                                        for position, param in enumerate(params) if param.requires_grad])
+        for position, param in enumerate(params):
             slot = Slot(index, position)
             seen.see(slot, param, self._norm_key(slot, param))
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
-            seen.streams.append(stream_of(self.slot_name(slot)))
+            seen.streams.append(stream_of(self.slot_name(slot), getattr(param, "first_element", 0)))
         self._norm_groups = None
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:
@@ -94,6 +97,10 @@ class MainParams(SlotOptimizer):
         if getattr(param, "shared", False) or self._is_tensor_parallel_duplicate(slot, param):
             group = EXCLUDED
         return NormKey(group, shard_groups_of(self.slot_name(slot), param))
+
+    def norm_key(self, slot: Slot) -> NormKey:
+        """Which norm a slot's gradient counts in."""
+        return self._seen.keys[self._seen.index(slot)]
 
     def _is_tensor_parallel_duplicate(self, slot: Slot, param: Tensor) -> bool:
         expert = self.param_groups[slot.group].get("is_expert_parallel", False)
@@ -185,6 +192,9 @@ class MainParams(SlotOptimizer):
         if self._has_master(slot):
             state[MASTER] = self._main(slot)
         return {key: as_sharded(value, param) for key, value in state.items()}
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        self.inner.allocate_state([slot for slot in slots if self.has_state(slot)])
 
     def full_slot_state(self, slot: Slot) -> dict[str, Any]:
         param = self.param_groups[slot.group]["params"][slot.position]

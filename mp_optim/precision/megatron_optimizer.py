@@ -17,6 +17,7 @@ from mp_optim.precision.measure import (
     EXCLUDED,
     MAIN,
     Measurement,
+    NormKey,
     agree,
     count_zeros,
     measure,
@@ -110,7 +111,16 @@ class MegatronOptimizer(MainParams):
         if not all(self._seen.bound):
             for index in (i for i in indices if not self._seen.bound[i]):  # it was frozen when its group was added
                 self._seen.trained(index, self._bind(self._seen.slots[index], self._seen.params[index]))
-        keys = self._seen.keys_of(indices)
+        return self.measure_grads(grads, self._seen.keys_of(indices), all_keys)
+
+    def measure_grads(self, grads: Sequence[Tensor], keys: Sequence[NormKey],
+                      all_keys: Sequence[NormKey]) -> Measurement:
+        """The same for given gradients.
+
+        Args:
+            grads, keys: local gradients, and which norm each counts in.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
+        """
         device = self.device
         sums = measure(grads, keys, all_keys, self._sum_of_squares, device)
         zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None

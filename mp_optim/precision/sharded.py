@@ -14,13 +14,14 @@ __all__ = ["as_local_state", "as_sharded", "shard_groups_of"]
 
 
 def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
-    """Process groups over which a parameter is split: the mesh dimensions it is ``Shard``-ed on.
+    """Process groups over which a parameter is split: the mesh dimensions it is ``Shard``-ed on; of a fragment of a
+    flat buffer, what its attribute ``shard_groups`` says.
 
     Raises:
         ValueError: if a placement is ``Partial``: no rank holds a value of such a parameter.
     """
     if not isinstance(param, DTensor):
-        return ()
+        return tuple(getattr(param, "shard_groups", ()))
     groups = []
     for dim, placement in enumerate(param.placements):
         if placement.is_partial():

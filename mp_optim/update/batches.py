@@ -82,4 +82,4 @@ def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int
         batch.lists.state[key].append(tensors[index].narrow(0, start // BLOCK, blocks_of(count)) if key in scales
                                       else cut(tensors[index]))
     if lists.noise is not None and batch.lists.noise is not None:
-        batch.lists.noise.append(replace(lists.noise[index], start=start))
+        batch.lists.noise.append(replace(lists.noise[index], start=lists.noise[index].start + start))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.capabilities import refusal
+from mp_optim.host_memory import Form, beside, zeros
 from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_fits
 from mp_optim.slots import (
     Slot,
@@ -29,7 +30,7 @@ from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_
 from mp_optim.update.formats import Noise, is_blocked, join, keep_valid, mix, split_
 from mp_optim.update.group_state import GroupState, Share, shares_of
 from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
-from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, new_moment
+from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, moment_forms
 
 __all__ = ["RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm"]
 
@@ -114,9 +115,11 @@ class RuleOptimizer(SlotOptimizer):
         state = own.slots[slot.position]
         tensor = group["params"][slot.position]
         main = local_tensor(tensor)
-        if not state:
-            state["step"] = own.steps[slot.position]
-        if new := self._new_tensors(slot, state, main):
+        state.setdefault("step", own.steps[slot.position])
+        new = {key: zeros(*form, main.device) for key, form in self._missing(slot, main).items()}
+        new |= {key: value.to(main.device) for key, value in state.items()
+                if key != "step" and value.device != main.device}
+        if new:
             state.update(new)
             own.replaced()
         if not self._is_split(main):
@@ -126,19 +129,36 @@ class RuleOptimizer(SlotOptimizer):
             own.steady_mains = None
         return state
 
-    def _new_tensors(self, slot: Slot, state: dict[str, Tensor], main: Tensor) -> dict[str, Tensor]:
-        """State that a main param lacks, or that is on another device."""
-        new: dict[str, Tensor] = {}
+    def _missing(self, slot: Slot, main: Tensor) -> dict[str, Form]:
+        """State that a main param lacks."""
+        state = self._groups[slot.group].slots[slot.position]
+        forms: dict[str, Form] = {}
         for name in self.moments(self.param_groups[slot.group]):
             if name not in state:
-                new |= new_moment(name, main, self.precision.stored_dtype(name))
+                forms |= moment_forms(name, main.shape, self.precision.stored_dtype(name))
             elif state[name].shape != main.shape:
                 raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
                                  f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
         if self._is_split(main) and REMAINDER not in state:
-            new[REMAINDER] = torch.zeros_like(main, dtype=self.precision.remainder_dtype)
-        return new | {key: value.to(main.device) for key, value in state.items()
-                      if key != "step" and value.device != main.device}
+            forms[REMAINDER] = (main.shape, self.precision.remainder_dtype)
+        return forms
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Host tensors of one name lie one after the other, if together they are large."""
+        missing: dict[str, list[tuple[Slot, Form]]] = defaultdict(list)
+        for slot in slots:
+            if (main := self._local(slot)).device.type == "cpu":
+                for key, form in self._missing(slot, main).items():
+                    missing[key].append((slot, form))
+        for key, wanted in missing.items():
+            found = beside([form for _, form in wanted])
+            for (slot, _), tensor in zip(wanted, found or (), strict=False):
+                own = self._groups[slot.group]
+                own.slots[slot.position].setdefault("step", own.steps[slot.position])
+                own.slots[slot.position][key] = tensor
+                own.replaced()
+        for slot in slots:
+            self.slot_state(slot)
 
     def full_slot_state(self, slot: Slot) -> dict[str, Any]:
         return full_precision(self.slot_state(slot), self._local(slot))
@@ -271,8 +291,7 @@ class RuleOptimizer(SlotOptimizer):
             if whole and own.steady_mains is not None:
                 return own.steady_mains
         else:
-            for position in positions:
-                self.slot_state(Slot(index, position))
+            self.allocate_state([Slot(index, position) for position in positions])
         mains = SteadyList(tensors if are_plain(tensors) else map(local_tensor, tensors))
         for dtype in mains.dtypes:
             if dtype != self.precision.main_dtype(dtype):
@@ -310,8 +329,9 @@ class RuleOptimizer(SlotOptimizer):
         if not self.precision.stochastic_rounding:
             return None
         seed = mix(self.precision.seed ^ mix(int(launch.step) + 1))
-        return [Noise(seed, stream_of(self.slot_name(slot)) if stream is None else stream)
-                for slot, stream in zip(updates.slots, updates.streams, strict=True)]
+        streams = [stream_of(self.slot_name(slot)) if stream is None else stream
+                   for slot, stream in zip(updates.slots, updates.streams, strict=True)]
+        return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
 
 def _contiguous(tensors: SteadyList) -> SteadyList:

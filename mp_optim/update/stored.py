@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.host_memory import Form, zeros
 from mp_optim.update.formats import (
     MOMENT_DTYPES,
     SECOND,
@@ -22,7 +23,7 @@ from mp_optim.update.formats import (
 )
 from mp_optim.update.lists import REMAINDER, scale_key
 
-__all__ = ["MASTER", "StatePrecision", "fitted", "full_precision", "joined", "new_moment"]
+__all__ = ["MASTER", "StatePrecision", "fitted", "full_precision", "joined", "moment_forms"]
 
 MASTER = "master_param"
 """Key of the FP32 main param in a slot's state."""
@@ -81,12 +82,12 @@ class StatePrecision:
         return torch.int16 if self.param_remainder_bits == 16 else torch.int8
 
 
-def new_moment(name: str, main: Tensor, dtype: torch.dtype) -> State:
-    """A moment of zeros for a main param: the stored tensor in its shape, and its scales if it has some."""
-    state = {name: torch.zeros(main.shape, dtype=dtype, device=main.device)}
+def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
+    """What a moment is stored in: a tensor of the main param's shape, and its scales if it has some."""
+    forms = {name: (shape, dtype)}
     if is_blocked(dtype):
-        state[scale_key(name)] = torch.zeros(blocks_of(main.numel()), device=main.device)
-    return state
+        forms[scale_key(name)] = (torch.Size([blocks_of(shape.numel())]), torch.float32)
+    return forms
 
 
 def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
@@ -154,7 +155,8 @@ def _decoded(state: Mapping[str, Any], key: str) -> Tensor:
 
 
 def _converted(label: str, key: str, mine: Mapping[str, Any], value: Tensor, convert: bool) -> State:
-    fresh = new_moment(key, value, mine[key].dtype)
+    fresh = {name: zeros(*form, value.device)
+             for name, form in moment_forms(key, value.shape, mine[key].dtype).items()}
     encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
     if not convert and not torch.equal(_decoded(fresh, key).nan_to_num(0.5), value.nan_to_num(0.5)):
         raise ValueError(f"{label}: saved with values that {mine[key].dtype} cannot hold without loss; load with "

@@ -134,3 +134,28 @@ def test_foreign_state_follows_swapped_tensors_and_round_trips() -> None:
         one.step_slots([SlotUpdate(A, torch.ones(3))])
     assert torch.equal(*(one.param_groups[0]["params"][0] for one in (adapted, fresh)))
     assert fresh.slot_state(A)["step"].item() == 2 and torch.equal(fresh.slot_state(B)["exp_avg"], moments[1])
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
+def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(moments: torch.dtype,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    def stepped() -> tuple[FusedAdam, dict[str, Any]]:
+        mains = [torch.ones(300), torch.empty(0), torch.ones(5, 7), torch.ones(2)]
+        optimizer = FusedAdam(mains, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+        for position in (0, 2):  # the others' state comes later
+            optimizer.step_slots([SlotUpdate(Slot(0, position), torch.full_like(mains[position], 0.5))])
+        optimizer.step_slots([SlotUpdate(Slot(0, at), torch.full_like(main, -0.25)) for at, main in enumerate(mains)])
+        return optimizer, copy.deepcopy(optimizer.state_dict())
+
+    _, expected = stepped()
+    monkeypatch.setattr("mp_optim.host_memory.HUGE_FROM", 64)
+    optimizer, found = stepped()
+    first, last = (optimizer.slot_state(Slot(0, at))["exp_avg"] for at in (1, 3))
+    assert first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    assert found["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        assert list(state) == list(found["state"][index])
+        assert all(torch.equal(value, found["state"][index][key]) for key, value in state.items())
+    fresh, _ = stepped()
+    fresh.load_state_dict(found)
+    assert all(torch.equal(value, fresh.slot_state(Slot(0, 0))[key]) for key, value in found["state"][0].items())
