@@ -284,6 +284,9 @@ class DistributedOptimizer(MegatronOptimizer):
 
     # -- state: what this rank owns ---------------------------------------------------------------
 
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        self.shards.allocate_state(slots)
+
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         return self._shown(slot, self.shards.slot_state(slot))
 

@@ -2,6 +2,7 @@
 """Train a small language model over bytes with an mp_optim optimizer.
 
 python tools/train.py --config tools/configs/quickstart.yaml --optimizer.optimizer-offload-fraction 1.0
+torchrun --nproc-per-node 2 tools/train.py --config tools/configs/quickstart.yaml --run.layout zero1
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from training import ranks
 from training.config import TrainConfig
 from training.display import LiveProgress, print_summary
 from training.loading import parse_command_line
@@ -27,6 +29,8 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
         trainer = Trainer(config)
     except (ValueError, TypeError, RuntimeError) as error:  # a setting that does not fit the model or another one
         sys.exit(f"{type(error).__name__}: {error}")
+    if ranks.rank() > 0:  # the first process shows and writes
+        return train(config, trainer=trainer)
     console.print(
         f"{config.model.family}, {trainer.num_params / 1e6:.2f} M params, on {trainer.device}", highlight=False
     )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mp_optim
+from training import ranks
 
 
 def save(output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object) -> Path:
@@ -18,9 +19,10 @@ def save(output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.O
     path = folder / f"step-{step:08d}"
     extra = {"step": step, "rng": _rng_state()}
     mp_optim.checkpoint.save(path, model, optimizer, scheduler, extra=extra)
-    pointer = folder / "latest.tmp"
-    pointer.write_text(path.name, encoding="utf-8")
-    os.replace(pointer, folder / "latest")
+    if ranks.rank() == 0:
+        pointer = folder / "latest.tmp"
+        pointer.write_text(path.name, encoding="utf-8")
+        os.replace(pointer, folder / "latest")
     return path
 
 

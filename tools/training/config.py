@@ -9,6 +9,7 @@ import tyro
 
 from mp_optim import OptimizerConfig
 
+Layout = Literal["single", "replicated", "zero1", "zero2", "layer_wise", "fsdp2"]
 Family = Literal["llama", "mixtral", "qwen3_moe", "deepseek_v3", "olmoe"]
 
 
@@ -80,6 +81,9 @@ class RunConfig:
     micro_batch_size: int = 8
     """Sequences per forward pass; gradients accumulate over global_batch_size / micro_batch_size of them."""
     seed: int = 1234
+    layout: Layout = "single"
+    """What the processes that torchrun started share out: nothing (replicated), the optimizer (zero1), gradients too
+    (zero2), whole matrices of the optimizer (layer_wise), everything (fsdp2)."""
     device: str = "auto"
     """`auto`: the accelerator if there is one, else the CPU."""
     eval_interval: int | None = None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mp_optim
-from training import checkpoints
+from training import checkpoints, ranks
 from training.config import TrainConfig
 from training.data import batch, load_corpus
 from training.metrics import Observer, StepRecord, TrainResult
@@ -22,11 +22,20 @@ _EVAL_SEED_OFFSET = 500_000_000
 
 
 class Trainer:
-    """Holds model, optimizer, scheduler and data of one run. `step` is the next step to run, from 0."""
+    """Holds model, optimizer, scheduler and data of one run. `step` is the next step to run, from 0.
+
+    `num_params` counts the model's params, each once.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.device = _device(config.run.device)
+        layout = config.run.layout
+        self.device = ranks.join(layout, _device(config.run.device))
+        if config.run.global_batch_size % (config.run.micro_batch_size * ranks.size()):
+            raise ValueError(
+                f"run.global_batch_size={config.run.global_batch_size} is not a multiple of run.micro_batch_size="
+                f"{config.run.micro_batch_size} times {ranks.size()} processes"
+            )
         torch.manual_seed(config.run.seed)
         self.model = build_model(
             config.model,
@@ -34,8 +43,11 @@ class Trainer:
             device=self.device,
             seq_length=config.data.seq_length,
         )
-        overrides = mp_optim.get_standard_config_overrides(config.optimizer)
-        self.optimizer = mp_optim.get_megatron_optimizer(config.optimizer, self.model, config_overrides=overrides)
+        self.num_params = sum(p.numel() for p in self.model.parameters())
+        ranks.shard_model(self.model, layout)
+        optimizer = ranks.optimizer_config(config.optimizer, layout)
+        overrides = mp_optim.get_standard_config_overrides(optimizer)
+        self.optimizer = mp_optim.get_megatron_optimizer(optimizer, self.model, config_overrides=overrides)
         self.scheduler = _scheduler(self.optimizer, config)
         self.corpus = load_corpus(config.data)
         self.step = 0
@@ -43,23 +55,22 @@ class Trainer:
         if config.run.resume:
             self._resume()
 
-    @property
-    def num_params(self) -> int:
-        """Params of the model, each counted once."""
-        return sum(p.numel() for p in self.model.parameters())
-
     def train_step(self) -> StepRecord:
         """Run step `self.step` and count it, whether or not the optimizer skipped it."""
         started = time.perf_counter()
         run = self.config.run
-        inputs, targets = self._batch(self.corpus.train, run.seed, self.step, run.global_batch_size)
+        batch = self._batch(self.corpus.train, run.seed, self.step, run.global_batch_size)
+        inputs, targets = (part.chunk(ranks.size())[ranks.rank()] for part in batch)
         lr = _reported_lr(self.optimizer)
         self.optimizer.zero_grad()
         loss = 0.0
-        micro_batches = run.global_batch_size // run.micro_batch_size
-        for x, y in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
-            part = self._loss(x, y) / micro_batches
-            self.optimizer.scale_loss(part).backward()
+        micro_batches = len(inputs) // run.micro_batch_size
+        for number, (x, y) in enumerate(
+            zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True), start=1
+        ):
+            with ranks.unsynchronized(self.model, self.optimizer, last=number == micro_batches):
+                part = self._loss(x, y) / micro_batches
+                self.optimizer.scale_loss(part).backward()
             loss += part.item()
         loss_scale = _as_float(self.optimizer.get_loss_scale())
         result = self.optimizer.step()
@@ -68,12 +79,12 @@ class Trainer:
             self.scheduler.step(increment=1)
         record = StepRecord(
             step=self.step,
-            loss=loss,
+            loss=ranks.mean(loss, self.device),
             grad_norm=None if result.grad_norm is None else _as_float(result.grad_norm),
             lr=lr,
             loss_scale=loss_scale,
             skipped=not success,
-            tokens_per_s=inputs.numel() / (time.perf_counter() - started),
+            tokens_per_s=batch[0].numel() / (time.perf_counter() - started),
         )
         self.step += 1
         return record

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from models import config_for
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mp_optim import DistributedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from mp_optim import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from mp_optim.sharding.ranges import ALIGNMENT
 
 
@@ -264,6 +265,17 @@ def test_groups_cannot_be_added_and_hyperparameters_flow_down():
     optimizer.step()
     assert torch.equal(model.weight, before)
     assert torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).get_last_lr() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("owner", [DistributedOptimizer, ChainedOptimizer])
+def test_nothing_inherited_looks_for_parts_that_are_elsewhere(owner):
+    """Both have no main params of their own: whatever of a precision wrapper uses them has to be passed on."""
+    inherited = {name: method for kind in reversed(MegatronOptimizer.__mro__) if kind.__module__.startswith("mp_optim")
+                 for name, method in vars(kind).items() if inspect.isfunction(method)}
+    own = ("self.inner", "self._seen", "self._parking", "self._reloaded")
+    needy = {name for name, method in inherited.items() if (not name.startswith("_") or name == "_sync")
+             and any(part in inspect.getsource(method) for part in own)}
+    assert needy - {"measure_grads", "norm_key", "fit_slot_state"} - vars(owner).keys() == set()
 
 
 def test_one_process_has_to_say_so():
