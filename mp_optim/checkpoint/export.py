@@ -47,7 +47,7 @@ def export_safetensors(path: str | os.PathLike[str], optimizer: HasMainParams, *
         The safetensors files, in order.
 
     Raises:
-        ValueError: ``max_shard_size`` is not positive.
+        ValueError: ``max_shard_size`` is not positive, or ranks hold different parameters, naming some.
         ModuleNotFoundError: safetensors is not installed.
     """
     if max_shard_size < 1:
@@ -55,7 +55,10 @@ def export_safetensors(path: str | os.PathLike[str], optimizer: HasMainParams, *
     from safetensors.torch import save_file
 
     ranks, folder = Ranks.of(process_group), Path(path)
+    own = {name for name, _ in optimizer.named_main_params()}
+    every = ranks.union(own)
     written: list[tuple[Path, list[str], int]] = []
+    ranks.agree("exporting", lambda: _check_names(own, every))
 
     def write(tensors: dict[str, Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +70,12 @@ def export_safetensors(path: str | os.PathLike[str], optimizer: HasMainParams, *
     for tensors in _files(_whole(optimizer, ranks), max_shard_size):
         ranks.first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
     return [Path(name) for name in ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))]
+
+
+def _check_names(own: set[str], every: set[str]) -> None:
+    if own != every:
+        raise ValueError(f"parameters {sorted(every - own)[:10]} are not on this rank: export the main params of ranks "
+                         "that hold the same parameters (process_group=)")
 
 
 def _whole(optimizer: HasMainParams, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:

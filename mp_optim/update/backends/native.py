@@ -6,6 +6,7 @@ Bit for bit what ``reference`` computes. What the kernels do not read, such as F
 from __future__ import annotations
 
 import ctypes
+import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -44,12 +45,24 @@ def set_host_cores(cores: Sequence[int]) -> None:
     """Pin the kernels' threads in this process to these cores, in turn; an empty list unpins them.
 
     Raises:
-        ValueError: there are no native kernels to pin.
+        ValueError: there are no native kernels to pin, or this process may not run on one of the cores.
     """
     library = lib.native_library()
     if library.handle is None:
         raise ValueError(f"host_cores={tuple(cores)!r}: there are no native kernels to pin: {library.why}")
+    if cores:
+        _check_cores(cores)
     library.set_cores(cores)
+
+
+def _check_cores(cores: Sequence[int]) -> None:
+    given = f"host_cores={tuple(cores)!r}"
+    if not hasattr(os, "sched_getaffinity"):
+        raise ValueError(f"{given}: threads cannot be pinned on this system; leave host_cores unset")
+    available = sorted(os.sched_getaffinity(0))
+    missing = [core for core in cores if core not in available]
+    if missing:
+        raise ValueError(f"{given}: this process may not run on core {missing[0]}; it has {available}")
 
 
 def _threads() -> int:

@@ -19,23 +19,22 @@ MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
     return part;
 }
 
-// The last, incomplete chunk of a run, filled up with zeros in memory of its own. Whatever the scalars are, what
-// becomes of a zero is not larger than what becomes of any other element: the largest of a block is among the others.
+// The elements of a run after its last whole block, filled up with zeros in memory of their own. Whatever the scalars
+// are, what becomes of a zero is not larger than what becomes of any other element: the largest of a block is among the
+// others.
 struct Tail {
-    alignas(64) char memory[kStreamCount][4 * kChunk];
+    alignas(64) char memory[kStreamCount][4 * kScaled];
     Run run;
     int64_t numel;
 
-    __attribute__((noinline)) void fill(const Run& whole, int64_t start) {
-        run = whole;
-        run.start = whole.start + uint32_t(start);
+    __attribute__((noinline)) Tail(const Run& whole, int64_t start)
+        : run(part_of(whole, start, (whole.numel - start + kChunk - 1) / kChunk * kChunk)), numel(whole.numel - start) {
         run.stream = false;
-        numel = whole.numel - start;
-        __builtin_memset(memory, 0, sizeof(memory));
         for (int k = 0; k < kStreamCount; ++k) {
             Stream& mine = run.*kStreams[k];
             if (!mine.data) continue;
-            __builtin_memcpy(memory[k], mine.at(start), numel * size_of(mine.dtype));
+            __builtin_memset(memory[k], 0, run.numel * size_of(mine.dtype));
+            __builtin_memcpy(memory[k], mine.data, numel * size_of(mine.dtype));
             mine.data = memory[k];
         }
     }
@@ -49,15 +48,19 @@ struct Tail {
     }
 };
 
-// Calls body(run, index in it, index in the block) for the chunks of a block of n elements, the tail through a copy.
+// Calls body(run of whole chunks, index of its first element): for the whole blocks of a run, then for what is left.
 template <class Body>
-MP_INLINE void for_each_chunk(const Run& run, int64_t start, int64_t n, Tail& tail, Body body) {
-    for (int64_t at = 0; at < n; at += kChunk) {
-        const bool is_whole = n - at >= kChunk;
-        if (!is_whole) tail.fill(run, start + at);
-        body(is_whole ? run : tail.run, is_whole ? start + at : 0, at);
-        if (!is_whole) tail.write_back(run, start + at);
+MP_INLINE void for_whole_chunks(const Run& run, Body body) {
+    const int64_t whole = run.numel / kScaled * kScaled;
+    if (whole) {
+        Run part = run;
+        part.numel = whole;
+        body(part, 0);
     }
+    if (whole == run.numel) return;
+    Tail tail(run, whole);
+    body(tail.run, whole);
+    tail.write_back(run, whole);
 }
 
 // Elements ahead of use that are fetched: with four or five streams the hardware's own prefetching falls behind.
@@ -83,79 +86,44 @@ MP_INLINE const float* scale_at(const float* scales, int64_t start) {
     return scales ? scales + start / kScaled : nullptr;
 }
 
-// Writes a moment's blocks as codes, one block behind the update: a block's scale is known after its last element,
-// and the next block's divisions leave the time to write them.
 template <bool second, class F>
-class Coder {
-public:
-    explicit Coder(const Run& run)
-        : run_(run), moment_(second ? run.moment2 : run.moment1), scales_(second ? run.scale2 : run.scale1) {}
+MP_INLINE void write_codes_here(const Run& run, Scale scale, const float* from, int64_t i) {
+    const int32_t dtype = F::template moment<second>(run);
+    char* to = (second ? run.moment2 : run.moment1).data + i * size_of(dtype);
+    if (!scale.good)
+        __builtin_memset(to, 0, kChunk * size_of(dtype));
+    else if (dtype == MP_F16)
+        write_halves<second>(from, scale.inverse, to);
+    else if (run.noisy)
+        write_bytes_randomly<second>(from, scale.inverse, to, run.key, run.start + uint32_t(i));
+    else
+        write_bytes<second>(from, scale.inverse, to);
+}
 
-    // The block of n elements from `start` on has these values, and this is its largest.
-    void take(const float* values, int64_t start, int64_t n, u32x16 top) {
-        values_ = values, start_ = start, left_ = n, done_ = 0;
-        scale_ = scale_of(largest(top), moment_.dtype);
-        scales_[start / kScaled] = scale_.scale;
-    }
+// A chunk of a moment in blocks.
+template <bool second, class F>
+MP_INLINE void write_codes(const Run& run, Scale scale, const float* from, int64_t i) {
+    if constexpr (F::kKnown)
+        write_codes_here<second, F>(run, scale, from, i);
+    else
+        outlined([&] { write_codes_here<second, F>(run, scale, from, i); });
+}
 
-    // Write the next chunk of the block taken last.
-    MP_MEMBER void write_chunk() {
-        if (left_ > 0) write_next();
-    }
-
-    __attribute__((noinline)) void finish() {
-        while (left_ > 0) write_next();
-    }
-
-private:
-    MP_MEMBER void write_next() {
-        int64_t i = start_ + done_;
-        if (left_ >= kChunk) {
-            encode(values_ + done_, moment_.at(i), i);
-        } else {
-            alignas(64) char codes[2 * kChunk];
-            encode(values_ + done_, codes, i);
-            __builtin_memcpy(moment_.at(i), codes, left_ * size_of(moment_.dtype));
-        }
-        done_ += kChunk, left_ -= kChunk;
-    }
-
-    MP_MEMBER void encode(const float* from, char* to, int64_t i) {
-        if constexpr (F::kKnown)
-            encode_here(from, to, i);
-        else
-            outlined([&] { encode_here(from, to, i); });
-    }
-
-    MP_MEMBER void encode_here(const float* from, char* to, int64_t i) {
-        const int32_t dtype = F::template moment<second>(run_);
-        if (!scale_.good)
-            __builtin_memset(to, 0, kChunk * size_of(dtype));
-        else if (dtype == MP_F16)
-            write_halves<second>(from, scale_.inverse, to);
-        else if (run_.noisy)
-            write_bytes_randomly<second>(from, scale_.inverse, to, run_.key, run_.start + uint32_t(i));
-        else
-            write_bytes<second>(from, scale_.inverse, to);
-    }
-
-    const Run& run_;
-    Stream moment_;
-    float* scales_;
-    const float* values_ = nullptr;
-    int64_t start_ = 0, left_ = 0, done_ = 0;
-    Scale scale_ = {};
-};
+template <bool second, class F>
+__attribute__((noinline)) static void write_block(const Run& run, Scale scale, const float* from, int64_t start) {
+    for (int64_t i = start; i < run.numel; i += kChunk) write_codes<second, F>(run, scale, from + i - start, i);
+}
 
 // FP32 values of moments on their way to codes.
 struct Tile {
     alignas(64) float first[kScaled], second[kScaled];
 };
 
-// Updates a chunk in place. Of a second moment in blocks the root is left, and of both the largest magnitude is kept.
+// Updates a chunk in place, but for moments in blocks, which go to the tile: of the second the root. Of both the largest
+// magnitude is kept.
 template <bool blocked1, bool blocked2, class Rule>
 MP_INLINE void update(const Rule& rule, int64_t start, const float* grad, float* main, float* first, float* second,
-                      u32x16& top1, u32x16& top2) {
+                      float* tile1, float* tile2, u32x16& top1, u32x16& top2) {
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 g = {}, p = load<f32x16>(main + i), m = {}, v = {}, root = {};
         if (Rule::kGrad) g = load<f32x16>(grad + i);
@@ -164,45 +132,57 @@ MP_INLINE void update(const Rule& rule, int64_t start, const float* grad, float*
         rule(g, p, m, v, root);
         rule.look(start + i, p, m, v);
         if (Rule::kMain) store(main + i, p);
-        if (Rule::kMoments && Rule::kFirst) store(first + i, m);
-        if (Rule::kMoments && Rule::kSecond) store(second + i, blocked2 ? root : v);
+        if (Rule::kMoments && Rule::kFirst) store((blocked1 ? tile1 : first) + i, m);
+        if (Rule::kMoments && Rule::kSecond) store((blocked2 ? tile2 : second) + i, blocked2 ? root : v);
         if (blocked1) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
         if (blocked2) top2 = larger(top2, as<u32x16>(root));  // not negative, unless it is NaN
     }
 }
 
+// A run of whole blocks, or of some chunks of one. Moments in blocks are written as codes one block behind the update: a
+// block's scale is known after its last element. They are written before main params, which wait for divisions.
 template <bool blocked1, bool blocked2, class F, class Rule>
-static void run_blocks(const Run& run, const Rule& given) {
+__attribute__((noinline)) static void run_chunks(const Run& given_run, const Rule& given, int64_t first_index) {
     const Rule rule = given;
-    Coder<false, F> coder1(run);
-    Coder<true, F> coder2(run);
+    const Run run = given_run;
     Tile tiles[2];
-    Tail tail;
-    alignas(64) float main_buffer[kChunk], grad_buffer[kChunk];
+    Scale coded1 = {}, coded2 = {};
     for (int64_t start = 0; start < run.numel; start += kScaled) {
-        Tile& tile = tiles[start / kScaled % 2];
-        const int64_t n = run.numel - start < kScaled ? run.numel - start : kScaled;
+        Tile &tile = tiles[start / kScaled % 2], &last = tiles[1 - start / kScaled % 2];
+        const int64_t left = run.numel - start, n = left < kScaled ? left : kScaled;
         const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
         u32x16 top1 = {}, top2 = {};
-        for_each_chunk(run, start, n, tail, [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
-            fetch_ahead<F>(r, i);
-            float *main = read_main<F>(r, i, main_buffer), *first = nullptr, *second = nullptr;
-            const float* grad = Rule::kGrad ? read_grad(r.grad, i, grad_buffer) : nullptr;
-            if (Rule::kFirst) first = read_moment<false, F>(r, i, scale1, tile.first + at);
-            if (Rule::kSecond) second = read_moment<true, F>(r, i, scale2, tile.second + at);
-            update<blocked1, blocked2>(rule, start + at, grad, main, first, second, top1, top2);
-            if constexpr (blocked1) coder1.write_chunk();
-            if constexpr (blocked2) coder2.write_chunk();
-            if (Rule::kMain) write_main<F>(r, i, main);
-            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(r, i, first);
-            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(r, i, second);
-        });
-        if constexpr (blocked1) coder1.finish(), coder1.take(tile.first, start, n, top1);
-        if constexpr (blocked2) coder2.finish(), coder2.take(tile.second, start, n, top2);
+#pragma GCC unroll 1
+        for (int64_t at = 0; at < n; at += kChunk) {
+            const int64_t i = start + at;
+            alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
+            fetch_ahead<F>(run, i);
+            float *main = read_main<F>(run, i, p), *first = nullptr, *second = nullptr;
+            const float* grad = Rule::kGrad ? read_grad(run.grad, i, g) : nullptr;
+            if (Rule::kFirst) first = read_moment<false, F>(run, i, scale1, m);
+            if (Rule::kSecond) second = read_moment<true, F>(run, i, scale2, v);
+            update<blocked1, blocked2>(rule, first_index + i, grad, main, first, second, tile.first + at,
+                                       tile.second + at, top1, top2);
+            if (blocked1 && start > 0) write_codes<false, F>(run, coded1, last.first + at, i - kScaled);
+            if (blocked2 && start > 0) write_codes<true, F>(run, coded2, last.second + at, i - kScaled);
+            if (Rule::kMain) write_main<F>(run, i, main);
+            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(run, i, first);
+            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(run, i, second);
+        }
+        if (blocked1) run.scale1[start / kScaled] = (coded1 = scale_of(largest(top1), F::template moment<false>(run))).scale;
+        if (blocked2) run.scale2[start / kScaled] = (coded2 = scale_of(largest(top2), F::template moment<true>(run))).scale;
     }
-    if constexpr (blocked1) coder1.finish();
-    if constexpr (blocked2) coder2.finish();
+    const int64_t end = (run.numel - 1) / kScaled;
+    if (blocked1) write_block<false, F>(given_run, coded1, tiles[end % 2].first, end * kScaled);
+    if (blocked2) write_block<true, F>(given_run, coded2, tiles[end % 2].second, end * kScaled);
     if (run.stream) finish_streaming();
+}
+
+template <bool blocked1, bool blocked2, class F, class Rule>
+MP_INLINE void run_blocks(const Run& run, const Rule& rule) {
+    for_whole_chunks(run, [&](const Run& part, int64_t first_index) __attribute__((always_inline)) {
+        run_chunks<blocked1, blocked2, F>(part, rule, first_index);
+    });
 }
 
 // The rule over a run, for the kinds of moments that it changes.

@@ -110,7 +110,7 @@ template <int32_t rest>
 MP_INLINE void join(const char* main, const char* remainder, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) {
         i32x16 low = rest == MP_I16 ? read_i16(remainder + 2 * i) : read_i8(remainder + i) << 8;
-        store(to + i, add_unless_zero(read_u16(main + 2 * i) << 16, as<u32x16>(low)));
+        store(to + i, add_unless_zero(read_upper(main + 2 * i), as<u32x16>(low)));
     }
 }
 
@@ -160,9 +160,12 @@ MP_INLINE u32x16 dithered(f32x16 x, uint32_t key, uint32_t index) {
 
 template <bool second>
 static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint32_t index) {
-    for (int i = 0; i < kChunk; i += kPair)
-        store(to + 2 * i, upper(dithered<second>(load<f32x16>(from + i), key, index + i),
-                                dithered<second>(load<f32x16>(from + i + kLanes), key, index + i + kLanes)));
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x32 low, high;
+        halves(dithered<second>(load<f32x16>(from + i), key, index + i),
+               dithered<second>(load<f32x16>(from + i + kLanes), key, index + i + kLanes), low, high);
+        store(to + 2 * i, high);
+    }
 }
 
 // A chunk of a moment that is not in blocks.
@@ -186,8 +189,9 @@ MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
 
 // Upper halves rounded to nearest, ties away from zero, and what is missing: the lower halves, as signed integers.
 MP_INLINE u16x32 split(u32x16 a, u32x16 b, u16x32& low) {
-    low = lower(a, b);
-    return upper(a, b) + (low >> 15);
+    u16x32 high;
+    halves(a, b, low, high);
+    return high + (low >> 15);
 }
 
 MP_INLINE void split_16(const float* from, char* main, char* remainder, char* output) {
@@ -264,10 +268,7 @@ MP_INLINE Scale scale_of(uint32_t top, int32_t dtype) {
 template <bool roots>
 MP_INLINE void write_bytes(const float* from, float inverse, char* to) {
     i32x16 codes[kChunk / kLanes];
-    for (int k = 0; k < kChunk / kLanes; ++k) {
-        codes[k] = to_nearest(load<f32x16>(from + kLanes * k) * inverse);
-        if (roots) codes[k] = as<i32x16>(larger(as<u32x16>(codes[k]), splat<u32x16>(1u)));
-    }
+    for (int k = 0; k < kChunk / kLanes; ++k) codes[k] = to_nearest(load<f32x16>(from + kLanes * k) * inverse);
     store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
 }
 

@@ -35,19 +35,16 @@ struct Directions {
     alignas(64) float params[kBlock], updates[kBlock];
 
     void find(const Run& run, const MpLamb& s) {
-        Tail tail;
         alignas(64) float p[kChunk], m[kChunk], v[kChunk];
-        for (int64_t start = 0; start < run.numel; start += kScaled) {
-            const int64_t n = run.numel - start < kScaled ? run.numel - start : kScaled;
-            const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
-            auto step = [&](const Run& r, int64_t i, int64_t at) __attribute__((always_inline)) {
-                const float* main = read_main<AnyFormats>(r, i, p);
-                const float* first = read_moment<false, AnyFormats>(r, i, scale1, m);
-                const float* second = read_moment<true, AnyFormats>(r, i, scale2, v);
-                find_chunk(main, first, second, s, start + at);
-            };
-            for_each_chunk(run, start, n, tail, step);
-        }
+        for_whole_chunks(run, [&](const Run& part, int64_t first_index) {
+            for (int64_t i = 0; i < part.numel; i += kChunk) {
+                const float *scale1 = scale_at(part.scale1, i), *scale2 = scale_at(part.scale2, i);
+                const float* main = read_main<AnyFormats>(part, i, p);
+                const float* first = read_moment<false, AnyFormats>(part, i, scale1, m);
+                const float* second = read_moment<true, AnyFormats>(part, i, scale2, v);
+                find_chunk(main, first, second, s, first_index + i);
+            }
+        });
         clear_from(run.numel);
     }
 

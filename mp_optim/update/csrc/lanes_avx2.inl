@@ -49,7 +49,8 @@ template <bool is_signed>
 MP_INLINE void store_few_bytes(char* to, i32xn a, i32xn b, i32xn c, i32xn d) {
     __m256i ab = _mm256_packs_epi32(as<__m256i>(a), as<__m256i>(b));
     __m256i cd = _mm256_packs_epi32(as<__m256i>(c), as<__m256i>(d));
-    __m256i bytes = is_signed ? _mm256_packs_epi16(ab, cd) : _mm256_packus_epi16(ab, cd);
+    __m256i bytes = is_signed ? _mm256_packs_epi16(ab, cd)
+                              : _mm256_max_epu8(_mm256_packus_epi16(ab, cd), _mm256_set1_epi8(1));
     store(to, _mm256_permutevar8x32_epi32(bytes, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0)));
 }
 

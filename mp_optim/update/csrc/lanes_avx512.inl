@@ -20,7 +20,14 @@ MP_INLINE f64x8 read_as_f64(const float* p) { return as<f64x8>(_mm512_cvtps_pd(_
 
 // -- reading fewer bits -------------------------------------------------------------------------------
 
-MP_INLINE u32x16 read_u16(const void* p) { return as<u32x16>(_mm512_cvtepu16_epi32(load<__m256i>(p))); }
+// Sixteen whole numbers of 16 bits as the upper halves of lanes.
+MP_INLINE u32x16 read_upper(const void* p) {
+    const __m512i order = _mm512_set_epi16(15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4,
+                                           0, 3, 0, 2, 0, 1, 0, 0, 0);
+    __m512i words = _mm512_castsi256_si512(load<__m256i>(p));
+    return as<u32x16>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, order, words));
+}
+
 MP_INLINE i32x16 read_i16(const void* p) { return as<i32x16>(_mm512_cvtepi16_epi32(load<__m256i>(p))); }
 MP_INLINE i32x16 read_u8(const void* p) { return as<i32x16>(_mm512_cvtepu8_epi32(load<__m128i>(p))); }
 MP_INLINE i32x16 read_i8(const void* p) { return as<i32x16>(_mm512_cvtepi8_epi32(load<__m128i>(p))); }
@@ -42,7 +49,8 @@ MP_INLINE uint32_t largest(u32x16 x) { return _mm512_reduce_max_epu32(as<__m512i
 
 // x, + y in the lanes where x is neither 0 nor the sign bit alone.
 MP_INLINE u32x16 add_unless_zero(u32x16 x, u32x16 y) {
-    __mmask16 here = _mm512_test_epi32_mask(as<__m512i>(x), _mm512_set1_epi32(0x7fffffff));
+    const __m512 magnitude = _mm512_set1_ps(as<float>(0x7fffffff));  // GCC reads this where it shuffles whole numbers
+    __mmask16 here = _mm512_test_epi32_mask(as<__m512i>(x), as<__m512i>(magnitude));
     return as<u32x16>(_mm512_mask_add_epi32(as<__m512i>(x), here, as<__m512i>(x), as<__m512i>(y)));
 }
 
@@ -57,25 +65,23 @@ MP_INLINE bool may_have_nan(f32x16 a, f32x16 b) {
 
 // -- narrowing ----------------------------------------------------------------------------------------
 
-// The lower and the upper halves of two times sixteen lanes.
-MP_INLINE u16x32 lower(u32x16 a, u32x16 b) {
-    const __m512i even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26,
-                                          24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    return as<u16x32>(_mm512_permutex2var_epi16(as<__m512i>(a), even, as<__m512i>(b)));
+// The lower and the upper halves of two times sixteen lanes. Halves are brought together in each 128 bits first: two
+// shuffles of words from two registers would take three times as long as those of 64 bits.
+MP_INLINE void halves(u32x16 a, u32x16 b, u16x32& low, u16x32& high) {
+    const __m512i apart = _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
+    const __m512i lows = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0), highs = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
+    __m512i from_a = _mm512_shuffle_epi8(as<__m512i>(a), apart), from_b = _mm512_shuffle_epi8(as<__m512i>(b), apart);
+    low = as<u16x32>(_mm512_permutex2var_epi64(from_a, lows, from_b));
+    high = as<u16x32>(_mm512_permutex2var_epi64(from_a, highs, from_b));
 }
 
-MP_INLINE u16x32 upper(u32x16 a, u32x16 b) {
-    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
-                                         25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    return as<u16x32>(_mm512_permutex2var_epi16(as<__m512i>(a), odd, as<__m512i>(b)));
-}
-
-// Four times sixteen lanes as bytes: of numbers within the bounds of the byte, signed or not.
+// Four times sixteen lanes as bytes: of numbers within the bounds of the byte; of those that are not signed at least 1.
 template <bool is_signed>
 MP_INLINE void store_bytes(void* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
     __m512i ab = _mm512_packs_epi32(as<__m512i>(a), as<__m512i>(b));
     __m512i cd = _mm512_packs_epi32(as<__m512i>(c), as<__m512i>(d));
-    __m512i bytes = is_signed ? _mm512_packs_epi16(ab, cd) : _mm512_packus_epi16(ab, cd);
+    __m512i bytes = is_signed ? _mm512_packs_epi16(ab, cd)
+                              : _mm512_max_epu8(_mm512_packus_epi16(ab, cd), _mm512_set1_epi8(1));
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     store(to, _mm512_permutexvar_epi32(order, bytes));
 }

@@ -53,7 +53,8 @@ template <bool is_signed>
 MP_INLINE void store_few_bytes(char* to, i32xn a, i32xn b, i32xn c, i32xn d) {
     uint16x8_t ab = vuzp1q_u16(as<uint16x8_t>(a), as<uint16x8_t>(b));
     uint16x8_t cd = vuzp1q_u16(as<uint16x8_t>(c), as<uint16x8_t>(d));
-    store(to, vuzp1q_u8(as<uint8x16_t>(ab), as<uint8x16_t>(cd)));
+    uint8x16_t bytes = vuzp1q_u8(as<uint8x16_t>(ab), as<uint8x16_t>(cd));
+    store(to, is_signed ? bytes : vmaxq_u8(bytes, vdupq_n_u8(1)));
 }
 
 MP_INLINE void store_few_upper_bytes(char* to, u16x2n a, u16x2n b) {

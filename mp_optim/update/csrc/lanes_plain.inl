@@ -60,7 +60,10 @@ MP_INLINE u16x2n upper(u32xn a, u32xn b) { return lower(a >> 16, b >> 16); }
 template <bool is_signed>
 MP_INLINE void store_few_bytes(char* to, i32xn a, i32xn b, i32xn c, i32xn d) {
     const i32xn all[4] = {a, b, c, d};
-    for (int i = 0; i < 16; ++i) to[i] = char(all[i / 4][i % 4]);
+    for (int i = 0; i < 16; ++i) {
+        int32_t x = all[i / 4][i % 4];
+        to[i] = char(is_signed || x > 0 ? x : 1);
+    }
 }
 
 MP_INLINE void store_few_upper_bytes(char* to, u16x2n a, u16x2n b) {

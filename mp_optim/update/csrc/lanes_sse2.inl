@@ -67,7 +67,7 @@ MP_INLINE u16x2n lower(u32xn a, u32xn b) { return upper(a << 16, b << 16); }
 template <bool is_signed>
 MP_INLINE void store_few_bytes(char* to, i32xn a, i32xn b, i32xn c, i32xn d) {
     __m128i ab = _mm_packs_epi32(as<__m128i>(a), as<__m128i>(b)), cd = _mm_packs_epi32(as<__m128i>(c), as<__m128i>(d));
-    store(to, is_signed ? _mm_packs_epi16(ab, cd) : _mm_packus_epi16(ab, cd));
+    store(to, is_signed ? _mm_packs_epi16(ab, cd) : _mm_max_epu8(_mm_packus_epi16(ab, cd), _mm_set1_epi8(1)));
 }
 
 MP_INLINE void store_few_upper_bytes(char* to, u16x2n a, u16x2n b) {

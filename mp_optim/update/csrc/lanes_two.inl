@@ -177,6 +177,8 @@ MP_READ(i8, i32x16, 1)
 MP_READ(f16, f32x16, 2)
 #undef MP_READ
 
+MP_INLINE u32x16 read_upper(const void* p) { return read_u16(p) << 16; }
+
 MP_INLINE f64xn read_few_f64(const char* p) { return read_few_as_f64((const float*)p); }
 
 MP_INLINE f64x8 read_as_f64(const float* p) {
@@ -197,6 +199,8 @@ MP_INLINE f64x8 read_as_f64(const float* p) {
 
 MP_INLINE u16x32 lower(u32x16 a, u32x16 b) { return MP_PAIRS(lower, a, b); }
 MP_INLINE u16x32 upper(u32x16 a, u32x16 b) { return MP_PAIRS(upper, a, b); }
+
+MP_INLINE void halves(u32x16 a, u32x16 b, u16x32& low, u16x32& high) { low = lower(a, b), high = upper(a, b); }
 
 #if defined(MP_AVX2)
 MP_INLINE u16x16 to_f16(f32x16 x) { return to_few_f16(x.low, x.high); }

@@ -118,8 +118,9 @@ MP_INLINE void quiet_bits(f32x16 a, f32x16 b, u32x16& a_bits, u32x16& b_bits) {
 MP_INLINE u16x32 to_bf16(f32x16 a, f32x16 b) {
     u32x16 a_bits, b_bits;
     quiet_bits(a, b, a_bits, b_bits);
-    u16x32 high = upper(a_bits, b_bits), low = lower(a_bits, b_bits);
+    u16x32 high, low;
+    halves(a_bits, b_bits, low, high);
     return add_one_where_above(high, low | (high & 1), 0x8000);
 }
 
-MP_INLINE f32x16 read_bf16(const void* p) { return as<f32x16>(read_u16(p) << 16); }
+MP_INLINE f32x16 read_bf16(const void* p) { return as<f32x16>(read_upper(p)); }

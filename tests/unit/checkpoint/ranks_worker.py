@@ -110,6 +110,7 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
     found["left"] = str([path.name for path in folder.iterdir() if path.name == "latest"])
     checkpoint.save(folder, model, optimizer)
     other = stage(rank, ["w"] if rank == 0 else ["w", "x"])
+    found["export"] = message(lambda: checkpoint.export_safetensors(folder / "export", other[1]))
     found["another model"] = message(lambda: checkpoint.load(folder, *other))
     return found
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import HERE
+from launch import HERE
 from models import build, same_bits, train
 from rich.console import Console
 from safetensors.torch import load_file

@@ -23,20 +23,25 @@ class Victims:
         self.server = subprocess.Popen([sys.executable, str(HERE / "kill_worker.py"), str(root), mode, str(keep)],
                                        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def kill_one(self, saves: int, delay: float) -> list[list[str]]:
-        """Let one begin some saves, wait, kill it; returns what it got to say."""
+    def kill_one(self, saves: int, moment: float) -> list[list[str]]:
+        """Let one begin some saves, and kill it in the last, at a fraction of what the others took; returns what it
+        got to say."""
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write("\n")
         self.server.stdin.flush()
         said: list[list[str]] = []
-        child, killed = 0, False
+        child, killed, begun, took = 0, False, 0.0, [0.0]
         for line in self.server.stdout:
             said.append(line.split())
             if said[-1] == ["gone"]:
                 break
+            if said[-1][0] == "begin":
+                begun = time.monotonic()
+            elif said[-1][0] == "end":
+                took.append(time.monotonic() - begun)
             child = int(said[-1][1]) if said[-1][0] == "child" else child
             if child and not killed and sum(words[0] == "begin" for words in said) >= saves:
-                time.sleep(delay)
+                time.sleep(moment * sorted(took)[len(took) // 2])
                 os.kill(child, signal.SIGKILL)
                 killed = True
         return said
@@ -52,7 +57,7 @@ def test_the_newest_complete_checkpoint_survives(tmp_path, kills, mode, keep):
     digests: dict[int, str] = {}
     torn = last = 0
     for _ in range(kills):
-        said = victims.kill_one(chance.randint(2, 4), chance.uniform(0.0, 0.03))
+        said = victims.kill_one(chance.randint(3, 4), chance.uniform(0.0, 1.2))
         digests |= {int(words[1]): words[2] for words in said if words[0] == "begin"}
         begun = max(int(words[1]) for words in said if words[0] == "begin")
         complete = max([last, *(int(words[1]) for words in said if words[0] == "end")])

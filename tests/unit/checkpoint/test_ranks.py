@@ -23,6 +23,7 @@ def test_what_two_ranks_did(ranks, what):
     ("disk", "OSError", "No space left on device", 1),
     ("background", "RuntimeError", "version-1 failed", 1),
     ("other shape", "ValueError", "model.w is torch.float32 (1,), whole on rank 0 and torch.float32 (2,)", 0),
+    ("export", "ValueError", "parameters ['x'] are not on this rank", 0),
     ("another model", "ValueError", "missing ['model.x', 'optimizer.state.exp_avg.x'", 1),
 ])
 def test_every_rank_hears_of_a_failure(ranks, what, kind, text, where):

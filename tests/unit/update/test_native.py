@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.update.backends import native as native_module
-from mp_optim.update.backends.native import NativeBackend, set_host_threads
+from mp_optim.update.backends.native import NativeBackend, set_host_cores, set_host_threads
 from mp_optim.update.backends.native_library import NativeLibrary, native_library
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.formats import (
@@ -384,8 +384,25 @@ def test_bad_arguments_are_python_errors() -> None:
         LIBRARY.set_level("avx1024")
     with pytest.raises(ValueError, match="no native kernels"):
         NativeLibrary(None, "why").set_level("baseline")
-    LIBRARY.set_cores([0])
-    LIBRARY.set_cores([])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+def test_threads_are_pinned_to_cores_that_there_are() -> None:
+    available = sorted(os.sched_getaffinity(0))
+    grads = [torch.full((300_000,), 2.0)]
+    set_host_threads(3)
+    set_host_cores(available[-1:])
+    try:
+        assert float(NativeBackend(LIBRARY).sum_of_squares(grads)[0]) == 1.2e6
+        pinned = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+        assert len(available) == 1 or pinned.count({available[-1]}) >= 2
+    finally:
+        set_host_cores([])
+    message = rf"host_cores=.*: this process may not run on core 99999; it has \[{available[0]}"
+    with pytest.raises(ValueError, match=message):
+        set_host_cores([available[0], 99999])
+    with pytest.raises(ValueError, match=message):
+        get_megatron_optimizer(OptimizerConfig(lr=1e-3, host_cores=(99999,)), torch.nn.Linear(2, 2))
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")

@@ -1,0 +1,41 @@
+#!/usr/bin/env python
+"""FSDP2 through accelerate: torchrun --nproc-per-node 2 tools/examples/accelerate_fsdp2.py
+
+The model is prepared first, the optimizer is built from what comes back: its parameters are DTensors then.
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch import nn
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+
+
+def main(steps: int = 40) -> list[float]:
+    """Fit a random teacher; returns this rank's losses."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+                                            transformer_cls_names_to_wrap=["Linear"], cpu_ram_efficient_loading=False)
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    teacher = nn.Linear(16, 4).to(accelerator.device)
+    model = accelerator.prepare_model(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16())
+    optimizer = get_megatron_optimizer(OptimizerConfig(
+        lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5), model)
+    torch.manual_seed(accelerator.process_index)
+    losses = []
+    for _ in range(steps):
+        inputs = torch.randn(64, 16, device=accelerator.device)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs.bfloat16()).float(), teacher(inputs).detach())
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    accelerator.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    accelerator.end_training()
+    return losses
+
+
+if __name__ == "__main__":
+    main()
