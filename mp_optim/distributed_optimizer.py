@@ -227,6 +227,7 @@ class DistributedOptimizer(MegatronOptimizer):
                     self._transport.gatherer.look()
             increment_version(self._fragments[slot].tensor)
         if changed:
+            self.shards._sync()  # copies on the host follow now: somebody may read state before the next step
             self._watched.look(params)
 
     def gather(self) -> None:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
 
 SHAPES = {"embed": (11, 8), "blocks": (4, 256), "bias": (7,), "cube": (2, 3, 5), "wide": (3, 600), "scale": (1,)}
@@ -37,6 +38,7 @@ class Model(nn.Module):
             value = torch.randn(shape, generator=generator)
             setattr(self, name, nn.Parameter(value if name == "scale" else value.bfloat16()))
         self.frozen = nn.Parameter(torch.randn(3, generator=generator).bfloat16(), requires_grad=False)
+        self.reduced_over: dist.ProcessGroup | None = None  # gradients come from a backward pass, to be reduced
         self.register_buffer("count", torch.randint(0, 99, (), generator=generator))
 
 
@@ -49,6 +51,7 @@ class Layout:
         form: of the optimizer state.
         fraction: of it on the host.
         permuted: whether the param groups come in the other order.
+        settings: of the config.
         build_optimizer: config, model, param groups -> optimizer.
     """
 
@@ -58,6 +61,7 @@ class Layout:
     form: str = "float32"
     fraction: float | None = None
     permuted: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
     build_optimizer: Callable[..., Any] = lambda config, model, groups: get_megatron_optimizer(
         config, model, param_groups=groups)
 
@@ -66,7 +70,7 @@ class Layout:
         model = Model(seed)
         self.place(model)
         config = OptimizerConfig(bf16=True, lr=1e-2 * seed, weight_decay=0.1, clip_grad=0.0, **FORMS[self.form],
-                                 **({} if self.fraction is None else {"optimizer_cpu_offload": True,
+                                 **self.settings, **({} if self.fraction is None else {"optimizer_cpu_offload": True,
                                                                       "optimizer_offload_fraction": self.fraction}))
         return model, self.build_optimizer(config, model, self._groups(model))
 
@@ -93,6 +97,16 @@ def fsdp(mesh: DeviceMesh) -> Callable[[Model], None]:
     return lambda model: (fully_shard(model, mesh=mesh, ignored_params={model.scale, model.frozen}), None)[1]
 
 
+def zero(name: str, size: int, group: Any, strategy: str = "optim", **options: Any) -> Layout:
+    """Flat buckets shared out over the ranks of a group."""
+    settings = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": strategy,
+                "grad_reduce_op": "sum", "bucket_size": 700}
+    return Layout(name, ranks=size, settings=settings,
+                  place=lambda model: setattr(model, "reduced_over", group), **options,
+                  build_optimizer=lambda config, model, groups: get_megatron_optimizer(
+                      config, model, param_groups=groups, process_groups=ProcessGroups(dp=group)))
+
+
 def layouts(size: int = 4) -> list[Layout]:
     """Every layout of up to that many ranks; all processes have to call it, because of the meshes."""
     two = DeviceMesh("cpu", [0, 1])
@@ -101,11 +115,18 @@ def layouts(size: int = 4) -> list[Layout]:
 
 def _up_to_four() -> list[Layout]:
     three = DeviceMesh("cpu", [0, 1, 2])
+    groups = {size: dist.new_group(list(range(size))) for size in (2, 3, 4)}
     square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     return [
         Layout("fsdp-3, offload-half", ranks=3, place=fsdp(three), fraction=0.5),
         Layout("hsdp-2x2", ranks=4, place=fsdp(square), permuted=True),
         Layout("8 bits on fsdp-3", ranks=3, place=fsdp(three), form="8bit"),
+        zero("zero1-2", 2, groups[2]),
+        zero("zero2-3, offload-half", 3, groups[3], strategy="optim_grads", fraction=0.5),
+        zero("zero1-4, groups permuted", 4, groups[4], permuted=True),
+        zero("not sharded on 2", 2, groups[2], strategy="no_shard"),
+        zero("bf16 moments, remainders on zero1-3", 3, groups[3], form="bf16"),
+        zero("8 bits on zero1-2", 2, groups[2], form="8bit", fraction=1.0),
     ]
 
 
@@ -144,10 +165,18 @@ def local(tensor: Tensor) -> Tensor:
 
 def train(model: Model, optimizer: Any, steps: range) -> None:
     for step in steps:
+        optimizer.zero_grad()
+        grads = {}
         for name, param in model.named_parameters():
             if param.requires_grad:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-                param.grad = part_of(torch.randn(param.shape, generator=generator).to(param.dtype), param)
+                grads[param] = part_of(torch.randn(param.shape, generator=generator).to(param.dtype), param)
+        if model.reduced_over is not None:  # the sum over the ranks of one that has all and others that have none
+            share = float(dist.get_rank(model.reduced_over) == 0)
+            torch.stack([(param * grad * share).sum().float() for param, grad in grads.items()]).sum().backward()
+        else:
+            for param, grad in grads.items():
+                param.grad = grad
         optimizer.step()
 
 
