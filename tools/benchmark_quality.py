@@ -54,7 +54,7 @@ class Options:
     """Runs at a time, one thread each."""
     forms: tuple[str, ...] = tuple(FORMS)
     output: Path | None = None
-    """Folder for quality.json, quality.md and quality.png."""
+    """Folder for quality.json, quality.md and quality.png; runs that are in the first already are not done again."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,35 @@ def run_one(job: tuple[str, int, int]) -> Run:
 
 
 def main(options: Options) -> None:
+    known = {(run.form, run.seed): run for run in _found(options)}
     jobs = [(form, 1000 + seed, options.steps) for seed in range(options.seeds) for form in options.forms]
+    missing = [job for job in jobs if job[:2] not in known]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        runs = list(track(pool.map(run_one, jobs), total=len(jobs), description="training"))
+        for run in track(pool.map(run_one, missing), total=len(missing), description="training"):
+            known[run.form, run.seed] = run
+            if options.output is not None:
+                options.output.mkdir(parents=True, exist_ok=True)
+                _store(options).write_text(json.dumps([dataclasses.asdict(run) for run in known.values()]))
+    runs = [known[job[:2]] for job in jobs]
     for form in options.forms:
         found = [run.eval_loss for run in runs if run.form == form]
         print(f"{form:45s} {statistics.mean(found):.4f}  {' '.join(f'{value:.4f}' for value in found)}")
     if options.output is not None:
         write(options.output, [dataclasses.asdict(run) for run in runs], options.steps)
-        (options.output / "quality.json").write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
+
+
+def _store(options: Options) -> Path:
+    """Where finished runs are kept, so that a broken off benchmark goes on where it was."""
+    assert options.output is not None
+    return options.output / "quality.json"
+
+
+def _found(options: Options) -> list[Run]:
+    """Runs of as many steps that finished before."""
+    if options.output is None or not _store(options).exists():
+        return []
+    runs = [Run(**run) for run in json.loads(_store(options).read_text())]
+    return [run for run in runs if len(run.losses) == options.steps]
 
 
 if __name__ == "__main__":

@@ -17,15 +17,14 @@ fi
 # One process a core, one thread each; tests of threads ask for theirs.
 export OMP_NUM_THREADS=1
 python -m pytest -n auto --cov=mp_optim --cov-report=term --cov-fail-under=90
-# Again without the native kernels, and with each of the slower ones that this CPU has. Left out is what chooses its
-# level or backend itself.
-chosen="--ignore=tests/unit/update/test_native.py --ignore=tests/unit/update/test_sanitizers.py
-    --ignore=tests/unit/update/test_triton.py --ignore=tests/unit/update/test_conformance.py
-    --ignore=tests/unit/update/test_guards.py"
+# Again without the native kernels, and with each of the slower ones that this CPU has: all tests that step something
+# and do not choose level or backend themselves. MP_OPTIM_NATIVE=LEVEL before the line above runs the rest so too.
+chosen=(tests/functional/test_functional.py tests/unit/update
+    tests/unit/stack/test_{compact_states,contract,placement_invariance,step,upstream_defects}.py)
+for name in native sanitizers triton conformance guards; do chosen+=("--ignore=tests/unit/update/test_$name.py"); done
 levels="off,$(python -c 'from mp_optim.update.backends.native_library import native_library as n; print(",".join(n().levels))')"
 for level in off baseline avx2; do
     case ",$levels," in *",$level,"*) ;; *) continue ;; esac
     echo "== pytest, MP_OPTIM_NATIVE=$level"
-    # shellcheck disable=SC2086
-    MP_OPTIM_NATIVE="$level" python -m pytest -q -n auto -m "not slow" $chosen tests/unit tests/functional/test_functional.py
+    MP_OPTIM_NATIVE="$level" python -m pytest -q -n auto -m "not slow" "${chosen[@]}"
 done
