@@ -12,7 +12,8 @@ from mp_optim.planner.params import ParamSpec
 __all__ = ["SHARDINGS", "Layout", "model_shard", "state_shard"]
 
 SHARDINGS = ("no_shard", "fsdp2")
-"""What is spread over the data-parallel ranks: nothing, or parameters, gradients and state (FSDP2)."""
+"""What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer spreads, or
+parameters, gradients and state (FSDP2)."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from mp_optim.factory import get_megatron_optimizer
 from mp_optim.placement import HybridDeviceOptimizer
 from mp_optim.planner.layout import Layout, model_shard, state_shard
 from mp_optim.planner.params import ParamSpec, specs_of
+from mp_optim.planner.sharded import of_one_rank, without_sharding
 from mp_optim.precision import MegatronOptimizer
 from mp_optim.slots import iter_slots
 from mp_optim.update.lists import REMAINDER
@@ -92,7 +93,8 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
         source: a module (also on the meta device), a ``transformers`` config, or a list of
             :class:`~mp_optim.planner.ParamSpec`.
         config: what :func:`mp_optim.get_megatron_optimizer` would be given.
-        layout: how the model is spread; by default over one rank.
+        layout: how the model is spread; by default over one rank. With ``use_distributed_optimizer`` its ``dp`` ranks
+            share what the config says.
 
     Raises:
         ValueError, TypeError: whatever the config, the source or the layout would raise when built.
@@ -103,11 +105,13 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
     mine = model_shard(specs, layout)
     named = [(spec.name, _meta(spec, layout)) for spec in mine]
     experts = {spec.name for spec in mine if spec.is_expert}
-    optimizer = get_megatron_optimizer(config, _Held(named), expert_predicate=lambda _, name: name in experts)
+    if config.is_distributed and layout.sharding != "no_shard":
+        raise ValueError(f"sharding={layout.sharding!r} with use_distributed_optimizer=True: only one of them shards")
+    rank = of_one_rank(named, experts, config, layout.dp, layout.dp // layout.ep)
+    optimizer = get_megatron_optimizer(without_sharding(config), _Held(rank.stepped),
+                                       expert_predicate=lambda _, name: name in experts)
     held = memory_of(optimizer, config)
-    params = sum(param.nbytes for _, param in named)
-    grads = sum(param.nbytes for _, param in named if param.requires_grad)
-    accelerator = dataclasses.replace(held.accelerator, model_params=params, grads=grads)
+    accelerator = dataclasses.replace(held.accelerator, model_params=rank.params, grads=rank.grads)
     return dataclasses.replace(held, accelerator=accelerator, fraction=config.optimizer_offload_fraction,
                                params=sum(spec.numel for spec in specs if spec.trainable))
 

@@ -74,7 +74,7 @@ def make_transport(params: Sequence[Tensor], names: Sequence[str], config: Optim
     check_shardable(zip(names, params, strict=True))
     keeps = config.data_parallel_sharding_strategy != "optim_grads"
     buckets = make_buckets(params, names, rank=group.rank(), ranks=group.size(), keep_grads=keeps,
-                           bucket_size=config.bucket_size or max(40_000_000, 1_000_000 * group.size()),
+                           bucket_size=bucket_elements(config, group.size()),
                            grads_in_fp32=config.grad_reduce_in_fp32,
                            whole=config.use_layer_wise_distributed_optimizer)
     with guard("sending the first rank's parameters to the others"):
@@ -87,6 +87,11 @@ def make_transport(params: Sequence[Tensor], names: Sequence[str], config: Optim
         during_backward=config.overlap_grad_reduce or not keeps, overlap=config.overlap_grad_reduce,
         keep_grads=keeps, replicate=config.data_parallel_sharding_strategy == "no_shard")
     return Transport(buckets, GradReducer(buckets, settings, guard, gatherer.check_use), gatherer)
+
+
+def bucket_elements(config: OptimizerConfig, ranks: int) -> int:
+    """Elements at which a bucket is closed."""
+    return config.bucket_size or max(40_000_000, 1_000_000 * ranks)
 
 
 def _megatrons(params: Sequence[Tensor], names: Sequence[str], config: OptimizerConfig, group: ProcessGroup,

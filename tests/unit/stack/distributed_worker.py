@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.planner import Layout, plan
 from mp_optim.sharding.reduce import start_reduction
 
 STEPS = 3
@@ -282,6 +283,8 @@ def live_bytes() -> int:
 
 def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[str, float]:
     """What a rank holds and sends, for a model of 400 thousand parameters."""
+    with torch.device("meta"):
+        meta = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
     before = live_bytes()
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
     config = config_for("bf16", use_distributed_optimizer=True, data_parallel_sharding_strategy=layout,
@@ -292,7 +295,10 @@ def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[s
     optimizer.step()
     optimizer.zero_grad()
     metrics = optimizer.metrics()
-    return {"held": live_bytes() - before, "params": sum(p.numel() for p in model.parameters()),
+    held = live_bytes() - before
+    planned = plan(meta, config, Layout(dp=group.size()))
+    return {"held": held, "planned": planned.accelerator.total + planned.host_total,
+            "params": sum(p.numel() for p in model.parameters()),
             **{key: metrics[key] for key in ("bytes_reduced", "bytes_gathered")}}
 
 

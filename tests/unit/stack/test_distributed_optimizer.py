@@ -171,6 +171,7 @@ def test_memory_and_traffic_follow_the_formula(ranks, layout, fp32):
         grads, n = 4 if fp32 else 2, 4
         held = {"no_shard": 2 + grads + 12, "optim": 2 + grads + 12 / n, "optim_grads": 2 + grads / n + 12 / n}[layout]
         assert found["held"] == pytest.approx(held * found["params"], rel=0.02)
+        assert found["planned"] == pytest.approx(ranks[0]["bytes"][str((layout, fp32))]["held"], rel=0.005)
         assert found["bytes_reduced"] == pytest.approx(grads * found["params"], rel=0.02)
         sent = found["bytes_reduced"] + found["bytes_gathered"]
         back = grads if layout == "no_shard" else 2  # gradients come back, or parameters
