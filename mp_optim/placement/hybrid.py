@@ -413,6 +413,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Main params (under an empty name) and state that are stepped on the host, but for step counters."""
+        self._bind()
         host = self._subs["host"]
         for slot, _ in iter_slots(host.param_groups):
             yield "", host.param_groups[slot.group]["params"][slot.position]
