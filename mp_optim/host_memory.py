@@ -1,7 +1,7 @@
 """Host memory for what is read and written in every step: on huge pages, and small tensors side by side.
 
 A step streams through gigabytes. With pages of 4 KiB the processor looks up an address every 1,024 FP32 values and
-its prefetchers stop at each page's end; with 2 MiB they rarely do (about 5 % of a full step).
+its prefetchers stop at each page's end; with 2 MiB they rarely do.
 """
 
 from __future__ import annotations
