@@ -4,7 +4,7 @@ from mp_optim import checkpoint
 from mp_optim.chained import ChainedOptimizer
 from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from mp_optim.distributed_optimizer import DistributedOptimizer
-from mp_optim.factory import get_megatron_optimizer
+from mp_optim.entry import get_megatron_optimizer
 from mp_optim.param_groups import (
     ParamGroupOverride,
     ParamKey,

@@ -137,8 +137,12 @@ class OptimizerConfig:
     """Count zero gradient elements (one more read of every gradient)."""
     optimizer_cpu_offload: bool = False
     """Keep and step part of the optimizer on the host."""
-    optimizer_offload_fraction: float = 0.0
-    """Share of parameter elements that are stepped on the host, 0 to 1."""
+    optimizer_offload_fraction: float | str = 0.0
+    """Share of parameter elements that are stepped on the host, 0 to 1, or ``"auto"``: as little as ``gpu_memory``
+    allows, on each rank."""
+    gpu_memory: int | None = None
+    """Bytes of the accelerator that model parameters, gradients and optimizer may take with
+    ``optimizer_offload_fraction="auto"``; by default three quarters of it. Activations have to do with the rest."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Overlap transfers in both directions with the host's arithmetic."""
     offload_mode: str = "sync"
@@ -201,6 +205,11 @@ class OptimizerConfig:
     def is_distributed(self) -> bool:
         """Whether gradients are reduced, and state shared out, over data-parallel ranks."""
         return self.use_distributed_optimizer or self.use_layer_wise_distributed_optimizer
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether some of the optimizer is on the host, or will be if that turns out to be needed."""
+        return self.optimizer_cpu_offload and self.optimizer_offload_fraction != 0.0
 
     @property
     def keeps_remainders(self) -> bool:
@@ -284,7 +293,7 @@ def _fail(config: OptimizerConfig, name: str, rule: str) -> None:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "str": (str,), "int": (int, float), "float": (int, float),
-    "float | None": (int, float, type(None)), "int | None": (int, float, type(None)),
+    "float | None": (int, float, type(None)), "float | str": (int, float, str), "int | None": (int, float, type(None)),
 }
 """Annotations whose values are checked, and what they take."""
 
@@ -354,8 +363,11 @@ def _check_ranges(config: OptimizerConfig) -> None:
         raise ValueError(f"muon_{error}") from None
     if not config.grad_norm_skip_threshold > 0.0:
         _fail(config, "grad_norm_skip_threshold", "must be > 0 (inf: never skip)")
-    if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
-        _fail(config, "optimizer_offload_fraction", "must be between 0 and 1")
+    if config.gpu_memory is not None and config.gpu_memory < 1:
+        _fail(config, "gpu_memory", "must be a number of bytes >= 1")
+    fraction = config.optimizer_offload_fraction
+    if fraction != "auto" and (isinstance(fraction, str) or not 0.0 <= fraction <= 1.0):
+        _fail(config, "optimizer_offload_fraction", "must be between 0 and 1, or 'auto'")
 
 
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -402,7 +414,8 @@ _NEEDS: dict[str, tuple[str, Callable[[OptimizerConfig], bool]]] = {
     "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "overlap_cpu_optimizer_d2h_h2d": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "offload_mode": ("optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
-                     lambda c: c.optimizer_cpu_offload and c.optimizer_offload_fraction > 0.0),
+                     lambda c: c.may_offload),
+    "gpu_memory": ("optimizer_offload_fraction='auto'", lambda c: c.optimizer_offload_fraction == "auto"),
     "pin_cpu_grads": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "pin_cpu_params": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "loss_scale": ("fp16=True", lambda c: c.fp16),
@@ -457,7 +470,7 @@ def _check_graph(config: OptimizerConfig) -> None:
     if config.fused_backend not in ("auto", "triton"):
         _fail(config, "optimizer_cuda_graph", f"steps by fused_backend={config.fused_backend!r} cannot be captured; "
               "choose 'triton' or 'auto', or set optimizer_cuda_graph=False")
-    if config.optimizer_cpu_offload and config.optimizer_offload_fraction > 0.0:
+    if config.may_offload:
         _fail(config, "optimizer_cuda_graph", "a host part cannot be captured; set optimizer_cpu_offload=False, or "
               "optimizer_cuda_graph=False")
     if config.timers is not None:

@@ -28,39 +28,17 @@ from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon, check_serves, set_host_cores, set_host_threads
 
-__all__ = ["get_megatron_optimizer"]
+__all__ = ["build", "device_of", "with_data_parallel"]
 
 
-def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[nn.Module],
-                           config_overrides: Mapping[ParamKey, Any] | None = None, *,
-                           process_groups: ProcessGroups | None = None,
-                           expert_predicate: Callable[..., bool] | None = None,
-                           param_groups: Sequence[dict[str, Any]] | None = None) -> MegatronOptimizer:
-    """Build the optimizer stack for a model.
+def build(config: OptimizerConfig, chunks: Sequence[nn.Module], config_overrides: Mapping[ParamKey, Any] | None = None,
+          *, process_groups: ProcessGroups | None = None, expert_predicate: Callable[..., bool] | None = None,
+          param_groups: Sequence[dict[str, Any]] | None = None) -> MegatronOptimizer:
+    """Build the optimizer stack from a checked config whose offload fraction is a number.
 
-    Args:
-        config: what to build.
-        model: a module or a list of model chunks, in their final dtype and on their final device.
-        config_overrides: per-parameter settings; by default :func:`get_standard_config_overrides`.
-        process_groups: whom to agree with on gradient norms; none by default. DTensor parameters
-            bring their own mesh.
-        expert_predicate: ``(param, name) -> bool``, which parameters are experts.
-        param_groups: groups to use instead of those made from the overrides.
-
-    Returns:
-        One optimizer; a :class:`ChainedOptimizer` of a dense and an expert part for a MoE.
-
-    Raises:
-        ValueError, TypeError: the config or the model does not fit, naming the field or parameter.
+    Arguments, result and errors are those of :func:`mp_optim.get_megatron_optimizer`.
     """
-    if not isinstance(config, OptimizerConfig):
-        raise TypeError(f"config is a {type(config).__name__}: the arguments are an OptimizerConfig, then the model")
-    config.check()
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
-    if not all(isinstance(chunk, nn.Module) for chunk in chunks):
-        raise TypeError("model must be a module or a list of modules; parameters of your own choosing go into "
-                        "param_groups=")
-    check_serves(config.fused_backend, _device(chunks))
+    check_serves(config.fused_backend, device_of(chunks))
     _set_up_host(config)
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
@@ -70,12 +48,12 @@ def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[
     _check_partitions(config, param_groups, groups_of)
     dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]
     experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
-    scaler = _grad_scaler(config, _device(chunks))
+    scaler = _grad_scaler(config, device_of(chunks))
     if config.is_distributed:
         if wrapped := [chunk for chunk in chunks if isinstance(chunk, nn.parallel.DistributedDataParallel)]:
             raise ValueError(f"use_distributed_optimizer=True with a {type(wrapped[0]).__name__}, which reduces "
                              "gradients itself; pass its .module")
-        groups_of = _with_data_parallel(groups_of, bool(experts))
+        groups_of = with_data_parallel(groups_of, bool(experts))
     expert_groups = ProcessGroups(grad_stats=groups_of.expert_grad_stats, expert_tp=groups_of.expert_tp,
                                   dp=groups_of.expert_dp)
     # A rank without parameters of a kind still takes part in that kind's reductions, with an empty optimizer.
@@ -109,7 +87,8 @@ def _set_up_host(config: OptimizerConfig) -> None:
         set_host_cores(config.host_cores)
 
 
-def _device(chunks: Sequence[nn.Module]) -> torch.device:
+def device_of(chunks: Sequence[nn.Module]) -> torch.device:
+    """Where the first parameter lies; the host if there is none."""
     params = (param for chunk in chunks for param in chunk.parameters())
     return next((local_tensor(param).device for param in params), torch.device("cpu"))
 
@@ -123,7 +102,7 @@ def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradS
                              growth_interval=config.loss_scale_window, hysteresis=config.hysteresis, device=device)
 
 
-def _with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroups:
+def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroups:
     """Process groups with those for data parallelism; by default all ranks hold copies of everything."""
     if groups.dp is None and not dist.is_initialized():
         raise ValueError("use_distributed_optimizer=True: there is one process; call "
@@ -171,8 +150,9 @@ def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
         optimizer: torch.optim.Optimizer = rule(groups, **construction, **settings)
         return optimizer
     return HybridDeviceOptimizer(
-        groups, offload_fraction=config.optimizer_offload_fraction, cpu_optimizer_cls=rule, gpu_optimizer_cls=rule,
-        param_update_in_fp32=True, pin_cpu_grads=config.pin_cpu_grads, pin_cpu_params=config.pin_cpu_params,
+        groups, offload_fraction=float(config.optimizer_offload_fraction), cpu_optimizer_cls=rule,
+        gpu_optimizer_cls=rule, param_update_in_fp32=True, pin_cpu_grads=config.pin_cpu_grads,
+        pin_cpu_params=config.pin_cpu_params,
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d, offload_mode=config.offload_mode,
         host_threads=config.host_threads, host_cores=config.host_cores,
         sub_optimizer_kwargs=construction, **settings)

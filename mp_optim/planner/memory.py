@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.factory import get_megatron_optimizer
+from mp_optim.factory import build
+from mp_optim.param_groups import ParamKey
 from mp_optim.placement import HybridDeviceOptimizer
 from mp_optim.planner.layout import Layout, model_shard, state_shard
 from mp_optim.planner.params import ParamSpec, specs_of
@@ -20,7 +21,7 @@ from mp_optim.precision import MegatronOptimizer
 from mp_optim.slots import iter_slots
 from mp_optim.update.lists import REMAINDER
 
-__all__ = ["Memory", "MemoryPlan", "memory_of", "plan"]
+__all__ = ["Memory", "MemoryPlan", "memory_of", "plan", "plan_rank"]
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,31 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
     specs = specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
     mine = model_shard(specs, layout)
-    named = [(spec.name, _meta(spec, layout)) for spec in mine]
-    experts = {spec.name for spec in mine if spec.is_expert}
     if config.is_distributed and layout.sharding != "no_shard":
         raise ValueError(f"sharding={layout.sharding!r} with use_distributed_optimizer=True: only one of them shards")
-    rank = of_one_rank(named, experts, config, layout.dp, layout.dp // layout.ep)
-    optimizer = get_megatron_optimizer(without_sharding(config), _Held(rank.stepped),
-                                       expert_predicate=lambda _, name: name in experts)
+    found = plan_rank([(spec.name, _meta(spec, layout)) for spec in mine],
+                      {spec.name for spec in mine if spec.is_expert}, config, layout.dp, layout.dp // layout.ep)
+    return dataclasses.replace(found, params=sum(spec.numel for spec in specs if spec.trainable))
+
+
+def plan_rank(named: list[tuple[str, nn.Parameter]], experts: Collection[str], config: OptimizerConfig, ranks: int,
+              expert_ranks: int, config_overrides: Mapping[ParamKey, Any] | None = None) -> MemoryPlan:
+    """The same, of meta parameters as one rank holds them before data parallelism.
+
+    Args:
+        experts: names of those that are data-parallel over ``expert_ranks``, not ``ranks``.
+        config_overrides: as for :func:`mp_optim.get_megatron_optimizer`.
+    """
+    config.check()
+    if config.optimizer_offload_fraction == "auto":
+        raise ValueError("optimizer_offload_fraction='auto': a plan is of a number; smallest_fraction finds it")
+    rank = of_one_rank(named, experts, config, ranks, expert_ranks)
+    optimizer = build(without_sharding(config), [_Held(rank.stepped)], config_overrides,
+                      expert_predicate=lambda _, name: name in experts)
     held = memory_of(optimizer, config)
     accelerator = dataclasses.replace(held.accelerator, model_params=rank.params, grads=rank.grads)
-    return dataclasses.replace(held, accelerator=accelerator, fraction=config.optimizer_offload_fraction,
-                               params=sum(spec.numel for spec in specs if spec.trainable))
+    return dataclasses.replace(held, accelerator=accelerator, fraction=float(config.optimizer_offload_fraction),
+                               params=sum(param.numel() for _, param in named if param.requires_grad))
 
 
 def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from mp_optim.planner.layout import Layout
 from mp_optim.planner.memory import MemoryPlan, plan
 from mp_optim.planner.params import specs_of
 
-__all__ = ["FORMS", "SweepRow", "smallest_fraction", "sweep", "with_fraction"]
+__all__ = ["FORMS", "SweepRow", "least", "smallest_fraction", "sweep", "with_fraction"]
 
 _COMPACT = {"use_precision_aware_optimizer": True}
 FORMS: Mapping[str, Mapping[str, Any]] = {
@@ -37,10 +37,11 @@ def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
     if fraction == 0.0:
         defaults = {spec.name: spec.default for spec in dataclasses.fields(config)}
         for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d",
-                     "pin_cpu_grads", "pin_cpu_params"):
+                     "offload_mode", "pin_cpu_grads", "pin_cpu_params", "gpu_memory"):
             settings[name] = defaults[name]
         return OptimizerConfig(**settings)
-    return OptimizerConfig(**{**settings, "optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction})
+    return OptimizerConfig(**{**settings, "optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction,
+                              "gpu_memory": None})
 
 
 def sweep(source: Any, config: OptimizerConfig, layout: Layout | None = None, *,
@@ -65,14 +66,21 @@ def smallest_fraction(source: Any, config: OptimizerConfig, layout: Layout | Non
         ValueError: none fits, saying what is missing.
     """
     specs = specs_of(source)
+    return least(lambda fraction: plan(specs, with_fraction(config, fraction), layout), gpu_memory=gpu_memory,
+                 host_memory=host_memory, steps=steps)
+
+
+def least(plan_at: Callable[[float], MemoryPlan], *, gpu_memory: int, host_memory: int | None = None,
+          steps: int = 64) -> MemoryPlan:
+    """The same for any way to plan a fraction."""
     low, high = 0, steps
-    best = plan(specs, with_fraction(config, 1.0), layout)
+    best = plan_at(1.0)
     if best.accelerator.total > gpu_memory:
         raise ValueError(f"gpu_memory={gpu_memory}: with the whole optimizer on the host the accelerator still needs "
                          f"{best.accelerator.total} bytes; shard the model over more ranks")
     while low < high:  # more on the host is never more on the accelerator
         middle = (low + high) // 2
-        tried = plan(specs, with_fraction(config, middle / steps), layout)
+        tried = plan_at(middle / steps)
         if tried.accelerator.total <= gpu_memory:
             best, high = tried, middle
         else:

@@ -44,10 +44,10 @@ def test_rl_example_learns() -> None:
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_launched_example_learns(name: str) -> None:
     processes, factor = LAUNCHED[name]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
     done = subprocess.run([sys.executable, *launcher, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True,
                           timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-20000:]
     found = re.search(r"([0-9.]+) -> ([0-9.]+)", done.stdout)
     assert found is not None, done.stdout
     first, last = map(float, found.groups())

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""FSDP2 and a Hugging Face Qwen3-MoE: torchrun --nproc-per-node 2 tools/examples/fsdp2_qwen3_moe.py"""
+"""FSDP2 and a Hugging Face Qwen3-MoE: torchrun --standalone --nproc-per-node 2 tools/examples/fsdp2_qwen3_moe.py"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
 from mp_optim.planner import Layout, ParamSpec, plan, smallest_fraction, specs_of, sweep
 from mp_optim.planner.memory import memory_of
 from mp_optim.planner.sweep import with_fraction
@@ -134,3 +134,74 @@ def test_a_sweep_is_in_order_and_falls_with_the_fraction() -> None:
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(TypeError, match="source is a int"):
         specs_of(3)
+
+
+# -- optimizer_offload_fraction="auto" ------------------------------------------------------------
+
+
+def auto(**settings: object) -> OptimizerConfig:
+    return OptimizerConfig(lr=1e-3, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction="auto",
+                           **settings)
+
+
+def linears(count: int = 16) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(count))).bfloat16()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.4])
+def test_auto_keeps_as_much_on_the_accelerator_as_fits(share: float) -> None:
+    everything = plan(linears(), OptimizerConfig(lr=1e-3, bf16=True)).accelerator
+    limit = everything.model_params + everything.grads + int(share * (everything.total - everything.model_params
+                                                                     - everything.grads))
+    optimizer = get_megatron_optimizer(auto(gpu_memory=limit), linears())
+    chosen = optimizer.config
+    assert chosen.optimizer_cpu_offload == (share < 1.0)
+    used = plan(linears(), chosen)
+    assert used.accelerator.total <= limit
+    if share < 1.0:
+        less = with_fraction(chosen, chosen.optimizer_offload_fraction - 1 / 64)
+        assert plan(linears(), less).accelerator.total > limit
+    real = memory_of(optimizer, chosen)
+    assert dataclasses.replace(used.accelerator, model_params=0, grads=0) == real.accelerator
+
+
+def test_auto_heeds_overrides_attributes_and_chunks() -> None:
+    chunks = [linears(3), linears(2)]
+    for chunk in chunks:
+        chunk[1].weight.allreduce = False
+    overrides = {ParamKey(name="0.1.weight"): {"wd_mult": 0.5}}
+    optimizer = get_megatron_optimizer(auto(gpu_memory=20_000), chunks, overrides)
+    assert 0 < optimizer.config.optimizer_offload_fraction < 1
+    assert optimizer.config.gpu_memory is None
+
+
+def test_auto_keeps_the_mode_where_it_offloads_and_drops_it_where_not() -> None:
+    less = get_megatron_optimizer(auto(gpu_memory=100_000, offload_mode="overlap"), linears())
+    assert less.config.offload_mode == "overlap" and less.config.optimizer_offload_fraction > 0
+    none = get_megatron_optimizer(auto(gpu_memory=10**9, offload_mode="overlap"), linears())
+    assert none.config.offload_mode == "sync" and not none.config.optimizer_cpu_offload
+
+
+def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="mp_optim"):
+        optimizer = get_megatron_optimizer(auto(gpu_memory=200_000), linears())
+    assert f"'auto': {optimizer.config.optimizer_offload_fraction:g}, the least" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", logger="mp_optim"):
+        assert not get_megatron_optimizer(auto(), linears()).config.optimizer_cpu_offload
+    assert "the model is on the host" in caplog.text
+
+
+def test_auto_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory=1000: with the whole optimizer on the host"):
+        get_megatron_optimizer(auto(gpu_memory=1000), linears())
+    with pytest.raises(ValueError, match="param_groups="):
+        get_megatron_optimizer(auto(), linears(), param_groups=[{"params": list(linears().parameters())}])
+    with pytest.raises(ValueError, match="a plan is of a number"):
+        plan(linears(), auto())
+    with pytest.raises(ValueError, match="gpu_memory=1000: has no effect"):
+        OptimizerConfig(lr=1e-3, gpu_memory=1000)
+    with pytest.raises(ValueError, match="optimizer_offload_fraction='half': must be between 0 and 1, or 'auto'"):
+        OptimizerConfig(lr=1e-3, optimizer_cpu_offload=True, optimizer_offload_fraction="half")

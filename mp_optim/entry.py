@@ -1,0 +1,57 @@
+"""The front door: what a caller asks for is checked, and what was left open is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.factory import build
+from mp_optim.param_groups import ParamKey
+from mp_optim.planner.auto import with_chosen_fraction
+from mp_optim.precision import MegatronOptimizer
+from mp_optim.process_groups import ProcessGroups
+
+__all__ = ["get_megatron_optimizer"]
+
+
+def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[nn.Module],
+                           config_overrides: Mapping[ParamKey, Any] | None = None, *,
+                           process_groups: ProcessGroups | None = None,
+                           expert_predicate: Callable[..., bool] | None = None,
+                           param_groups: Sequence[dict[str, Any]] | None = None) -> MegatronOptimizer:
+    """Build the optimizer stack for a model.
+
+    Args:
+        config: what to build.
+        model: a module or a list of model chunks, in their final dtype and on their final device.
+        config_overrides: per-parameter settings; by default :func:`get_standard_config_overrides`.
+        process_groups: whom to agree with on gradient norms; none by default. DTensor parameters
+            bring their own mesh.
+        expert_predicate: ``(param, name) -> bool``, which parameters are experts.
+        param_groups: groups to use instead of those made from the overrides.
+
+    Returns:
+        One optimizer; a :class:`ChainedOptimizer` of a dense and an expert part for a MoE. Its ``config`` is the one
+        given, except that ``optimizer_offload_fraction="auto"`` has become the number that was chosen.
+
+    Raises:
+        ValueError, TypeError: the config or the model does not fit, naming the field or parameter.
+    """
+    if not isinstance(config, OptimizerConfig):
+        raise TypeError(f"config is a {type(config).__name__}: the arguments are an OptimizerConfig, then the model")
+    config.check()
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise TypeError("model must be a module or a list of modules; parameters of your own choosing go into "
+                        "param_groups=")
+    if config.optimizer_offload_fraction == "auto":
+        if param_groups is not None:
+            raise ValueError("optimizer_offload_fraction='auto' with param_groups=: the planner makes the groups "
+                             "itself; give config_overrides instead, or a number (see mp_optim.plan)")
+        config = with_chosen_fraction(config, chunks, config_overrides, process_groups or ProcessGroups(),
+                                      expert_predicate)
+    return build(config, chunks, config_overrides, process_groups=process_groups, expert_predicate=expert_predicate,
+                 param_groups=param_groups)

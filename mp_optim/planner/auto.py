@@ -1,0 +1,82 @@
+"""``optimizer_offload_fraction="auto"``: as little on the host as the accelerator's memory allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.factory import device_of, with_data_parallel
+from mp_optim.param_groups import ParamKey, is_expert_param
+from mp_optim.planner.memory import plan_rank
+from mp_optim.planner.sweep import least, with_fraction
+from mp_optim.process_groups import ProcessGroups
+from mp_optim.slots import local_tensor
+
+__all__ = ["with_chosen_fraction"]
+
+SHARE = 0.75
+"""What parameters, gradients and optimizer may take of an accelerator whose ``gpu_memory`` is not given."""
+
+_log = logging.getLogger(__name__)
+
+
+def with_chosen_fraction(config: OptimizerConfig, chunks: Sequence[nn.Module],
+                         config_overrides: Mapping[ParamKey, Any] | None, process_groups: ProcessGroups,
+                         expert_predicate: Callable[..., bool] | None) -> OptimizerConfig:
+    """The config with the smallest fraction, in 64ths, that leaves this rank's accelerator within its limit.
+
+    A model on the host with no ``gpu_memory`` has nothing to be moved out of: 0.
+
+    Raises:
+        ValueError: it does not fit with everything on the host, saying what is missing.
+    """
+    limit = _limit(config, device_of(chunks))
+    if limit is None:
+        _log.info("optimizer_offload_fraction='auto': 0, the model is on the host")
+        return with_fraction(config, 0.0)
+    is_expert = expert_predicate or is_expert_param
+    held = _named(chunks)
+    named = [(name, _on_meta(param)) for name, param in held]
+    experts = {name for name, param in held if is_expert(param, name)}
+    if config.is_distributed:
+        process_groups = with_data_parallel(process_groups, bool(experts))
+    ranks = (_size(process_groups.dp), _size(process_groups.expert_dp))
+    found = least(lambda fraction: plan_rank(named, experts, with_fraction(config, fraction), *ranks, config_overrides),
+                  gpu_memory=limit)
+    _log.info("optimizer_offload_fraction='auto': %g, the least that keeps parameters, gradients and optimizer within "
+              "%.2f GiB: %.2f GiB there, %.2f GiB on the host", found.fraction, limit / 2**30,
+              found.accelerator.total / 2**30, found.host_total / 2**30)
+    return with_fraction(config, found.fraction)
+
+
+def _limit(config: OptimizerConfig, device: torch.device) -> int | None:
+    if config.gpu_memory is not None or device.type != "cuda":
+        return config.gpu_memory
+    return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """All parameters, frozen ones too; tied ones once. The chunk's number goes before the name if there are several."""
+    found = {id(param): (f"{index}.{name}" if len(chunks) > 1 else name, param)
+             for index, chunk in reversed(list(enumerate(chunks)))
+             for name, param in reversed(list(chunk.named_parameters()))}
+    return list(reversed(found.values()))
+
+
+def _on_meta(param: Tensor) -> nn.Parameter:
+    """What this rank holds of a parameter, without data, and what is written on it (is it shared, what is it for)."""
+    meta = nn.Parameter(torch.empty_like(local_tensor(param), device="meta"), requires_grad=param.requires_grad)
+    for name, value in vars(param).items():
+        if not name.startswith("_"):
+            setattr(meta, name, value)
+    return meta
+
+
+def _size(group: ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
