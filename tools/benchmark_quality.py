@@ -32,6 +32,10 @@ def _compact(moments: str, bits: int = 16, **more: Any) -> dict[str, Any]:
             **more}
 
 
+def _offload(fraction: float) -> dict[str, Any]:
+    return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "FP32": {},
     "bf16 moments, 16-bit remainder": _compact("bfloat16"),
@@ -41,12 +45,19 @@ FORMS: dict[str, dict[str, Any]] = {
     "8-bit moments, 8-bit remainder": _compact("uint8", 8),
     "8-bit moments, 8-bit remainder, stochastic": _compact("uint8", 8, stochastic_rounding=True),
 }
-"""State formats by name; the first is what the others are compared with."""
+"""Forms of state by name; the first is what the others are compared with."""
+
+FLOAT8: dict[str, tuple[str, dict[str, Any]]] = {
+    f"float8 weights, {scale}{place}": (word, settings)
+    for scale, word in (("a scale each", "tensor"), ("a scale a row", "row"))
+    for place, settings in (("", {}), (", half on the host", _offload(0.5)), (", all on the host", _offload(1.0)))
+}
+"""Model weights in 8 bits by name: where their scales are, and where they are stepped."""
 
 
 @dataclass
 class Options:
-    """What to train."""
+    """What to train. Besides the forms of state there are those of float8 weights, which have to be named."""
 
     steps: int = 2000
     seeds: int = 3
@@ -69,12 +80,13 @@ class Run:
 
 def run_config(form: str, seed: int, steps: int) -> TrainConfig:
     """A mixture of experts small enough to train often."""
+    weights, settings = FLOAT8[form] if form in FLOAT8 else ("none", FORMS[form])
     return TrainConfig(
         model=ModelConfig(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
-                          num_experts=4, num_experts_per_tok=2),
+                          num_experts=4, num_experts_per_tok=2, float8_weights=weights),
         data=DataConfig(source="stdlib", seq_length=128, max_megabytes=16.0),
         optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, adam_beta2=0.99, clip_grad=1.0, bf16=True,
-                                  **FORMS[form]),
+                                  **settings),
         scheduler=SchedulerConfig(lr_warmup_steps=steps // 20),
         run=RunConfig(steps=steps, global_batch_size=8, micro_batch_size=8, seed=seed, device="cpu",
                       eval_interval=steps, eval_batches=64))

@@ -18,6 +18,7 @@ from mp_optim.planner.layout import Layout, model_shard, state_shard
 from mp_optim.planner.params import ParamSpec, specs_of
 from mp_optim.planner.sharded import of_one_rank, without_sharding
 from mp_optim.precision import MegatronOptimizer
+from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import iter_slots
 from mp_optim.update.lists import REMAINDER
 
@@ -43,7 +44,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one rank needs. Activations, temporary tensors and the allocators' rounding are not in it.
+    """Bytes that one rank needs. Activations, temporary tensors, scales of float8 parameters and the allocators'
+    rounding are not in it.
 
     Attributes:
         accelerator: memory of the device that holds the model.
@@ -132,8 +134,11 @@ def plan_rank(named: list[tuple[str, nn.Parameter]], experts: Collection[str], c
 
 
 def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    shape = state_shard(spec, layout)
-    return nn.Parameter(torch.empty(shape, dtype=spec.dtype, device="meta"), requires_grad=spec.trainable)
+    param = nn.Parameter(torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta"),
+                         requires_grad=spec.trainable)
+    if spec.dtype in FLOAT8_DTYPES:
+        param.fp8_scale = torch.empty((), device="meta")  # type: ignore[attr-defined]
+    return param
 
 
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.sharding.buckets import Bucket, make_buckets
 from mp_optim.sharding.transport import bucket_elements
 
@@ -41,7 +42,7 @@ def of_one_rank(named: Named, experts: Collection[str], config: OptimizerConfig,
     """
     if not config.is_distributed:
         return Held(named, sum(param.nbytes for _, param in named),
-                    sum(param.nbytes for _, param in named if param.requires_grad))
+                    sum(_grad_size(param) for _, param in named if param.requires_grad))
     shapes = {name: param.shape for name, param in named}
     buckets = [bucket for wanted, over in ((False, ranks), (True, expert_ranks))
                for bucket in _buckets([(name, p) for name, p in named if (name in experts) == wanted], config, over)]
@@ -73,6 +74,11 @@ def _buckets(named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, ranks
 
 def _stepped(numel: int, whole: torch.Size, config: OptimizerConfig) -> torch.Size:
     return whole if config.data_parallel_sharding_strategy == "no_shard" else torch.Size([numel])
+
+
+def _grad_size(param: Tensor) -> int:
+    """Bytes of a parameter's gradient, which has its dtype, or 16 bits if the parameter has 8."""
+    return 2 * param.numel() if param.dtype in FLOAT8_DTYPES else param.nbytes
 
 
 def _like(param: Tensor, shape: torch.Size) -> nn.Parameter:

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.layouts import Layout
 from mp_optim.precision.measure import NormKey
+from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.slots import (
     Multiplier,
     Slot,
@@ -52,6 +53,7 @@ class SlotColumns:
         params: the model tensor there.
         versions, addresses: how often its data was written, and where it lies; what an outside change is judged by.
         separate: whether it is stepped on another tensor, its main param.
+        quantized: whether the model's tensor takes its values from the main param after a step, by being quantised.
         bound: whether it was trainable when its group was added or since, and so has state.
         keys: which norm its gradient counts in.
         streams: what tells its random numbers from others'.
@@ -64,6 +66,7 @@ class SlotColumns:
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     separate: list[bool] = field(default_factory=list)
+    quantized: list[bool] = field(default_factory=list)
     bound: list[bool] = field(default_factory=list)
     keys: list[NormKey] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
@@ -98,6 +101,7 @@ class SlotColumns:
         """Take one more slot and the tensor there as seen."""
         self.slots.append(slot)
         self.params.append(param)
+        self.quantized.append(is_quantized(param))
         self.keys.append(key)
         self.layouts.append(layout)
         plain = are_plain([param])
@@ -115,6 +119,7 @@ class SlotColumns:
         self._forget()
         self._plain = are_plain(params)
         self.params, self.versions = list(params), _versions(params, self._plain)
+        self.quantized = list(map(is_quantized, params))
         self.addresses = _addresses(params, self._plain)
 
     def stepped(self) -> None:
@@ -145,10 +150,13 @@ class SlotColumns:
         return indices, grads if are_plain(grads) else SteadyList(map(local_tensor, grads))
 
     def _check(self, indices: Sequence[int], grads: SteadyList, name_of: Callable[[Slot], str]) -> None:
-        if grads.strided and all(dtype.is_floating_point for dtype in grads.dtypes):
+        if grads.strided and grads.dtypes <= _GRADIENT_DTYPES:
             return
         index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)
-                           if g.layout != torch.strided or not g.is_floating_point())
+                           if g.layout != torch.strided or g.dtype not in _GRADIENT_DTYPES)
+        if grad.dtype in FLOAT8_DTYPES:
+            raise TypeError(f"{name_of(self.slots[index])}: gradient is {grad.dtype}; set grad_dtype=torch.bfloat16 on "
+                            "the parameter")
         raise TypeError(f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
                         "floating-point gradients are supported (build the embedding with sparse=False)")
 
@@ -175,7 +183,8 @@ class SlotColumns:
 
     def update(self, index: int, grad: Tensor) -> SlotUpdate:
         """One slot's update, but for the multiplier, which is not known yet."""
-        output = local_tensor(self.params[index]) if self.separate[index] else None
+        is_written = self.separate[index] and not self.quantized[index]
+        output = local_tensor(self.params[index]) if is_written else None
         return SlotUpdate(self.slots[index], grad, output=output, shard_groups=self.keys[index].shard_groups,
                           stream=self.streams[index])
 
@@ -188,14 +197,15 @@ class SlotColumns:
     def _some(self, indices: list[int]) -> _Selection:
         params = [self.params[index] for index in indices]
         writable = SteadyList(params if are_plain(params) else map(local_tensor, params))
-        separate = [self.separate[index] for index in indices]
-        outputs = writable if all(separate) else [param if apart else None
-                                                  for param, apart in zip(writable, separate, strict=True)]
+        written = [self.separate[index] and not self.quantized[index] for index in indices]
+        outputs = writable if all(written) else [param if is_written else None
+                                                 for param, is_written in zip(writable, written, strict=True)]
         return _Selection(indices, tuple(self.slots[index] for index in indices), writable, outputs,
                           [self.keys[index].shard_groups for index in indices],
                           [self.streams[index] for index in indices], [self.layouts[index] for index in indices])
 
 
+_GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _GRAD, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
@@ -205,4 +215,5 @@ def _versions(params: Sequence[Tensor], plain: bool) -> list[int]:
 
 
 def _addresses(params: Sequence[Tensor], plain: bool) -> list[int]:
-    return list(map(Tensor.data_ptr, params if plain else map(local_tensor, params)))
+    return list(map(Tensor.data_ptr, params)) if plain else [
+        local.data_ptr() if are_plain([local]) else 0 for local in map(local_tensor, params)]

@@ -11,6 +11,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.process_groups import ProcessGroups
+from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import Slot
 
 __all__ = ["Float16OptimizerWithFloat16Params"]
@@ -32,10 +33,10 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
         super().__init__(optimizer, config, grad_scaler, init_state_fn, process_groups=process_groups)
 
     def check_param(self, slot: Slot, param: Tensor) -> None:
-        allowed = (torch.float16, torch.bfloat16, torch.float32)
+        allowed = (torch.float16, torch.bfloat16, torch.float32, *FLOAT8_DTYPES)
         if param.dtype not in allowed:
-            raise TypeError(f"{self.slot_name(slot)} is {param.dtype}: a Float16 optimizer takes float16, bfloat16 "
-                            "and float32 parameters; convert the model, or freeze the parameter")
+            raise TypeError(f"{self.slot_name(slot)} is {param.dtype}: a Float16 optimizer takes float16, bfloat16, "
+                            "float32 and float8 parameters; convert the model, or freeze the parameter")
         if (param.dtype == torch.float16 and self.config.bf16) or (param.dtype == torch.bfloat16 and self.config.fp16):
             raise ValueError(f"{self.slot_name(slot)} is {param.dtype} but the config says bf16={self.config.bf16}, "
                              f"fp16={self.config.fp16}; set the flag that matches the model")

@@ -50,6 +50,8 @@ def check_capturable(stack: MegatronOptimizer) -> None:
     if stack.grad_scaler is not None and stack.grad_scaler.scale.device != device:
         _refuse(f"the grad scaler is on {stack.grad_scaler.scale.device}, the optimizer on {device}; build it there "
                 "(device=)")
+    if stack.has_quantized_params:
+        _refuse("parameters in 8 bits are quantised outside of the kernels")
     if stack.reduces():
         _refuse("gradient norms or parameters are shared with other ranks, whose reductions are not captured")
 

@@ -22,6 +22,7 @@ from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
 from mp_optim.precision.parking import Parking
 from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_of
 from mp_optim.process_groups import ProcessGroups
+from mp_optim.quantized import check_quantized, dequantized, forget_initial_values, holds, is_quantized
 from mp_optim.slot_optimizer import SlotOptimizer
 from mp_optim.slots import Slot, follow, iter_slots, local_tensor, same_memory, stream_of, with_names
 from mp_optim.update import as_slot_optimizer
@@ -66,7 +67,8 @@ class MainParams(SlotOptimizer):
         seen.first.append(len(seen.slots))
         params = self.param_groups[index]["params"]
         self.inner.reserve_main_params([(Slot(index, position), local_tensor(param))
-                                        for position, param in enumerate(params) if param.requires_grad])
+                                        for position, param in enumerate(params)
+                                        if param.requires_grad and not is_quantized(param)])
         for position, param in enumerate(params):
             slot = Slot(index, position)
             seen.see(slot, param, self._norm_key(slot, param), self._layout(slot, param))
@@ -78,10 +80,12 @@ class MainParams(SlotOptimizer):
     def _bind(self, slot: Slot, param: Tensor) -> bool:
         """Give a trainable parameter its main param; returns whether that is another tensor."""
         self.check_param(slot, param)
-        local = local_tensor(param)
+        check_quantized(self.slot_name(slot), param)
+        local = dequantized(param) if is_quantized(param) else local_tensor(param)
         main = self.inner.new_main_param(slot, local)
+        forget_initial_values(param)
         param.main_param = main  # type: ignore[attr-defined]
-        return not same_memory(main, local)
+        return is_quantized(param) or not same_memory(main, local)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group here and in the wrapped optimizer, with main params where they are needed."""
@@ -150,9 +154,11 @@ class MainParams(SlotOptimizer):
 
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
         main, local = self._main(slot), local_tensor(param)
-        if self._seen.separate[index]:
+        if is_quantized(param) != self._seen.quantized[index]:
+            self._seen.trained(index, self._bind(slot, param))
+        elif self._seen.separate[index]:
             param.main_param = main  # type: ignore[attr-defined]
-            self._reloaded += follow(main, local, self.slot_name(slot))
+            self._reloaded += self._follow(slot, main, local, param)
             self.inner.written_outside(slot)
         elif param.dtype == main.dtype:
             self.inner.param_groups[slot.group]["params"][slot.position] = local
@@ -160,6 +166,16 @@ class MainParams(SlotOptimizer):
             self.inner.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
             self._seen.trained(index, self._bind(slot, param))
+
+    def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
+        """Make a main param agree with the model's; returns whether it took other values."""
+        if not is_quantized(param):
+            return follow(main, local, self.slot_name(slot))
+        check_quantized(self.slot_name(slot), param)
+        if holds(param, self.inner.main_param(slot)):
+            return False
+        self.inner.set_main_param(slot, dequantized(param))
+        return True
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -174,7 +190,7 @@ class MainParams(SlotOptimizer):
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
             if seen.separate[index] or (seen.bound[index] and param.dtype != torch.float32):
                 source = (state_dict or {}).get(self.slot_name(slot), param)
-                self.inner.set_main_param(slot, local_tensor(source))
+                self.inner.set_main_param(slot, dequantized(source) if is_quantized(source) else local_tensor(source))
         seen.look(self._params())
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -185,6 +201,11 @@ class MainParams(SlotOptimizer):
         for slot, param in iter_slots(self.param_groups):
             whole = not self.has_state(slot) or (param.dtype == torch.float32 and not self.has_separate_main(slot))
             yield self.slot_name(slot), param if whole else as_sharded(self.inner.main_param(slot), param)
+
+    @property
+    def has_quantized_params(self) -> bool:
+        """Whether some of the model's parameters are in 8 bits, with scales."""
+        return any(self._seen.quantized)
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from mp_optim.precision.measure import (
 from mp_optim.precision.pending import Formed, PendingVerdict, decide_on_device, form
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
+from mp_optim.quantized import quantize_
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
     Multiplier,
@@ -197,6 +198,9 @@ class MegatronOptimizer(DuringBackward, MainParams):
         """Step the gradients that :meth:`gather` found."""
         assert self._grads is not None
         self.step_slots(self._seen.updates(*self._grads, multipliers), grad_norm=grad_norm)
+        if any(self._seen.quantized):
+            for index in (i for i in self._grads[0] if self._seen.quantized[i]):
+                quantize_(self._seen.params[index], self.inner.main_param(self._seen.slots[index]))
         self._seen.stepped()
 
     def follow(self, verdict: Verdict | PendingVerdict) -> None:

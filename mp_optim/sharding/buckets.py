@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.quantized import is_quantized
 from mp_optim.sharding.ranges import BucketPlan, Placed, plan_flat, plan_whole
 
 __all__ = ["Bucket", "Entry", "check_shardable", "make_buckets"]
@@ -101,13 +102,17 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse what cannot become a view of a flat buffer, naming the parameter and what to do.
 
     Raises:
-        ValueError: a parameter is a DTensor, has strides that are not row-major, or shares memory with another one.
+        ValueError: a parameter is a DTensor, in 8 bits, has strides that are not row-major, or shares memory with
+            another one.
     """
     spans: list[tuple[str, int, int, str]] = []
     for name, param in named:
         if isinstance(param, DTensor):
             raise ValueError(f"{name} is a DTensor: FSDP2 shards it already; build the optimizer with "
                              "use_distributed_optimizer=False")
+        if is_quantized(param):
+            raise ValueError(f"{name} is a {type(param).__name__} of {param.dtype}: buffers hold 16 and 32 bits; "
+                             "keep it in bfloat16, or build the optimizer with use_distributed_optimizer=False")
         if not param.is_contiguous():
             raise ValueError(f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: buffers hold "
                              "parameters in row-major order and would change its memory format; do it yourself with "

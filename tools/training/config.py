@@ -43,6 +43,8 @@ class ModelConfig:
     """Expert groups of group-limited routing (deepseek_v3)."""
     top_expert_groups: int | None = None
     tie_embeddings: bool = False
+    float8_weights: Literal["none", "tensor", "row"] = "none"
+    """Keep matrices but for embeddings and output as float8_e4m3fn, with one scale each or one for each row."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 import mp_optim
 from training import checkpoints, ranks
@@ -120,7 +121,8 @@ class Trainer:
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy in FP32 whatever the model's dtype."""
-        logits = self.model(inputs, use_cache=False).logits
+        with parametrize.cached():  # float8 weights are read once, however many experts read them
+            logits = self.model(inputs, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from mp_optim import OptimizerConfig
+from mp_optim.float8 import quantize_weights
 from training.config import ModelConfig
 
 _CONFIG_CLASSES = {
@@ -85,6 +86,8 @@ def build_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is not None:
             module.weight.is_embedding_or_output_parameter = True
+    if config.float8_weights != "none":
+        quantize_weights(model, rowwise=config.float8_weights == "row")
     return model.train()
 
 

@@ -296,7 +296,7 @@ from mp_optim.placement.early import EarlyJob
 model, optimizer = build_mode("speculative")
 run(model, optimizer, 3)
 run_job = EarlyJob.run
-EarlyJob.run = lambda job: (time.sleep(0.3), run_job(job))
+EarlyJob.run = lambda job: (time.sleep(1.0), run_job(job))
 optimizer.zero_grad()
 model(tokens_of(5)).backward()
 print("ready", flush=True)
