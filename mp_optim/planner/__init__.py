@@ -3,6 +3,9 @@
 from mp_optim.planner.layout import Layout
 from mp_optim.planner.memory import Memory, MemoryPlan, plan
 from mp_optim.planner.params import ParamSpec, specs_of
-from mp_optim.planner.sweep import SweepRow, smallest_fraction, sweep
+from mp_optim.planner.sweep import FORMS, SweepRow, smallest_fraction, sweep
 
-__all__ = ["Layout", "Memory", "MemoryPlan", "ParamSpec", "SweepRow", "plan", "smallest_fraction", "specs_of", "sweep"]
+__all__ = [
+    "FORMS", "Layout", "Memory", "MemoryPlan", "ParamSpec", "SweepRow", "plan", "smallest_fraction", "specs_of",
+    "sweep",
+]

@@ -1,13 +1,19 @@
 """What the documents say exists, and what they tell people to type works."""
 
+import importlib
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
 from torch import nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, get_megatron_optimizer
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,13 +35,106 @@ def test_links_and_files_exist(document):
     assert [path for path in (*linked, *named) if not path.exists()] == []
 
 
+def blocks_of(name, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+def small_model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+
+
+def loss_of(model):
+    return model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+
+
+def test_every_python_block_is_run_here():
+    """By document, how many there are; each has a test below."""
+    counts = {path.name: len(blocks_of(path, "python")) for path in DOCUMENTS}
+    assert {name: count for name, count in counts.items() if count} == {
+        "README.md": 2, "checkpoints.md": 2, "settings.md": 1, "migrate.md": 8}
+
+
 def test_the_readme_example_runs():
-    snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
-    model = nn.Linear(4, 4).bfloat16()
-    loss = model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
-    names = {"model": model, "loss": loss}
-    exec(snippet, names)
+    model = small_model()
+    names = {"model": model, "loss": loss_of(model)}
+    exec(blocks_of("README.md", "python")[0], names)
     assert names["success"] and names["grad_norm"] > 0
+
+
+def test_the_readme_example_for_many_ranks_runs(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    model = small_model()
+    before = model[0].weight.detach().clone()
+    names = {"torch": torch, "model": model, "micro_batches": [0, 1, 2], "loss_of": lambda batch: loss_of(model),
+             "OptimizerConfig": OptimizerConfig, "get_megatron_optimizer": get_megatron_optimizer}
+    try:
+        exec(blocks_of("README.md", "python")[1], names)
+        assert not torch.equal(model[0].weight.detach(), before)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
+    model = small_model()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
+    loss_of(model).backward()
+    optimizer.step()
+    names = {"mp_optim": mp_optim, "model": model, "optimizer": optimizer, "path": tmp_path / "PATH",
+             "folder": tmp_path / "tensors"}
+    for block in blocks_of("docs/checkpoints.md", "python"):
+        exec(block, names)
+    assert names["extra"] == {} and list((tmp_path / "tensors").glob("*.safetensors"))
+    mp_optim.checkpoint.save(tmp_path / "OTHER", model, optimizer)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    inspect = importlib.import_module("inspect_checkpoint")
+    for line in blocks_of("docs/checkpoints.md", "bash")[0].strip().splitlines():
+        _, program, *arguments = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
+        assert program == "tools/inspect_checkpoint.py"
+        assert inspect.main(tyro.cli(inspect.Command, args=arguments), inspect.Console(quiet=True)) == 0
+
+
+def test_the_examples_of_settings_run(capsys):
+    exec(blocks_of("docs/settings.md", "python")[0], {"model": small_model()})
+    assert "moments" in capsys.readouterr().out
+
+
+def commands_in(document):
+    """Programs of tools/ with arguments, from blocks and from the text."""
+    text = document.read_text()
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines += re.findall(r"`((?:python|bash|torchrun) [^`]*tools/[^`]+)`", text)
+    return [line for line in lines if re.match(r"(python|bash|torchrun)\b.* tools/", f"{line} ")]
+
+
+LAUNCHED = {"tools/train.py", "tools/convert_checkpoint.py", "tools/inspect_checkpoint.py"}
+"""Programs whose commands are carried out by other tests, with files that exist."""
+
+
+@each_document
+def test_every_command_is_understood(document, monkeypatch):
+    """Scripts exist, and programs take the arguments that are printed."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    for line in commands_in(document):
+        words = shlex.split(line, comments=True)
+        index = next(i for i, word in enumerate(words) if word.startswith("tools/"))
+        program, arguments = words[index], words[index + 1 :]
+        assert (ROOT / program).exists(), line
+        if not program.endswith(".py") or program in LAUNCHED or program.startswith("tools/examples/"):
+            continue
+        tool = importlib.import_module(Path(program).stem)
+        if hasattr(tool, "Options") and arguments != ["--help"]:
+            tyro.cli(tool.Options, args=arguments)
+        else:
+            assert not arguments or arguments == ["--help"], line
+
+
+@pytest.mark.parametrize(("tool", "document"), [
+    ("draw_layers", "docs/design.md"), pytest.param("settings_table", "docs/settings.md", marks=pytest.mark.slow)])
+def test_generated_parts_are_up_to_date(tool, document):
+    done = subprocess.run([sys.executable, f"tools/{tool}.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in (ROOT / document).read_text(), f"paste the output of tools/{tool}.py"
 
 
 class FromElsewhere:
