@@ -43,6 +43,8 @@ class Case:
     rule: str = "adam"
     microbatches: int = 1
     fp32_reduce: bool = True
+    clip: float = 1.0
+    mode: str = "sync"
 
 
 class SmallMoE(nn.Module):
@@ -84,6 +86,7 @@ def build(case: Case, group: dist.ProcessGroup, **more: Any) -> tuple[SmallMoE, 
     model = SmallMoE(DTYPES[case.precision.split("-")[0]])
     settings = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": case.layout.split("-")[0],
                 "bucket_size": 1500, "optimizer": case.rule, "grad_reduce_in_fp32": case.fp32_reduce,
+                "clip_grad": case.clip, **({"offload_mode": case.mode} if case.fraction else {}),
                 **SETTINGS[case.layout], **more}
     config = config_for(case.precision, case.fraction, **settings)
     return model, get_megatron_optimizer(config, model, expert_predicate=is_expert,
@@ -102,7 +105,8 @@ def train(model: SmallMoE, optimizer: Any, case: Case, rank: int, steps: range =
                 losses.append(loss.item())
         norms.append(optimizer.step().grad_norm)
     optimizer.finish_param_sync()
-    return {"losses": losses, "norms": norms, "params": digest(model.state_dict())}
+    return {"losses": losses, "norms": norms, "params": digest(model.state_dict()),
+            "hits": optimizer.metrics().get("speculation_hits", 0)}
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
@@ -122,6 +126,12 @@ def cases() -> list[Case]:
                   for layout, fraction in zip(whole, (0.5, 0.0, 1.0), strict=True)]
         found += [Case(ranks, "fp16", layout, microbatches=2)
                   for layout in (*whole, "optim-overlap", "optim_grads-overlap")]
+    for ranks, rule, clip in ((2, "adam", 0.0), (3, "adam", 1.0), (3, "lamb", 0.0)):
+        modes = ("sync", "overlap", "speculative") if rule == "adam" else ("sync", "overlap")
+        precision, parts = ("fp16", 1) if clip else ("bf16", 2)
+        found += [Case(ranks, precision, layout, fraction, rule, parts, clip=clip, mode=mode)
+                  for layout, fraction in (("no_shard", 1.0), ("optim", 0.5), ("optim_grads-overlap", 1.0),
+                                           ("no_shard-overlap", 0.5)) for mode in modes]
     for ranks in (3, 4):
         found += [Case(ranks, "bf16", layout, 0.5, fp32_reduce=False) for layout in (*whole, "optim-overlap")]
         found += [Case(ranks, "fp32", layout) for layout in whole]
@@ -129,6 +139,20 @@ def cases() -> list[Case]:
                   for fraction in (0.0, 0.5)]
     found += [Case(3, compact, layout, 0.5) for layout in whole
               for compact in ("bf16-8bit", "bf16-stochastic", "bf16-remainder")]
+    return found
+
+
+def sum_instead_of_average(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """Four ranks' gradients added up, of a quarter of the loss, which is exact; and averaged."""
+    found = []
+    for op, share in (("avg", 1.0), ("sum", 0.25)):
+        case = Case(4, "fp32", "optim_grads")
+        model, optimizer = build(case, group, grad_reduce_op=op)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (model(tokens_of(step, rank, 0), rank % 2 == 1) * share).backward()
+            optimizer.step()
+        found.append(digest(model.state_dict()))
     return found
 
 
@@ -389,6 +413,7 @@ def main(directory: str) -> None:
     results["duplicates"] = [duplicates(rank, layout, own) for layout in ("no_shard", "optim", "optim_grads")]
     results["resumed"] = {layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")}
     results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
+    results["sum"] = sum_instead_of_average(rank, groups[4])
     results["start"] = starts_alike(rank, groups[4])
     results["other ranges"] = other_ranges(groups[4])
     results["whole state"] = whole_state(groups[4])

@@ -50,7 +50,7 @@ def ranks(folder):
 def kinds():
     found = defaultdict(list)
     for case in cases():
-        found[case.ranks, case.precision, case.rule, case.microbatches, case.fp32_reduce].append(case)
+        found[case.ranks, case.precision, case.rule, case.microbatches, case.fp32_reduce, case.clip].append(case)
     return found
 
 
@@ -68,6 +68,18 @@ def test_every_layout_and_placement_gives_the_same_bits(ranks, kind):
             else:
                 assert found["norms"] == reference["norms"], case
             assert found["params"] == ranks[0][repr(case)]["params"], case
+
+
+def test_work_on_the_host_begins_before_the_step(ranks):
+    """Where nothing is clipped, what was stepped while gradients were reduced is what the step needs; with no_shard
+    they are only complete in the step."""
+    hits = {case: ranks[0][repr(case)]["hits"] for case in cases() if case.clip == 0.0 and case.rule == "adam"}
+    assert len(hits) == 12 and sum(map(bool, hits.values())) == 2
+    assert all((hits[case] > 0) == (case.mode == "speculative" and "optim" in case.layout) for case in hits)
+
+
+def test_sums_of_gradients_are_averages_times_the_ranks(ranks):
+    assert len({digest for rank in ranks for digest in rank["sum"]}) == 1
 
 
 def test_all_ranks_start_from_the_first_ones_parameters(ranks):
