@@ -126,7 +126,7 @@ def cases() -> list[Case]:
                   for layout, fraction in zip(whole, (0.5, 0.0, 1.0), strict=True)]
         found += [Case(ranks, "fp16", layout, microbatches=2)
                   for layout in (*whole, "optim-overlap", "optim_grads-overlap")]
-    for ranks, rule, clip in ((2, "adam", 0.0), (3, "adam", 1.0), (3, "lamb", 0.0)):
+    for ranks, rule, clip in ((2, "adam", 0.0), (4, "adam", 0.0), (3, "adam", 1.0), (3, "lamb", 0.0)):
         modes = ("sync", "overlap", "speculative") if rule == "adam" else ("sync", "overlap")
         precision, parts = ("fp16", 1) if clip else ("bf16", 2)
         found += [Case(ranks, precision, layout, fraction, rule, parts, clip=clip, mode=mode)

@@ -74,7 +74,7 @@ def test_work_on_the_host_begins_before_the_step(ranks):
     """Where nothing is clipped, what was stepped while gradients were reduced is what the step needs; with no_shard
     they are only complete in the step."""
     hits = {case: ranks[0][repr(case)]["hits"] for case in cases() if case.clip == 0.0 and case.rule == "adam"}
-    assert len(hits) == 12 and sum(map(bool, hits.values())) == 2
+    assert len(hits) == 24 and sum(map(bool, hits.values())) == 4
     assert all((hits[case] > 0) == (case.mode == "speculative" and "optim" in case.layout) for case in hits)
 
 
