@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gpu.waiting import with_host_verdict
 from mp_optim import FusedAdam, FusedLAMB, Lion, OptimizerConfig, get_megatron_optimizer
+from mp_optim.float8 import quantize_weights
 
 STEPS = 50
 
@@ -20,11 +21,13 @@ def _model(device: torch.device) -> nn.Sequential:
     return nn.Sequential(*layers).to(torch.bfloat16).to(device)
 
 
-def _train(device: torch.device, fraction: float, on_host: bool = False,
+def _train(device: torch.device, fraction: float, on_host: bool = False, float8: bool = False,
            **settings: Any) -> tuple[list[float], list[Tensor]]:
     if fraction > 0.0:
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     model = _model(device)
+    if float8:
+        quantize_weights(model)
     optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-2, clip_grad=1.0, **settings), model)
     if on_host:
         with_host_verdict(optimizer)
@@ -36,7 +39,7 @@ def _train(device: torch.device, fraction: float, on_host: bool = False,
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, [param.detach().cpu() for param in model.parameters()]
+    return losses, [param.detach().float().cpu() for param in model.parameters()]
 
 
 def _equal(a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[Tensor]]) -> bool:
@@ -63,6 +66,10 @@ def bits(device: torch.device) -> Section:
             section.rows[name] = {"same": float(same)}
         except ValueError as error:
             section.missing[name] = str(error)[:120]
+    expected = _train(device, 0.0, float8=True)
+    for fraction in (0.5, 1.0):
+        same = _equal(_train(device, fraction, float8=True), expected)
+        section.rows[f"float8 weights: {STEPS} steps, fraction {fraction} as 0"] = {"same": float(same)}
     for rule in (FusedAdam, FusedLAMB, Lion):
         for states, precision in _STATES.items():
             ours, theirs = (_stream(rule, where, precision) for where in (device, torch.device("cpu")))

@@ -5,6 +5,7 @@ import torch
 from models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of
 
 from mp_optim import FusedAdam, get_megatron_optimizer
+from mp_optim.float8 import quantize_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +34,25 @@ def test_fractions_give_the_same_bits_on_a_gpu(precision, rule):
         losses, params, _ = run(precision, fraction, rule, overlap_cpu_optimizer_d2h_h2d=overlap)
         assert losses == expected[0]
         assert all(same_bits(params[n], p) for n, p in expected[1].items())
+
+
+def test_float8_parameters_train_alike_at_every_fraction_on_a_gpu():
+    torch.use_deterministic_algorithms(True)
+    results = []
+    for fraction in (0.0, 0.5, 1.0):
+        model = TinyMoE(torch.bfloat16).cuda()
+        quantize_weights(model)
+        optimizer = get_megatron_optimizer(config_for("bf16", fraction), model, expert_predicate=is_expert)
+        losses = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(tokens_of(step).cuda())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append((losses, [param.detach().float().cpu() for param in model.parameters()]))
+    for losses, params in results[1:]:
+        assert losses == results[0][0] and all(map(same_bits, params, results[0][1]))
 
 
 def test_one_gradient_stream_gives_the_same_bits_on_cpu_and_gpu():
