@@ -304,7 +304,9 @@ print("ready", flush=True)
 """
 ENDS = {
     "sys.exit": ("sys.exit(3)", 3),
-    "Ctrl-C in step": ("threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); optimizer.step()", -2),
+    "Ctrl-C in step": (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); optimizer.step()", -2),
     "a child": ("pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nassert os.waitpid(pid, 0)[1] == 0", 0),
 }
 
