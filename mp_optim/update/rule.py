@@ -165,11 +165,11 @@ class RuleOptimizer(SlotOptimizer):
         state = self._groups[slot.group].slots[slot.position]
         forms: dict[str, Form] = {}
         for name in self.moments(self.param_groups[slot.group]):
-            if name not in state:
-                forms |= moment_forms(name, main.shape, self.precision.stored_dtype(name))
-            elif state[name].shape != main.shape:
+            if name in state and state[name].shape != main.shape:
                 raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
                                  f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
+            wanted = moment_forms(name, main.shape, self.precision.stored_dtype(name))
+            forms |= {key: form for key, form in wanted.items() if key not in state}
         if self._is_split(main) and REMAINDER not in state:
             forms[REMAINDER] = (main.shape, self.precision.remainder_dtype)
         return forms
