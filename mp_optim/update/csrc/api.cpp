@@ -13,6 +13,10 @@
 #include "level.h"
 #include "pool.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace mp {
 
 #if defined(__x86_64__)
@@ -143,6 +147,66 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     return run;
 }
 
+constexpr int64_t kPastCaches = 1 << 16;  // elements of a call whose results nobody reads soon from a cache
+
+void copy_past_caches(char* to, const char* from, int64_t bytes) {
+#if defined(__SSE2__)
+    for (; uintptr_t(to) % 16 == 0 && bytes >= 16; bytes -= 16, to += 16, from += 16)
+        _mm_stream_si128((__m128i*)to, _mm_loadu_si128((const __m128i*)from));
+#endif
+    std::memcpy(to, from, size_t(bytes));
+}
+
+void finish_copies() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+// Where values that come from one place and go to another are stepped: in the nearest caches. The place they go to is
+// written past the caches, and so is never read, as the lines of memory that are written in part have to be.
+struct Workplace {
+    alignas(64) char main[4 * kBrought], remainder[2 * kBrought], moment1[4 * kBrought], moment2[4 * kBrought];
+    float scale1[kBrought / kScaled], scale2[kBrought / kScaled];
+
+    // Copies present values here; the run leads here after it.
+    void fetch(const MpTensors& t, int64_t index, int64_t start, Run& run) {
+        auto take = [&](const void* const* from, char* place, Stream& stream) {
+            if (!from) return;
+            const int64_t size = size_of(stream.dtype);
+            std::memcpy(place, (const char*)from[index] + start * size, size_t(run.numel * size));
+            stream.data = place;
+        };
+        auto take_scales = [&](const float* const* from, float* place, float*& scales) {
+            if (!from) return;
+            std::memcpy(place, from[index] + start / kScaled, scales_of(run) * sizeof(float));
+            scales = place;
+        };
+        take(t.from_main, main, run.main);
+        take(t.from_remainder, remainder, run.remainder);
+        take(t.from_moment1, moment1, run.moment1);
+        take(t.from_moment2, moment2, run.moment2);
+        take_scales(t.from_scale1, scale1, run.scale1);
+        take_scales(t.from_scale2, scale2, run.scale2);
+    }
+
+    // Copies what was stepped here to where the run was to go.
+    void send(const Run& run) const {
+        auto put = [&](const char* place, const Stream& stream) {
+            if (stream.data) copy_past_caches(stream.data, place, run.numel * size_of(stream.dtype));
+        };
+        put(main, run.main);
+        put(remainder, run.remainder);
+        put(moment1, run.moment1);
+        put(moment2, run.moment2);
+        if (run.scale1) std::memcpy(run.scale1, scale1, scales_of(run) * sizeof(float));
+        if (run.scale2) std::memcpy(run.scale2, scale2, scales_of(run) * sizeof(float));
+    }
+
+private:
+    static size_t scales_of(const Run& run) { return size_t((run.numel + kScaled - 1) / kScaled); }
+};
+
 // Where the elements of a call are, counted in units: pieces or blocks of a tensor, the last one maybe short.
 class Units {
 public:
@@ -198,14 +262,24 @@ void split(const Units& units, int32_t threads, Body body) {
 template <class Kernel>
 void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
     Units units(t, kBlock);
-    bool stream = units.elements() >= kLargeLaunch;
-    const int64_t most = t.from_main ? kBrought : std::numeric_limits<int64_t>::max();
+    const bool stream = units.elements() >= kLargeLaunch, past_caches = units.elements() >= kPastCaches;
     split(units, threads, [&](int64_t i, int64_t, int64_t start, int64_t count) {
+        if (!t.from_main) return kernel(run_at(t, i, start, count, stream), i);
+        Workplace workplace;
         for (int64_t done = 0, n; done < count; done += n) {
-            n = std::min(most, count - done);
-            if (t.from_main) bring(t, i, start + done, n);
-            kernel(run_at(t, i, start + done, n, stream), i);
+            n = std::min(kBrought, count - done);
+            const Run there = run_at(t, i, start + done, n, stream);
+            if (past_caches) {
+                Run here = there;
+                workplace.fetch(t, i, start + done, here);
+                kernel(here, i);
+                workplace.send(there);
+            } else {
+                bring(t, i, start + done, n);
+                kernel(there, i);
+            }
         }
+        if (past_caches) finish_copies();
     });
 }
 

@@ -7,6 +7,8 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from mp_optim.update.formats import (
     stored_dtype,
 )
 from mp_optim.update.lists import (
+    MAIN,
     REMAINDER,
     AdamScalars,
     LambScalars,
@@ -135,6 +138,19 @@ def lists_of(seed: int, sizes: list[int], grad: torch.dtype, output: torch.dtype
                        if noisy else None)
 
 
+def into_other_memory(lists: TensorLists, seed: int) -> TensorLists:
+    """The same call with what it steps somewhere else, where there is nothing yet."""
+    maker = Maker(seed, False)
+
+    def other(tensor: Tensor) -> Tensor:
+        found = maker.empty(tensor.numel(), tensor.dtype)
+        found.view(torch.uint8).fill_(0xFF)
+        return found
+
+    return replace(lists, main=[other(main) for main in lists.main], source={MAIN: lists.main, **lists.state},
+                   state={key: [other(tensor) for tensor in tensors] for key, tensors in lists.state.items()})
+
+
 def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
     """Equal bits; all NaNs count as equal, as IEEE does not say which one an operation makes."""
     if a is None or b is None:
@@ -197,7 +213,16 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
         output = torch.bfloat16
     ours, theirs = (lists_of(seed, sizes, grad, output, KEYS[rule], odd, moments, remainder, noisy) for _ in range(2))
     short = rule.split()[-1]
+    if data.draw(st.booleans()):
+        ours, before = into_other_memory(ours, seed + 1), deepcopy(ours)
+        present = ours.source
+    else:
+        present = None
     found = run(NativeBackend(LIBRARY), short, ours, group, step, multiplier)
+    if present is not None:
+        for key, tensors in present.items():
+            for tensor, was in zip(tensors, before.main if key == MAIN else before.state[key], strict=True):
+                assert_same(tensor, was, f"present {key}")
     expected = run(REFERENCE, short, theirs, group, step, multiplier)
     assert_same_lists(ours, theirs)
     if found is not None and expected is not None:
