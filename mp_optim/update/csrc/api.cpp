@@ -5,17 +5,12 @@
 #include <atomic>
 #include <cstring>
 #include <initializer_list>
-#include <limits>
 #include <new>
 #include <string>
 #include <vector>
 
 #include "level.h"
 #include "pool.h"
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 namespace mp {
 
@@ -105,8 +100,6 @@ bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_sec
     return valid_sources(t) && is_full(t, t.scale1) && is_full(t, t.scale2);
 }
 
-constexpr int64_t kBrought = 4 * kBlock;  // elements: still in the nearest cache when the kernel comes to them
-
 // Copies present values to where they are stepped.
 void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
     auto copy = [&](const auto* from, const auto* to, int64_t first, int64_t bytes) {
@@ -125,11 +118,12 @@ void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
     copy(t.from_scale2, t.scale2, scale, scales);
 }
 
-Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream) {
-    auto at = [&](void* const* table, int32_t dtype) {
+// A part of a tensor. Present values are where new ones go, or if `apart` where the call says.
+Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream, bool apart) {
+    auto at = [&](auto table, int32_t dtype) {
         return Stream{table ? (char*)table[index] + start * size_of(dtype) : nullptr, dtype};
     };
-    auto scale_at = [&](float* const* table) { return table ? table[index] + start / kScaled : nullptr; };
+    auto scale_at = [&](auto table) { return table ? table[index] + start / kScaled : nullptr; };
     Run run;
     run.main = at(t.main, t.main_dtype);
     run.remainder = at(t.remainder, t.remainder_dtype);
@@ -139,6 +133,12 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.output = at(t.output, t.output_dtype);
     run.scale1 = scale_at(t.scale1);
     run.scale2 = scale_at(t.scale2);
+    run.old_main = apart ? at(t.from_main, t.main_dtype) : run.main;
+    run.old_remainder = apart ? at(t.from_remainder, t.remainder_dtype) : run.remainder;
+    run.old_moment1 = apart ? at(t.from_moment1, t.moment1_dtype) : run.moment1;
+    run.old_moment2 = apart ? at(t.from_moment2, t.moment2_dtype) : run.moment2;
+    run.old_scale1 = apart ? scale_at(t.from_scale1) : run.scale1;
+    run.old_scale2 = apart ? scale_at(t.from_scale2) : run.scale2;
     run.numel = count;
     run.start = uint32_t(start);
     run.noisy = t.stream != nullptr;
@@ -146,66 +146,6 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.stream = stream;
     return run;
 }
-
-constexpr int64_t kPastCaches = 1 << 16;  // elements of a call whose results nobody reads soon from a cache
-
-void copy_past_caches(char* to, const char* from, int64_t bytes) {
-#if defined(__SSE2__)
-    for (; uintptr_t(to) % 16 == 0 && bytes >= 16; bytes -= 16, to += 16, from += 16)
-        _mm_stream_si128((__m128i*)to, _mm_loadu_si128((const __m128i*)from));
-#endif
-    std::memcpy(to, from, size_t(bytes));
-}
-
-void finish_copies() {
-#if defined(__SSE2__)
-    _mm_sfence();
-#endif
-}
-
-// Where values that come from one place and go to another are stepped: in the nearest caches. The place they go to is
-// written past the caches, and so is never read, as the lines of memory that are written in part have to be.
-struct Workplace {
-    alignas(64) char main[4 * kBrought], remainder[2 * kBrought], moment1[4 * kBrought], moment2[4 * kBrought];
-    float scale1[kBrought / kScaled], scale2[kBrought / kScaled];
-
-    // Copies present values here; the run leads here after it.
-    void fetch(const MpTensors& t, int64_t index, int64_t start, Run& run) {
-        auto take = [&](const void* const* from, char* place, Stream& stream) {
-            if (!from) return;
-            const int64_t size = size_of(stream.dtype);
-            std::memcpy(place, (const char*)from[index] + start * size, size_t(run.numel * size));
-            stream.data = place;
-        };
-        auto take_scales = [&](const float* const* from, float* place, float*& scales) {
-            if (!from) return;
-            std::memcpy(place, from[index] + start / kScaled, scales_of(run) * sizeof(float));
-            scales = place;
-        };
-        take(t.from_main, main, run.main);
-        take(t.from_remainder, remainder, run.remainder);
-        take(t.from_moment1, moment1, run.moment1);
-        take(t.from_moment2, moment2, run.moment2);
-        take_scales(t.from_scale1, scale1, run.scale1);
-        take_scales(t.from_scale2, scale2, run.scale2);
-    }
-
-    // Copies what was stepped here to where the run was to go.
-    void send(const Run& run) const {
-        auto put = [&](const char* place, const Stream& stream) {
-            if (stream.data) copy_past_caches(stream.data, place, run.numel * size_of(stream.dtype));
-        };
-        put(main, run.main);
-        put(remainder, run.remainder);
-        put(moment1, run.moment1);
-        put(moment2, run.moment2);
-        if (run.scale1) std::memcpy(run.scale1, scale1, scales_of(run) * sizeof(float));
-        if (run.scale2) std::memcpy(run.scale2, scale2, scales_of(run) * sizeof(float));
-    }
-
-private:
-    static size_t scales_of(const Run& run) { return size_t((run.numel + kScaled - 1) / kScaled); }
-};
 
 // Where the elements of a call are, counted in units: pieces or blocks of a tensor, the last one maybe short.
 class Units {
@@ -262,24 +202,9 @@ void split(const Units& units, int32_t threads, Body body) {
 template <class Kernel>
 void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
     Units units(t, kBlock);
-    const bool stream = units.elements() >= kLargeLaunch, past_caches = units.elements() >= kPastCaches;
+    const bool stream = units.elements() >= kLargeLaunch, apart = t.from_main != nullptr;
     split(units, threads, [&](int64_t i, int64_t, int64_t start, int64_t count) {
-        if (!t.from_main) return kernel(run_at(t, i, start, count, stream), i);
-        Workplace workplace;
-        for (int64_t done = 0, n; done < count; done += n) {
-            n = std::min(kBrought, count - done);
-            const Run there = run_at(t, i, start + done, n, stream);
-            if (past_caches) {
-                Run here = there;
-                workplace.fetch(t, i, start + done, here);
-                kernel(here, i);
-                workplace.send(there);
-            } else {
-                bring(t, i, start + done, n);
-                kernel(there, i);
-            }
-        }
-        if (past_caches) finish_copies();
+        kernel(run_at(t, i, start, count, stream, apart), i);
     });
 }
 
@@ -301,7 +226,7 @@ void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads,
     split(units, threads, [&](int64_t i, int64_t unit, int64_t start, int64_t count) {
         for (int64_t done = 0; done < count; done += kPiece, ++unit) {
             if (t.from_main) bring(t, i, start + done, std::min(kPiece, count - done));
-            kernel(run_at(t, i, start + done, std::min(kPiece, count - done), false), unit, &found[unit * width]);
+            kernel(run_at(t, i, start + done, std::min(kPiece, count - done), false, false), unit, &found[unit * width]);
         }
     });
     std::vector<double> values;
@@ -356,7 +281,7 @@ int32_t mp_lamb_moments(const MpTensors* t, const MpLamb* s, double* sums, int32
 }
 
 int32_t mp_lamb_apply(const MpTensors* t, const MpLamb* s, const float* ratios, int32_t threads) {
-    if (!t || !s || !ratios || !valid(*t, true, true, true, threads)) return MP_BAD_ARGUMENT;
+    if (!t || !s || !ratios || !valid(*t, true, true, true, threads) || t->from_main) return MP_BAD_ARGUMENT;
     return guarded([&] {
         elementwise(*t, threads, [&](const Run& run, int64_t i) { level().lamb_apply(run, *s, ratios[i]); });
     });

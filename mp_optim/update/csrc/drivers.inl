@@ -3,9 +3,10 @@
 
 // -- chunks -------------------------------------------------------------------------------------------
 
-constexpr Stream Run::* kStreams[] = {&Run::main,    &Run::remainder, &Run::grad,
-                                      &Run::moment1, &Run::moment2,   &Run::output};  // the output last
-constexpr int kStreamCount = 6;
+constexpr Stream Run::* kStreams[] = {&Run::grad,        &Run::old_main, &Run::old_remainder, &Run::old_moment1,
+                                      &Run::old_moment2, &Run::main,     &Run::remainder,     &Run::moment1,
+                                      &Run::moment2,     &Run::output};
+constexpr int kStreamCount = 10, kFirstWritten = 5;
 
 // The part of a run from `start` on, a multiple of kScaled.
 MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
@@ -14,6 +15,8 @@ MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
         if ((run.*stream).data) (part.*stream).data = (run.*stream).at(start);
     if (run.scale1) part.scale1 = run.scale1 + start / kScaled;
     if (run.scale2) part.scale2 = run.scale2 + start / kScaled;
+    if (run.scale1) part.old_scale1 = run.old_scale1 + start / kScaled;
+    if (run.scale2) part.old_scale2 = run.old_scale2 + start / kScaled;
     part.start = run.start + uint32_t(start);
     part.numel = numel;
     return part;
@@ -29,7 +32,7 @@ struct Tail {
 
     __attribute__((noinline)) Tail(const Run& whole, int64_t start)
         : run(part_of(whole, start, (whole.numel - start + kChunk - 1) / kChunk * kChunk)), numel(whole.numel - start) {
-        run.stream = false;
+        run.stream = run.past = false;
         for (int k = 0; k < kStreamCount; ++k) {
             Stream& mine = run.*kStreams[k];
             if (!mine.data) continue;
@@ -40,9 +43,9 @@ struct Tail {
     }
 
     __attribute__((noinline)) void write_back(const Run& whole, int64_t start) {
-        for (int k = 0; k < kStreamCount; ++k) {
+        for (int k = kFirstWritten; k < kStreamCount; ++k) {
             Stream theirs = whole.*kStreams[k];
-            if (theirs.data && kStreams[k] != &Run::grad)
+            if (theirs.data)
                 __builtin_memcpy(theirs.at(start), memory[k], numel * size_of(theirs.dtype));
         }
     }
@@ -66,18 +69,25 @@ MP_INLINE void for_whole_chunks(const Run& run, Body body) {
 // Elements ahead of use that are fetched: with four or five streams the hardware's own prefetching falls behind.
 constexpr int64_t kAhead = 512;
 
-MP_INLINE void fetch_ahead(const char* data, int32_t dtype, int64_t i) {
-    const char* from = data + (i + kAhead) * size_of(dtype);
-    for (int64_t line = 0; line < kChunk * size_of(dtype); line += 64) __builtin_prefetch(from + line, 0, 3);
+template <bool to_write>
+MP_INLINE void fetch_ahead(const Stream& stream, int32_t dtype, int64_t i) {
+    const char* from = stream.data + (i + kAhead) * size_of(dtype);
+    for (int64_t line = 0; line < kChunk * size_of(dtype); line += 64) __builtin_prefetch(from + line, to_write, 3);
 }
 
 template <class F>
 MP_INLINE void fetch_ahead(const Run& r, int64_t i) {
-    fetch_ahead(r.main.data, F::rest(r) == MP_NONE ? MP_F32 : MP_BF16, i);
-    fetch_ahead(r.remainder.data, F::rest(r), i);
-    fetch_ahead(r.grad.data, r.grad.dtype, i);
-    fetch_ahead(r.moment1.data, F::template moment<false>(r), i);
-    fetch_ahead(r.moment2.data, F::template moment<true>(r), i);
+    const int32_t main = F::rest(r) == MP_NONE ? MP_F32 : MP_BF16;
+    fetch_ahead<false>(r.old_main, main, i);
+    fetch_ahead<false>(r.old_remainder, F::rest(r), i);
+    fetch_ahead<false>(r.grad, r.grad.dtype, i);
+    fetch_ahead<false>(r.old_moment1, F::template moment<false>(r), i);
+    fetch_ahead<false>(r.old_moment2, F::template moment<true>(r), i);
+    if (r.past || r.main.data == r.old_main.data) return;
+    fetch_ahead<true>(r.main, main, i);
+    fetch_ahead<true>(r.remainder, F::rest(r), i);
+    fetch_ahead<true>(r.moment1, F::template moment<false>(r), i);
+    fetch_ahead<true>(r.moment2, F::template moment<true>(r), i);
 }
 
 // -- blocks -------------------------------------------------------------------------------------------
@@ -119,21 +129,25 @@ struct Tile {
     alignas(64) float first[kScaled], second[kScaled];
 };
 
-// Updates a chunk in place, but for moments in blocks, which go to the tile: of the second the root. Of both the largest
-// magnitude is kept.
+// FP32 values of a chunk: present ones, and where new ones go.
+struct Chunk {
+    const float *grad, *main, *first, *second;
+    float *new_main, *new_first, *new_second;
+};
+
+// Updates a chunk. Of a second moment in blocks the new value is the root; of both the largest magnitude is kept.
 template <bool blocked1, bool blocked2, class Rule>
-MP_INLINE void update(const Rule& rule, int64_t start, const float* grad, float* main, float* first, float* second,
-                      float* tile1, float* tile2, u32x16& top1, u32x16& top2) {
+MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2) {
     for (int i = 0; i < kChunk; i += kLanes) {
-        f32x16 g = {}, p = load<f32x16>(main + i), m = {}, v = {}, root = {};
-        if (Rule::kGrad) g = load<f32x16>(grad + i);
-        if (Rule::kFirst) m = load<f32x16>(first + i);
-        if (Rule::kSecond) v = load<f32x16>(second + i);
+        f32x16 g = {}, p = load<f32x16>(at.main + i), m = {}, v = {}, root = {};
+        if (Rule::kGrad) g = load<f32x16>(at.grad + i);
+        if (Rule::kFirst) m = load<f32x16>(at.first + i);
+        if (Rule::kSecond) v = load<f32x16>(at.second + i);
         rule(g, p, m, v, root);
         rule.look(start + i, p, m, v);
-        if (Rule::kMain) store(main + i, p);
-        if (Rule::kMoments && Rule::kFirst) store((blocked1 ? tile1 : first) + i, m);
-        if (Rule::kMoments && Rule::kSecond) store((blocked2 ? tile2 : second) + i, blocked2 ? root : v);
+        if (Rule::kMain) store(at.new_main + i, p);
+        if (Rule::kMoments && Rule::kFirst) store(at.new_first + i, m);
+        if (Rule::kMoments && Rule::kSecond) store(at.new_second + i, blocked2 ? root : v);
         if (blocked1) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
         if (blocked2) top2 = larger(top2, as<u32x16>(root));  // not negative, unless it is NaN
     }
@@ -150,24 +164,27 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
     for (int64_t start = 0; start < run.numel; start += kScaled) {
         Tile &tile = tiles[start / kScaled % 2], &last = tiles[1 - start / kScaled % 2];
         const int64_t left = run.numel - start, n = left < kScaled ? left : kScaled;
-        const float *scale1 = scale_at(run.scale1, start), *scale2 = scale_at(run.scale2, start);
+        const float *scale1 = scale_at(run.old_scale1, start), *scale2 = scale_at(run.old_scale2, start);
         u32x16 top1 = {}, top2 = {};
 #pragma GCC unroll 1
         for (int64_t at = 0; at < n; at += kChunk) {
             const int64_t i = start + at;
             alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
             fetch_ahead<F>(run, i);
-            float *main = read_main<F>(run, i, p), *first = nullptr, *second = nullptr;
-            const float* grad = Rule::kGrad ? read_grad(run.grad, i, g) : nullptr;
-            if (Rule::kFirst) first = read_moment<false, F>(run, i, scale1, m);
-            if (Rule::kSecond) second = read_moment<true, F>(run, i, scale2, v);
-            update<blocked1, blocked2>(rule, first_index + i, grad, main, first, second, tile.first + at,
-                                       tile.second + at, top1, top2);
+            Chunk chunk = {};
+            chunk.main = read_main<F>(run, i, p);
+            chunk.new_main = run.past ? p : place_of_main<F>(run, i, p);
+            if (Rule::kGrad) chunk.grad = read_grad(run.grad, i, g);
+            if (Rule::kFirst) chunk.first = read_moment<false, F>(run, i, scale1, m);
+            if (Rule::kSecond) chunk.second = read_moment<true, F>(run, i, scale2, v);
+            chunk.new_first = blocked1 ? tile.first + at : run.past ? m : place_of_moment<false, F>(run, i, m);
+            chunk.new_second = blocked2 ? tile.second + at : run.past ? v : place_of_moment<true, F>(run, i, v);
+            update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2);
             if (blocked1 && start > 0) write_codes<false, F>(run, coded1, last.first + at, i - kScaled);
             if (blocked2 && start > 0) write_codes<true, F>(run, coded2, last.second + at, i - kScaled);
-            if (Rule::kMain) write_main<F>(run, i, main);
-            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(run, i, first);
-            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(run, i, second);
+            if (Rule::kMain) write_main<F>(run, i, chunk.new_main);
+            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(run, i, chunk.new_first);
+            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(run, i, chunk.new_second);
         }
         if (blocked1) run.scale1[start / kScaled] = (coded1 = scale_of(largest(top1), F::template moment<false>(run))).scale;
         if (blocked2) run.scale2[start / kScaled] = (coded2 = scale_of(largest(top2), F::template moment<true>(run))).scale;
@@ -175,7 +192,7 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
     const int64_t end = (run.numel - 1) / kScaled;
     if (blocked1) write_block<false, F>(given_run, coded1, tiles[end % 2].first, end * kScaled);
     if (blocked2) write_block<true, F>(given_run, coded2, tiles[end % 2].second, end * kScaled);
-    if (run.stream) finish_streaming();
+    if (run.stream || run.past) finish_streaming();
 }
 
 template <bool blocked1, bool blocked2, class F, class Rule>
@@ -185,11 +202,20 @@ MP_INLINE void run_blocks(const Run& run, const Rule& rule) {
     });
 }
 
+// How a run's results get to memory.
+MP_INLINE Run with_ways(const Run& given) {
+    auto can_stream = [](const Stream& to) { return uintptr_t(to.data) % 32 == 0; };
+    Run run = given;
+    run.stream = given.stream && given.output.data && can_stream(given.output);
+    run.past = given.main.data != given.old_main.data && can_stream(given.main) && can_stream(given.moment1) &&
+               can_stream(given.moment2);
+    return run;
+}
+
 // The rule over a run, for the kinds of moments that it changes.
 template <class Rule>
 MP_INLINE void run_rule(const Run& given, const Rule& rule) {
-    Run run = given;
-    run.stream = given.stream && given.output.data && uintptr_t(given.output.data) % 32 == 0;
+    const Run run = with_ways(given);
     constexpr bool first = Rule::kMoments && Rule::kFirst, second = Rule::kMoments && Rule::kSecond;
     const bool blocked1 = first && is_blocked(run.moment1.dtype), blocked2 = second && is_blocked(run.moment2.dtype);
     if (blocked1 && blocked2) return run_blocks<first, second, AnyFormats>(run, rule);
@@ -202,8 +228,7 @@ MP_INLINE void run_rule(const Run& given, const Rule& rule) {
 template <int32_t rest, int32_t first, int32_t second, class Rule>
 MP_INLINE bool run_special(const Run& given, const Rule& rule) {
     if (given.remainder.dtype != rest || given.moment1.dtype != first || given.moment2.dtype != second) return false;
-    Run run = given;
-    run.stream = given.stream && given.output.data && uintptr_t(given.output.data) % 32 == 0;
+    const Run run = with_ways(given);
     run_blocks<is_blocked(first), is_blocked(second), Formats<rest, first, second>>(run, rule);
     return true;
 }

@@ -83,13 +83,13 @@ static void square(float* x) {
     for (int i = 0; i < kChunk; i += kLanes) store(x + i, load<f32x16>(x + i) * load<f32x16>(x + i));
 }
 
-// FP32 values of a chunk of a moment, to be changed in place: those in memory, or the buffer's.
+// FP32 values of a chunk of a moment: those in memory, or the buffer's.
 template <bool second, class F>
-MP_INLINE float* read_moment_here(const Run& r, int64_t i, const float* scale, float* buffer) {
+MP_INLINE const float* read_moment_here(const Run& r, int64_t i, const float* scale, float* buffer) {
     const int32_t dtype = F::template moment<second>(r);
-    char* from = (second ? r.moment2 : r.moment1).data + i * size_of(dtype);
+    const char* from = (second ? r.old_moment2 : r.old_moment1).data + i * size_of(dtype);
     switch (dtype) {
-        case MP_F32: return (float*)from;
+        case MP_F32: return (const float*)from;
         case MP_BF16: read_floats<MP_BF16>(from, buffer); return buffer;
         case MP_F16: read_block<MP_F16>(from, *scale, buffer); break;
         default: read_block<second ? MP_U8 : MP_I8>(from, *scale, buffer);
@@ -99,11 +99,17 @@ MP_INLINE float* read_moment_here(const Run& r, int64_t i, const float* scale, f
 }
 
 template <bool second, class F>
-MP_INLINE float* read_moment(const Run& r, int64_t i, const float* scale, float* buffer) {
+MP_INLINE const float* read_moment(const Run& r, int64_t i, const float* scale, float* buffer) {
     if constexpr (F::kKnown)
         return read_moment_here<second, F>(r, i, scale, buffer);
     else
         return outlined([&] { return read_moment_here<second, F>(r, i, scale, buffer); });
+}
+
+// Where its new FP32 values go: to memory as they are, or to the buffer, from which write_moment takes them.
+template <bool second, class F>
+MP_INLINE float* place_of_moment(const Run& r, int64_t i, float* buffer) {
+    return F::template moment<second>(r) == MP_F32 ? (float*)(second ? r.moment2 : r.moment1).data + i : buffer;
 }
 
 template <int32_t rest>
@@ -114,23 +120,28 @@ MP_INLINE void join(const char* main, const char* remainder, float* to) {
     }
 }
 
-// FP32 values of a chunk of main params, to be changed in place.
+// FP32 values of a chunk of main params.
 template <class F>
-MP_INLINE float* read_main_here(const Run& r, int64_t i, float* buffer) {
-    if (F::rest(r) == MP_NONE) return (float*)r.main.data + i;
+MP_INLINE const float* read_main_here(const Run& r, int64_t i, float* buffer) {
+    if (F::rest(r) == MP_NONE) return (const float*)r.old_main.data + i;
     if (F::rest(r) == MP_I16)
-        join<MP_I16>(r.main.data + 2 * i, r.remainder.data + 2 * i, buffer);
+        join<MP_I16>(r.old_main.data + 2 * i, r.old_remainder.data + 2 * i, buffer);
     else
-        join<MP_I8>(r.main.data + 2 * i, r.remainder.data + i, buffer);
+        join<MP_I8>(r.old_main.data + 2 * i, r.old_remainder.data + i, buffer);
     return buffer;
 }
 
 template <class F>
-MP_INLINE float* read_main(const Run& r, int64_t i, float* buffer) {
+MP_INLINE const float* read_main(const Run& r, int64_t i, float* buffer) {
     if constexpr (F::kKnown)
         return read_main_here<F>(r, i, buffer);
     else
         return outlined([&] { return read_main_here<F>(r, i, buffer); });
+}
+
+template <class F>
+MP_INLINE float* place_of_main(const Run& r, int64_t i, float* buffer) {
+    return F::rest(r) == MP_NONE ? (float*)r.main.data + i : buffer;
 }
 
 // -- writing ------------------------------------------------------------------------------------------
@@ -149,6 +160,10 @@ static void write_f16(const float* from, char* to) {
         u16x16 bits[2] = {to_f16(load<f32x16>(from + i)), to_f16(load<f32x16>(from + i + kLanes))};
         stream ? store_past_caches(to + 2 * i, load<u16x32>(bits)) : store(to + 2 * i, load<u16x32>(bits));
     }
+}
+
+MP_INLINE void write_past_caches(const float* from, char* to) {
+    for (int i = 0; i < kChunk; i += kLanes) store_past_caches(to + 4 * i, load<u16x32>(from + i));
 }
 
 // What is cut off after random bits were added; inf stays what it is.
@@ -171,8 +186,10 @@ static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint3
 // A chunk of a moment that is not in blocks.
 template <bool second, class F>
 MP_INLINE void write_moment_here(const Run& r, int64_t i, const float* values) {
-    if (F::template moment<second>(r) != MP_BF16) return;  // FP32 was changed in place
-    char* to = (second ? r.moment2 : r.moment1).data + 2 * i;
+    const int32_t dtype = F::template moment<second>(r);
+    char* to = (second ? r.moment2 : r.moment1).data + i * size_of(dtype);
+    if (dtype == MP_F32 && r.past) write_past_caches(values, to);
+    if (dtype != MP_BF16) return;  // FP32 is there already
     if (r.noisy)
         write_bf16_randomly<second>(values, to, r.key, r.start + uint32_t(i));
     else
@@ -230,6 +247,7 @@ MP_INLINE void write_main_here(const Run& r, int64_t i, const float* values) {
     if (F::rest(r) == MP_I16) return split_16(values, main, r.remainder.data + 2 * i, output);
     if (F::rest(r) == MP_I8)
         return split_8(values, main, r.remainder.data + i, output, r.noisy, r.key, r.start + uint32_t(i));
+    if (r.past) write_past_caches(values, r.main.data + 4 * i);
     switch (r.output.dtype) {
         case MP_F32: __builtin_memcpy(output, values, 4 * kChunk); break;
         case MP_BF16: r.stream ? write_bf16<true>(values, output) : write_bf16<false>(values, output); break;

@@ -29,12 +29,15 @@ struct Stream {
 // One tensor, its pointers moved to the first element of the run.
 struct Run {
     Stream main, remainder, grad, moment1, moment2, output;
+    Stream old_main, old_remainder, old_moment1, old_moment2;  // where present values are read: mostly the same places
     float *scale1, *scale2;  // of moments in blocks: one for each kScaled elements
+    const float *old_scale1, *old_scale2;
     int64_t numel;
     uint32_t start;  // index of the first element in its tensor, modulo 2^32
     uint32_t key;    // of the tensor's random bits
     bool noisy;      // round stochastically
     bool stream;     // write the output past the caches: the launch is much larger than they are
+    bool past;       // so FP32 main params and moments, which are not read there either
 };
 
 struct Level {
