@@ -1,0 +1,175 @@
+"""RuleState: the slots of a rule, and the state that is kept for each."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.host_memory import Form, beside, zeros
+from mp_optim.slot_optimizer import SlotOptimizer, check_fits
+from mp_optim.slots import Slot, local_tensor
+from mp_optim.update.formats import join, keep_valid, split_
+from mp_optim.update.group_state import GroupState
+from mp_optim.update.lists import REMAINDER
+from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, moment_forms
+
+__all__ = ["RuleState"]
+
+
+class RuleState(SlotOptimizer):
+    """What a rule keeps: per slot ``step`` (0-d FP32 on the CPU), its moments, with ``<moment>_scale`` if they are
+    stored in blocks, and ``remainder`` if there is one.
+
+    Args:
+        precision: how state is stored.
+    """
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], precision: StatePrecision) -> None:
+        self.precision = precision
+        self._groups: list[GroupState] = []
+        super().__init__(params, defaults)
+
+    # -- what a rule provides -------------------------------------------------------------------
+
+    @abstractmethod
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the moments the rule keeps under a group's settings."""
+
+    @abstractmethod
+    def check_settings(self, group: dict[str, Any]) -> None:
+        """Raise ValueError naming the setting and its value if it is out of range."""
+
+    def settle(self) -> None:
+        """Take back the counts of steps of which only the device knew, until now, that they were skipped."""
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group.
+
+        Raises:
+            ValueError: a setting is out of range, naming it.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self.check_settings(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._groups.append(GroupState(len(group["params"])))
+
+    def slot_state(self, slot: Slot) -> dict[str, Any]:
+        self.settle()
+        own, group = self._groups[slot.group], self.param_groups[slot.group]
+        state = own.slots[slot.position]
+        tensor = group["params"][slot.position]
+        main = local_tensor(tensor)
+        state.setdefault("step", own.steps[slot.position])
+        new = {key: zeros(*form, main.device) for key, form in self._missing(slot, main).items()}
+        new |= {key: value.to(main.device) for key, value in state.items()
+                if key != "step" and value.device != main.device}
+        if new:
+            state.update(new)
+            own.replaced()
+        if not self._is_split(main):
+            state.pop(REMAINDER, None)  # the parameter was bfloat16 once
+        if own.mains[slot.position] is not tensor:
+            own.mains[slot.position] = tensor
+            own.steady_mains = None
+        return state
+
+    def _missing(self, slot: Slot, main: Tensor) -> dict[str, Form]:
+        """State that a main param lacks."""
+        state = self._groups[slot.group].slots[slot.position]
+        forms: dict[str, Form] = {}
+        for name in self.moments(self.param_groups[slot.group]):
+            if name in state and state[name].shape != main.shape:
+                raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
+                                 f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
+            wanted = moment_forms(name, main.shape, self.precision.stored_dtype(name))
+            forms |= {key: form for key, form in wanted.items() if key not in state}
+        if self._is_split(main) and REMAINDER not in state:
+            forms[REMAINDER] = (main.shape, self.precision.remainder_dtype)
+        return forms
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Host tensors of one name lie one after the other, if together they are large."""
+        missing: dict[str, list[tuple[Slot, Form]]] = defaultdict(list)
+        for slot in slots:
+            if (main := self._local(slot)).device.type == "cpu":
+                for key, form in self._missing(slot, main).items():
+                    missing[key].append((slot, form))
+        for key, wanted in missing.items():
+            found = beside([form for _, form in wanted])
+            for (slot, _), tensor in zip(wanted, found or (), strict=False):
+                own = self._groups[slot.group]
+                own.slots[slot.position].setdefault("step", own.steps[slot.position])
+                own.slots[slot.position][key] = tensor
+                own.replaced()
+        for slot in slots:
+            self.slot_state(slot)
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        return full_precision(self.slot_state(slot), self._local(slot))
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        return fitted(self.slot_name(slot), self.slot_state(slot), self._local(slot), state, convert)
+
+    def _without_master(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """A state to load, and the FP32 main param in it that stands for a remainder."""
+        mine = self.slot_state(slot)
+        if MASTER not in state or REMAINDER not in mine:
+            return state, None
+        rest = {key: value for key, value in state.items() if key != MASTER}
+        return {**rest, REMAINDER: mine[REMAINDER]}, state[MASTER]
+
+    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        rest, master = self._without_master(slot, state)
+        if master is not None:
+            check_fits(f"{self.slot_name(slot)}.{MASTER}", self.main_param(slot), master)
+        super().check_slot_state(slot, rest)
+
+    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        self.check_slot_state(slot, state)
+        rest, master = self._without_master(slot, state)
+        for key, own in self.slot_state(slot).items():
+            own.copy_(torch.as_tensor(rest[key]))
+        if master is not None:
+            self.set_main_param(slot, master)
+
+    # -- main params ----------------------------------------------------------------------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.precision.main_dtype(dtype)
+
+    def _local(self, slot: Slot) -> Tensor:
+        return local_tensor(self.param_groups[slot.group]["params"][slot.position])
+
+    def _is_split(self, main: Tensor) -> bool:
+        return main.dtype != torch.float32 and self.precision.main_dtype(main.dtype) == main.dtype
+
+    def main_param(self, slot: Slot) -> Tensor:
+        main = self._local(slot)
+        return join(main, self.slot_state(slot)[REMAINDER]) if self._is_split(main) else super().main_param(slot)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        main = self._local(slot)
+        if self._is_split(main):
+            split_(value.to(main.device, torch.float32), main, self.slot_state(slot)[REMAINDER])
+        else:
+            main.copy_(value)
+
+    def written_outside(self, slot: Slot) -> None:
+        main = self._local(slot)
+        if self._is_split(main):
+            keep_valid(main, self.slot_state(slot)[REMAINDER])
+
+    def memory_moved(self) -> None:
+        for own in self._groups:
+            own.replaced()
