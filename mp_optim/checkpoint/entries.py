@@ -12,7 +12,7 @@ from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
 from mp_optim.slots import ParamGroups, Slot
 
 __all__ = ["MODEL", "STATE", "Models", "SlotStateful", "as_read", "check_entries", "entries_of", "in_saved_form",
-           "load_model", "plain_of", "state_by_index", "wanted_groups"]
+           "load_model", "params_of", "plain_of", "state_by_index", "wanted_groups"]
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
@@ -60,6 +60,12 @@ def _chunks(models: Models) -> list[tuple[str, nn.Module]]:
 
 def _state_dict(models: Models) -> dict[str, Any]:
     return {prefix + name: value for prefix, chunk in _chunks(models) for name, value in chunk.state_dict().items()}
+
+
+def params_of(models: Models) -> dict[str, Tensor]:
+    """The parameters under the names they have in a checkpoint."""
+    return {MODEL + prefix + name: param for prefix, chunk in _chunks(models)
+            for name, param in chunk.named_parameters()}
 
 
 def plain_of(models: Models) -> dict[str, Any]:

@@ -36,12 +36,14 @@ from mp_optim.checkpoint.entries import (
     entries_of,
     in_saved_form,
     load_model,
+    params_of,
     plain_of,
     state_by_index,
     wanted_groups,
 )
 from mp_optim.checkpoint.manifest import Manifest, file_sum, read_manifest, verify_files, write_manifest
 from mp_optim.checkpoint.ranks import Ranks
+from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.writing import Writing, plan_writing
 
 __all__ = ["load", "save", "verify", "versions"]
@@ -82,7 +84,7 @@ def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
 
     Raises:
         ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, or ranks hold different
-            things under one name; nothing was replaced.
+            things under one name (of whole parameters 64 elements are compared); nothing was replaced.
         RuntimeError: an earlier save in the background failed, or this one failed on another rank, naming it.
     """
     if keep is not None and keep < 1:
@@ -96,6 +98,7 @@ def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
     target = Path(ranks.first("preparing a checkpoint", lambda: str(begin(Path(path)))))
     writing = plan_writing(entries_of(model, optimizer, full_precision), staging_of(target), ranks,
                            snapshot=asynchronous)
+    check_replicas(params_of(model), ranks)
 
     def work() -> Path:
         return _write(writing, content, target, keep, ranks)

@@ -107,6 +107,11 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
     writing.Writing.write = write
     found["other shape"] = message(lambda: checkpoint.save(folder, nn.ParameterDict(
         {"w": nn.Parameter(torch.zeros(rank + 1))}), None))
+    part = nn.Linear(32, 16)
+    with torch.no_grad():
+        part.weight.fill_(rank)  # a rank's own expert, or its part of a whole, under the name of the other's
+        part.bias.fill_(1.0)
+    found["other values"] = message(lambda: checkpoint.save(folder, part, None))
     found["left"] = str([path.name for path in folder.iterdir() if path.name == "latest"])
     checkpoint.save(folder, model, optimizer)
     other = stage(rank, ["w"] if rank == 0 else ["w", "x"])

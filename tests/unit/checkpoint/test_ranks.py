@@ -23,6 +23,7 @@ def test_what_two_ranks_did(ranks, what):
     ("disk", "OSError", "No space left on device", 1),
     ("background", "RuntimeError", "version-1 failed", 1),
     ("other shape", "ValueError", "model.w is torch.float32 (1,), whole on rank 0 and torch.float32 (2,)", 0),
+    ("other values", "ValueError", "model.weight: ranks 0 and 1 hold different values under this name", 0),
     ("export", "ValueError", "parameters ['x'] are not on this rank", 0),
     ("another model", "ValueError", "missing ['model.x', 'optimizer.state.exp_avg.x'", 1),
 ])
