@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
-ALONE = {"plain_loop": 0.2, "fabric": 0.2, "hf_trainer": 0.6, "peft_lora": 0.95}
+ALONE = {"plain_loop": 0.2, "fabric": 0.2, "hf_trainer": 0.6, "peft_lora": 0.95, "float8_weights": 0.3}
 """Examples that return losses, and what fraction of the first one the last may be."""
 LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "fsdp2_qwen3_moe": (2, 0.2), "megatron_gpt": (0, 0.8)}
 """Examples with processes of their own: how many, or 0 for no launcher; and the same."""
