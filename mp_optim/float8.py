@@ -42,8 +42,14 @@ class Dequantize(nn.Module):
         self.register_buffer("scale", scale)
         self.dtype = dtype
 
+    def bind(self, codes: Any) -> None:
+        """Let a float8 parameter know its scale, and that its gradients are in 16 bits."""
+        codes.fp8_scale = self.scale
+        if codes.is_leaf and codes.grad is None and codes.grad_dtype != self.dtype:
+            codes.grad_dtype = self.dtype
+
     def forward(self, codes: Tensor) -> Tensor:
-        codes.fp8_scale = self.scale  # type: ignore[attr-defined]  # the module may have been moved
+        self.bind(codes)  # the module may have been moved or copied
         return cast(Tensor, _Values.apply(codes, self.dtype))  # type: ignore[no-untyped-call]
 
 
@@ -92,12 +98,12 @@ def _is_matrix(module: nn.Module, name: str, param: nn.Parameter) -> bool:
 def _quantize(path: str, module: nn.Module, name: str, param: nn.Parameter, dtype: torch.dtype, rowwise: bool) -> str:
     codes: Any = nn.Parameter(torch.empty(param.shape, dtype=dtype, device=param.device),
                               requires_grad=param.requires_grad)
-    codes.grad_dtype = param.dtype
     for attribute, value in vars(param).items():
         setattr(codes, attribute, value)
     shape = (*param.shape[:-1], 1) if rowwise else ()
-    codes.fp8_scale = torch.ones(shape, dtype=torch.float32, device=param.device)
+    values = Dequantize(torch.ones(shape, dtype=torch.float32, device=param.device), param.dtype)
+    values.bind(codes)
     quantize_(codes, param.detach().float())
-    parametrize.register_parametrization(module, name, Dequantize(codes.fp8_scale, param.dtype), unsafe=True)
+    parametrize.register_parametrization(module, name, values, unsafe=True)
     cast(Any, module).parametrizations[name].original = codes
     return f"{path}.parametrizations.{name}.original".lstrip(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -405,6 +406,16 @@ def test_a_float8_gradient_is_refused() -> None:
     param.grad = torch.zeros(8, 4, dtype=E4M3)
     with pytest.raises(TypeError, match=r"set grad_dtype=torch\.bfloat16"):
         stack.step()
+
+
+def test_a_copied_model_trains_like_the_first() -> None:
+    model, _ = build()
+    copied = copy.deepcopy(model)
+    copied(tokens_of(0))  # a parameter's own attributes are not copied; its module knows them
+    both = (model, copied)
+    stacks = [get_megatron_optimizer(config_for("bf16"), which, expert_predicate=is_expert) for which in both]
+    losses = [run(which, stack, 3) for which, stack in zip(both, stacks, strict=True)]
+    assert losses[0] == losses[1] and differing(everything(model, stacks[0]), everything(copied, stacks[1])) == []
 
 
 def test_what_cannot_be_quantised_is_named() -> None:
