@@ -208,11 +208,16 @@ class HybridDeviceOptimizer(SeatedOptimizer):
             yield "", host.param_groups[slot.group]["params"][slot.position]
             yield from ((key, value) for key, value in host.slot_state(slot).items() if key != "step")
 
-    def double_buffer_bytes(self) -> int:
-        """Bytes of the other halves, which are allocated when they are first stepped into."""
+    def double_buffers(self) -> tuple[int, int]:
+        """Bytes of the other halves of main params, and of their state; allocated when they are first stepped into."""
         if self.schedule is None or self.schedule.mode != "speculative":
-            return 0
-        return sum(aligned_bytes(tensor.numel(), tensor.dtype) for _, tensor in self.host_tensors())
+            return 0, 0
+        sizes = [(key, aligned_bytes(tensor.numel(), tensor.dtype)) for key, tensor in self.host_tensors()]
+        return sum(size for key, size in sizes if not key), sum(size for key, size in sizes if key)
+
+    def double_buffer_bytes(self) -> int:
+        """Bytes of all other halves."""
+        return sum(self.double_buffers())
 
     def staging_for(self, params: Sequence[Tensor]) -> int:
         """Bytes of staging that stepping takes.

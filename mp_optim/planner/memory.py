@@ -147,21 +147,24 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     found: dict[tuple[str, str], int] = {}
     for part in optimizer.chained_optimizers:
         if isinstance(part.inner, HybridDeviceOptimizer):
-            for (where, what), size in _reserves(part, part.inner).items():
+            for where, what, size in _reserves(part, part.inner):
                 found[where, what] = found.get((where, what), 0) + size
         for where, what, tensor in _tensors(part):
             found[where, what] = found.get((where, what), 0) + tensor.nbytes
     pinned = (*(["main_params"] if config.pin_cpu_params else []), *(["staging"] if config.pin_cpu_grads else []))
     kinds: dict[str, dict[str, int]] = {"accelerator": {}, "pinned_host": {}, "pageable_host": {}}
     for (where, what), size in found.items():
-        kinds["accelerator" if where == "device" else "pinned_host" if what in pinned else "pageable_host"][what] = size
+        is_pinned = where == "pinned" or (where == "host" and what in pinned)
+        kinds["accelerator" if where == "device" else "pinned_host" if is_pinned else "pageable_host"][what] = size
     return MemoryPlan(Memory(**kinds["accelerator"]), Memory(**kinds["pinned_host"]), Memory(**kinds["pageable_host"]))
 
 
-def _reserves(part: MegatronOptimizer, hybrid: HybridDeviceOptimizer) -> dict[tuple[str, str], int]:
-    """Host memory that is taken when stepping begins."""
-    return {("host", "staging"): hybrid.staging_for(part.get_parameters()),
-            ("host", "double_buffers"): hybrid.double_buffer_bytes()}
+def _reserves(part: MegatronOptimizer, hybrid: HybridDeviceOptimizer) -> Iterator[tuple[str, str, int]]:
+    """Where, what for, and how much host memory is taken when stepping begins."""
+    mains, state = hybrid.double_buffers()
+    yield "host", "staging", hybrid.staging_for(part.get_parameters())
+    yield "pinned" if part.config.pin_cpu_params else "host", "double_buffers", mains
+    yield "host", "double_buffers", state
 
 
 def _tensors(part: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor]]:

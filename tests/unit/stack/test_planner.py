@@ -136,6 +136,15 @@ def test_what_is_no_model_is_refused() -> None:
         specs_of(3)
 
 
+@pytest.mark.parametrize("pins", [True, False])
+def test_other_halves_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
+    config = OptimizerConfig(lr=1e-3, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0,
+                             offload_mode="speculative", pin_cpu_params=pins)
+    found = plan(nn.Linear(32, 32, bias=False).bfloat16(), config)
+    pinned, pageable = found.pinned_host.double_buffers, found.pageable_host.double_buffers
+    assert (pinned, pageable) == ((4096, 8192) if pins else (0, 12288))
+
+
 # -- optimizer_offload_fraction="auto" ------------------------------------------------------------
 
 
