@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of
+from models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of, train
 from offload import MODES, hybrids
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,17 +30,6 @@ def build(precision: str = "bf16", fraction: float = 0.0, *, rowwise: bool = Fal
     quantize_weights(model, dtype, rowwise=rowwise)
     return model, get_megatron_optimizer(config_for(precision, fraction, **settings), model,
                                          expert_predicate=lambda param, name: is_expert(param, name))
-
-
-def run(model: nn.Module, optimizer: object, steps: int, start: int = 0) -> list[float]:
-    losses = []
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        loss = model(tokens_of(step))
-        optimizer.scale_loss(loss).backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def everything(model: nn.Module, optimizer: object) -> dict[str, Tensor]:
@@ -108,7 +97,7 @@ def test_every_placement_gives_the_same_bits(precision: str, optimizer: str) -> 
     expected = None
     for fraction in (0.0, 0.5, 1.0):
         model, stack = build(precision, fraction, **settings)
-        losses = run(model, stack, 6)
+        losses = train(model, stack, 6)
         found = (losses, everything(model, stack))
         expected = expected or found
         assert found[0] == expected[0] and differing(found[1], expected[1]) == []
@@ -126,7 +115,7 @@ def test_offload_modes_give_the_same_bits(mode: str, clip: float) -> None:
     for which in ("sync", mode):
         model, stack = build("bf16", 1.0, clip_grad=clip, offload_mode=which, rowwise=True)
         assert hybrids(stack)
-        results.append((run(model, stack, 6), everything(model, stack)))
+        results.append((train(model, stack, 6), everything(model, stack)))
     assert results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
 
 
@@ -140,7 +129,7 @@ def test_training_comes_near_that_of_16_bits(rowwise: bool, dtype: torch.dtype) 
         if quantised:
             quantize_weights(model, dtype, rowwise=rowwise)
         stack = get_megatron_optimizer(config_for("bf16", lr=1e-2), model)
-        ends.append(sum(run(model, stack, 40)[-5:]) / 5)
+        ends.append(sum(train(model, stack, 40)[-5:]) / 5)
     assert abs(ends[1] - ends[0]) < 0.02 * ends[0]
 
 
@@ -163,7 +152,7 @@ def test_small_updates_add_up() -> None:
 
 def test_a_skipped_step_leaves_codes_and_scales() -> None:
     model, stack = build("fp16", 0.5)
-    run(model, stack, 2)
+    train(model, stack, 2)
     before = everything(model, stack)
     for param in model.parameters():
         param.grad = torch.full(param.shape, math.inf, dtype=param.grad_dtype)
@@ -173,7 +162,7 @@ def test_a_skipped_step_leaves_codes_and_scales() -> None:
 
 def test_parameters_without_a_gradient_are_left_alone() -> None:
     model, stack = build("bf16", 0.5)
-    run(model, stack, 1)
+    train(model, stack, 1)
     param = model.experts.parametrizations.up.original
     stack.zero_grad()
     model(tokens_of(3)).backward()
@@ -187,7 +176,7 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
 def test_values_written_from_outside_are_followed(fraction: float) -> None:
     model, stack = build("bf16", fraction)
     other, _ = build("bf16", fraction)
-    run(model, stack, 2)
+    train(model, stack, 2)
     with torch.no_grad():
         for param in other.parameters():
             if param.dtype == E4M3:
@@ -224,18 +213,18 @@ def test_a_parameter_may_become_float8_later() -> None:
 @pytest.mark.parametrize("fractions", [(0.0, 1.0), (1.0, 0.5)])
 def test_a_checkpoint_continues_with_the_same_bits(tmp_path, fractions: tuple[float, float]) -> None:
     model, stack = build("bf16", fractions[0])
-    run(model, stack, 3)
+    train(model, stack, 3)
     checkpoint.save(tmp_path, model, stack)
-    expected = (run(model, stack, 3, start=3), everything(model, stack))
+    expected = (train(model, stack, 3, start=3), everything(model, stack))
     model, stack = build("bf16", fractions[1])
     checkpoint.load(tmp_path, model, stack)
-    assert run(model, stack, 3, start=3) == expected[0]
+    assert train(model, stack, 3, start=3) == expected[0]
     assert differing(everything(model, stack), expected[1]) == []
 
 
 def test_the_planner_counts_it() -> None:
     model, stack = build("bf16", 0.5)
-    run(model, stack, 1)
+    train(model, stack, 1)
     real, planned = memory_of(stack, stack.config), plan(model, stack.config)
     params = list(model.parameters())
     assert planned.accelerator.model_params == sum(param.nbytes for param in params)
@@ -313,7 +302,7 @@ def test_self_quantised_parameters_train_alike_in_every_placement(mode: str) -> 
     for fraction in (0.0, 0.5, 1.0):
         modes = {"offload_mode": mode} if fraction else {}
         model, stack = self_quantised(fraction=fraction, **modes)
-        found = run(model, stack, 6)
+        found = train(model, stack, 6)
         assert [param.quantised for param in ours(model)] == [6] * 4
         mains = {name: value.clone() for name, value in stack.named_main_params()}
         expected = expected or (found, mains, [param.dequantize() for param in ours(model)])
@@ -333,7 +322,7 @@ def test_main_params_start_from_the_values_that_were_quantised() -> None:
 
 def test_self_quantised_values_written_from_outside_are_followed() -> None:
     model, stack = self_quantised()
-    run(model, stack, 2)
+    train(model, stack, 2)
     before = {name: value.clone() for name, value in stack.named_main_params()}
     same = SelfQuantized(model.dense.codes.clone(), model.dense.own_scale.clone())
     stack.zero_grad()
@@ -414,7 +403,7 @@ def test_a_copied_model_trains_like_the_first() -> None:
     copied(tokens_of(0))  # a parameter's own attributes are not copied; its module knows them
     both = (model, copied)
     stacks = [get_megatron_optimizer(config_for("bf16"), which, expert_predicate=is_expert) for which in both]
-    losses = [run(which, stack, 3) for which, stack in zip(both, stacks, strict=True)]
+    losses = [train(which, stack, 3) for which, stack in zip(both, stacks, strict=True)]
     assert losses[0] == losses[1] and differing(everything(model, stacks[0]), everything(copied, stacks[1])) == []
 
 
