@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory import device_of, with_data_parallel
 from mp_optim.param_groups import ParamKey, is_expert_param
-from mp_optim.planner.memory import plan_rank
+from mp_optim.planner.memory import MemoryPlan, plan_rank
 from mp_optim.planner.sweep import least, with_fraction
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor
@@ -29,12 +31,13 @@ _log = logging.getLogger(__name__)
 def with_chosen_fraction(config: OptimizerConfig, chunks: Sequence[nn.Module],
                          config_overrides: Mapping[ParamKey, Any] | None, process_groups: ProcessGroups,
                          expert_predicate: Callable[..., bool] | None) -> OptimizerConfig:
-    """The config with the smallest fraction, in 64ths, that leaves this rank's accelerator within its limit.
+    """The config with the smallest fraction, in 64ths, that leaves the accelerator within its limit.
 
-    A model on the host with no ``gpu_memory`` has nothing to be moved out of: 0.
+    Ranks that share out a parameter (a distributed optimizer's, or a DTensor's) take the largest of theirs. A model on
+    the host with no ``gpu_memory`` has nothing to be moved out of: 0.
 
     Raises:
-        ValueError: it does not fit with everything on the host, saying what is missing.
+        ValueError: it does not fit with everything on the host, on this rank or one of those, saying what is missing.
     """
     limit = _limit(config, device_of(chunks))
     if limit is None:
@@ -47,8 +50,12 @@ def with_chosen_fraction(config: OptimizerConfig, chunks: Sequence[nn.Module],
     if config.is_distributed:
         process_groups = with_data_parallel(process_groups, bool(experts))
     ranks = (_size(process_groups.dp), _size(process_groups.expert_dp))
-    found = least(lambda fraction: plan_rank(named, experts, with_fraction(config, fraction), *ranks, config_overrides),
-                  gpu_memory=limit)
+
+    def plan_at(fraction: float) -> MemoryPlan:
+        return plan_rank(named, experts, with_fraction(config, fraction), *ranks, config_overrides)
+
+    sharing = [process_groups.dp] if config.is_distributed else _mesh_groups(param for _, param in held)
+    found = plan_at(_agreed(lambda: least(plan_at, gpu_memory=limit).fraction, sharing))
     _log.info("optimizer_offload_fraction='auto': %g, the least that keeps parameters, gradients and optimizer within "
               "%.2f GiB: %.2f GiB there, %.2f GiB on the host", found.fraction, limit / 2**30,
               found.accelerator.total / 2**30, found.host_total / 2**30)
@@ -59,6 +66,28 @@ def _limit(config: OptimizerConfig, device: torch.device) -> int | None:
     if config.gpu_memory is not None or device.type != "cuda":
         return config.gpu_memory
     return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def _agreed(choose: Callable[[], float], groups: Iterable[ProcessGroup | None]) -> float:
+    """The largest of the ranks' choices; one that fails, fails on all."""
+    own, trouble = 1.0, ""
+    try:
+        own = choose()
+    except ValueError as error:
+        trouble = str(error)
+    for group in groups:
+        found: list[Any] = [None] * _size(group)
+        dist.all_gather_object(found, (own, trouble), group=group)
+        own, trouble = max(fraction for fraction, _ in found), next((text for _, text in found if text), "")
+    if trouble:
+        raise ValueError(trouble)
+    return own
+
+
+def _mesh_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:
+    """The groups of the first mesh that a parameter is spread over."""
+    mesh = next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
+    return [] if mesh is None else mesh.get_all_groups()
 
 
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:

@@ -156,6 +156,21 @@ def sum_instead_of_average(rank: int, group: dist.ProcessGroup) -> list[str]:
     return found
 
 
+def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
+    """Ranks with less memory than others, then too little on one."""
+    found: list[float | str] = []
+    for least in (160_000, 1_000):
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).bfloat16()
+        config = config_for("bf16", use_distributed_optimizer=True, optimizer_cpu_offload=True, bucket_size=8192,
+                            optimizer_offload_fraction="auto", gpu_memory=200_000 if rank else least)
+        try:
+            optimizer = get_megatron_optimizer(config, model, process_groups=ProcessGroups(dp=group))
+            found.append(optimizer.config.optimizer_offload_fraction)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 # -- experts on different ranks, tensor-parallel duplicates -----------------------------------------------------------
 
 EXPERT_STEPS = 3
@@ -414,6 +429,7 @@ def main(directory: str) -> None:
     results["resumed"] = {layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")}
     results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
     results["sum"] = sum_instead_of_average(rank, groups[4])
+    results["fraction"] = fraction_for_all(rank, groups[4])
     results["start"] = starts_alike(rank, groups[4])
     results["other ranges"] = other_ranges(groups[4])
     results["whole state"] = whole_state(groups[4])

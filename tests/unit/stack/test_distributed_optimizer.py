@@ -82,6 +82,13 @@ def test_sums_of_gradients_are_averages_times_the_ranks(ranks):
     assert len({digest for rank in ranks for digest in rank["sum"]}) == 1
 
 
+def test_ranks_agree_on_a_fraction(ranks):
+    """The largest that one of them needs, or the reason why none is enough."""
+    (fraction, text), *others = (rank["fraction"] for rank in ranks)
+    assert 0.0 < fraction < 1.0 and text.startswith("gpu_memory=1000: with the whole optimizer on the host")
+    assert others == [[fraction, text]] * 3
+
+
 def test_all_ranks_start_from_the_first_ones_parameters(ranks):
     assert [rank["start"] for rank in ranks] == ["[[1.0], [2.0]]"] * 4
 
