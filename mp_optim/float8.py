@@ -53,7 +53,7 @@ class Dequantize(nn.Module):
         return cast(Tensor, _Values.apply(codes, self.dtype))  # type: ignore[no-untyped-call]
 
 
-def quantize_weights(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn, *, rowwise: bool = False,
+def quantize_weights(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn, *, rowwise: bool = True,
                      select: Select | None = None) -> list[str]:
     """Replace parameters of a model, in place, by float8 ones that torch optimizers cannot step and these can.
 
@@ -63,7 +63,7 @@ def quantize_weights(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn,
 
     Args:
         dtype: one of torch's float8 dtypes.
-        rowwise: a scale for each row of a matrix (of each matrix of a stack), rather than one for the whole tensor.
+        rowwise: a scale for each row of a matrix (of each matrix of a stack); else one for the whole tensor.
         select: ``(module, name, param) -> bool``, which parameters; by default trainable ones of at least two
             dimensions, but for embeddings.
 
