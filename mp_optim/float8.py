@@ -73,9 +73,13 @@ def quantize_weights(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn,
     Raises:
         ValueError: ``dtype`` is no float8 dtype, or nothing is selected.
         TypeError: a parameter is tied to another module, naming both.
+        RuntimeError: this torch cannot give a parameter gradients of another dtype.
     """
     if dtype not in FLOAT8_DTYPES:
         raise ValueError(f"dtype={dtype}: must be one of {list(FLOAT8_DTYPES)}")
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise RuntimeError(f"torch {torch.__version__} has no Tensor.grad_dtype, so gradients of float8 parameters "
+                           "would be float8 too; install a newer torch")
     wanted = select or _is_matrix
     chosen = [(path, module, name, param) for path, module in list(model.named_modules())
               for name, param in list(module.named_parameters(recurse=False)) if wanted(module, name, param)]
