@@ -88,8 +88,9 @@ class BackwardLink:
         Gradients on an accelerator are measured there: faster, and with the bits of that device's backend.
         """
         schedule = self.schedule
-        known = [None] * len(grads) if schedule is None or grads[0].device.type != "cpu" else [
-            schedule.sum_of_squares(grad) for grad in grads]
+        if schedule is None or grads[0].device.type != "cpu":
+            return self._sum_of_squares(grads)
+        known = [schedule.sum_of_squares(grad) for grad in grads]
         unknown = [index for index, value in enumerate(known) if value is None]
         if len(unknown) == len(known):
             return self._sum_of_squares(grads)

@@ -206,11 +206,11 @@ class RuleOptimizer(RuleState):
     def verdict_device(self) -> torch.device | None:
         if self.needs_numbers or any(group.get("max_grad_norm") for group in self.param_groups):
             return None
-        devices = {param.device for group in self.param_groups for param in group["params"]}
-        if len(devices) != 1:
-            return None
-        device = devices.pop()
-        return device if self.backend_for(device)[0].takes_device_multipliers else None
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not params or not self.backend_for(params[0].device)[0].takes_device_multipliers:
+            return None  # thousands of parameters need not be asked
+        devices = {param.device for param in params}
+        return devices.pop() if len(devices) == 1 else None
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
         """What carries the rule out on a device, and why."""
