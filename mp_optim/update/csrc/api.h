@@ -36,7 +36,8 @@ struct MpTensors {
     int32_t output_dtype;
     uint32_t seed;
     // Where the present values of main, remainder, moments and scales are read instead, to be left as they are: all of
-    // these tables, or none. What a rule has no use for is not brought. mp_lamb_apply takes none: it goes on with what mp_lamb_moments wrote.
+    // these tables, or none. What a rule has no use for is not brought. mp_lamb_apply takes none: it goes on with what
+    // mp_lamb_moments wrote.
     const void* const* from_main;
     const void* const* from_remainder;
     const void* const* from_moment1;
