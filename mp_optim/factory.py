@@ -66,7 +66,7 @@ def build(config: OptimizerConfig, chunks: Sequence[nn.Module], config_overrides
 
 
 def _check_partitions(config: OptimizerConfig, groups: Sequence[Mapping[str, Any]], ranks: ProcessGroups) -> None:
-    """Raise unless muon can know how the matrices are split that it has to gather."""
+    """Raise unless muon can know how the matrices are split that it has to gather, and may do so when it steps."""
     if config.optimizer != "muon" or config.muon_tp_mode == "blockwise":
         return
     for group in groups:
@@ -74,8 +74,13 @@ def _check_partitions(config: OptimizerConfig, groups: Sequence[Mapping[str, Any
         if tp is None or tp.size() == 1 or group.get("optimizer", "muon") != "muon":
             continue
         for index, param in enumerate(group["params"]):
-            if getattr(param, "tensor_model_parallel", False) and not hasattr(param, "partition_dim"):
-                name = (group.get("param_names") or {index: f"param{index}"})[index]
+            if not getattr(param, "tensor_model_parallel", False):
+                continue
+            name = (group.get("param_names") or {index: f"param{index}"})[index]
+            if config.may_offload and config.offload_mode == "speculative":
+                raise ValueError(f"offload_mode='speculative': muon steps {name}, which is split over ranks, by a "
+                                 "collective, which may not meet those of backward; use 'overlap'")
+            if not hasattr(param, "partition_dim"):
                 raise ValueError(f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot gather it: "
                                  "set the attribute, or muon_tp_mode='blockwise'")
 

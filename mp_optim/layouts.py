@@ -9,10 +9,69 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Layout", "layout_of"]
+__all__ = ["Layout", "is_split", "layout_of", "ranks_that_split", "shard_groups_of", "split_dims", "splits"]
+
+_SPLITTING: tuple[type, ...] = (Shard, getattr(placement_types, "_StridedShard", Shard))
+"""Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has split already; in
+some versions of torch it says of itself that it is no shard."""
+
+
+def splits(placement: Placement, name: str = "a parameter") -> bool:
+    """Whether ranks hold different parts along a mesh dimension, rather than copies.
+
+    Raises:
+        ValueError: the placement is ``Partial``, of which no rank holds a value, or not one that is known here; naming
+            it.
+    """
+    if isinstance(placement, _SPLITTING):
+        return True
+    if isinstance(placement, Replicate):
+        return False
+    if isinstance(placement, Partial) or placement.is_partial():
+        raise ValueError(f"{name}: placement {placement}: a Partial parameter has no value to step; redistribute it to "
+                         "Shard or Replicate first")
+    raise ValueError(f"{name}: placement {placement!r} ({type(placement).__name__}): how it splits a parameter is not "
+                     "known here; redistribute it to Shard or Replicate first")
+
+
+def split_dims(param: Tensor, name: str = "a parameter") -> tuple[int, ...]:
+    """The dimensions of its mesh over which a DTensor is split; none for other tensors.
+
+    Raises:
+        ValueError: see :func:`splits`.
+    """
+    if not isinstance(param, DTensor):
+        return ()
+    cuts = [splits(placement, name) for placement in param.placements]
+    return tuple(dim for dim, cut in enumerate(cuts) if cut)
+
+
+def is_split(param: Tensor) -> bool:
+    """Whether ranks hold different parts of a parameter."""
+    return bool(split_dims(param))
+
+
+def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
+    """Process groups over which a parameter is split, one for each such dimension of a DTensor's mesh; of a fragment
+    of a flat buffer, what its attribute ``shard_groups`` says.
+
+    Raises:
+        ValueError: see :func:`splits`.
+    """
+    if not isinstance(param, DTensor):
+        return tuple(getattr(param, "shard_groups", ()))
+    return tuple(param.device_mesh.get_group(dim) for dim in split_dims(param, name))
+
+
+def ranks_that_split(param: DTensor) -> list[int]:
+    """Global numbers of the ranks that hold the parts of one copy of a parameter, this one among them."""
+    ranks, here = param.device_mesh.mesh, param.device_mesh.get_coordinate()
+    cut = split_dims(param)
+    assert here is not None
+    return ranks[tuple(slice(None) if dim in cut else at for dim, at in enumerate(here))].reshape(-1).tolist()
 
 
 @dataclass(frozen=True)
@@ -35,13 +94,12 @@ class Layout:
     def _whole_matrices(self) -> list[Placement]:
         """The placements with the last two dimensions not split; a split of the others remains."""
         leading = len(self.shape) - 2
-        return [p if p.is_shard() and getattr(p, "dim", leading) < leading else Replicate() for p in self.placements]
+        return [p if splits(p) and getattr(p, "dim", leading) < leading else Replicate() for p in self.placements]
 
     @property
     def splits_matrices(self) -> bool:
         """Whether a rank has only a part of each matrix."""
-        kept = self._whole_matrices()
-        return any(p.is_shard() and p != keep for p, keep in zip(self.placements, kept, strict=True))
+        return any(p != keep for p, keep in zip(self.placements, self._whole_matrices(), strict=True))
 
     def gather(self, local: Tensor) -> Tensor:
         """This rank's matrices whole, on the mesh's device. Collective."""

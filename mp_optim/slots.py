@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from mp_optim.layouts import Layout
+from mp_optim.layouts import Layout, layout_of, shard_groups_of
 
 __all__ = [
     "DeviceMultiplier", "Multiplier", "Slot", "SlotStateView", "SlotUpdate", "SlotUpdates", "SteadyList", "all_same",
     "are_plain",
-    "current_grad", "follow", "have_grad_only", "iter_slots", "local_tensor", "same_memory", "slot_name", "stream_of",
-    "with_names",
+    "current_grad", "follow", "have_grad_only", "iter_slots", "local_grad", "local_tensor", "same_memory", "slot_name",
+    "stream_of", "update_of", "with_names",
 ]
 
 ParamGroups = list[dict[str, Any]]
@@ -257,6 +257,24 @@ def local_tensor(tensor: Tensor) -> Tensor:
         # FSDP2 may hand out an AsyncCollectiveTensor; placement and kernels need the plain one.
         tensor = getattr(tensor, "wait", lambda: tensor)()
     return tensor.detach()
+
+
+def local_grad(param: Tensor, grad: Tensor) -> Tensor:
+    """The rank's part of a parameter's gradient. One that is split in another way than its parameter, or still to be
+    added up (tensor parallelism leaves such ones), is brought into the parameter's layout: a collective."""
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return local_tensor(grad)
+
+
+def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:
+    """A parameter's own gradient as an update, with all that a rule may ask about where the parameter lies.
+
+    Raises:
+        ValueError: the parameter is a DTensor in a layout that cannot be stepped.
+    """
+    return SlotUpdate(slot, local_grad(param, grad), shard_groups=shard_groups_of(name, param),
+                      stream=stream_of(name, getattr(param, "first_element", 0)), layout=layout_of(param))
 
 
 def follow(main: Tensor, local: Tensor, name: str) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.layouts import is_split
 
 __all__ = ["BLOCK", "is_cut", "scales_of_elements"]
 
@@ -22,8 +23,7 @@ def is_cut(tensor: Tensor) -> bool:
     """Whether a rank holds only a part of a tensor, in a layout that is not its own blocks'."""
     if isinstance(tensor, FlatShard):
         return tensor.local.numel() != tensor.numel()
-    return isinstance(tensor, DTensor) and any(not isinstance(placement, Replicate)
-                                               for placement in tensor.placements)
+    return is_split(tensor)
 
 
 def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ class Halves:
         then = self.planned
         return (then.group == now.group and then.positions == now.positions and then.launch == now.launch
                 and then.settings == now.settings and list(then.updates.streams) == list(now.updates.streams)
+                and list(then.updates.shard_groups) == list(now.updates.shard_groups)
+                and list(then.updates.layouts) == list(now.updates.layouts)
                 and all_same(_stepped(then), _stepped(now)) and self.versions == _versions(now))
 
 

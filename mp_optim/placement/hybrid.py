@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from mp_optim.layouts import layout_of
 from mp_optim.placement.arena import aligned_bytes
 from mp_optim.placement.arrivals import Arrivals, final_in_backward
 from mp_optim.placement.cores import occupy, worker_threads
@@ -20,7 +18,7 @@ from mp_optim.placement.seats import Place, SeatedOptimizer
 from mp_optim.placement.stages import Stages
 from mp_optim.placement.transfer import Transfer
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
-from mp_optim.slots import Slot, SlotUpdate, current_grad, iter_slots, local_tensor, stream_of
+from mp_optim.slots import Slot, SlotUpdate, current_grad, iter_slots, local_tensor, update_of
 from mp_optim.update import FusedAdam, RuleOptimizer, global_grad_norm
 
 __all__ = ["HybridDeviceOptimizer"]
@@ -83,11 +81,16 @@ class HybridDeviceOptimizer(SeatedOptimizer):
         if mode == "speculative" and not isinstance(host, RuleOptimizer):
             raise ValueError(f"offload_mode='speculative': {self._classes['host'].__name__} cannot step into other "
                              "memory than it steps from; use one of this package's optimizers, or 'overlap'")
-        split = any(_is_split(p) for _, p in iter_slots(self.param_groups))
-        if mode == "speculative" and isinstance(host, RuleOptimizer) and host.reduces_over_shards and split:
-            raise ValueError(f"offload_mode='speculative': {host.rule} steps a split parameter by a collective, which "
-                             "may not meet those of backward; use 'overlap'")
+        if mode == "speculative" and isinstance(host, RuleOptimizer):
+            self._check_collectives(host)
         return "overlap" if mode == "overlap" else "speculative"
+
+    def _check_collectives(self, host: RuleOptimizer) -> None:
+        for slot, param in iter_slots(self.param_groups):
+            if host.is_collective(update_of(slot, self.slot_name(slot), param, param)):
+                raise ValueError(f"offload_mode='speculative': {type(host).__name__} steps {self.slot_name(slot)}, "
+                                 "which is split over ranks, by a collective, which may not meet those of backward; "
+                                 "use 'overlap'")
 
     def _placed(self) -> None:
         if self.schedule is not None:
@@ -107,12 +110,10 @@ class HybridDeviceOptimizer(SeatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [SlotUpdate(slot, local_tensor(grad), stream=stream_of(self.slot_name(slot)),
-                              layout=layout_of(param))
-                   for slot, param in iter_slots(self.param_groups)
+        updates = [update_of(slot, self.slot_name(slot), param, grad) for slot, param in iter_slots(self.param_groups)
                    if (grad := current_grad(param)) is not None]
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
-        self.step_slots(updates, grad_norm=global_grad_norm([u.grad for u in updates]) if clips else None)
+        self.step_slots(updates, grad_norm=global_grad_norm(updates) if clips else None)
         return loss
 
     @torch.no_grad()
@@ -165,7 +166,7 @@ class HybridDeviceOptimizer(SeatedOptimizer):
         slot, param = self._watched[index]
         grad = current_grad(param)
         if grad is not None and final_in_backward(param):
-            self.arrived(SlotUpdate(slot, local_tensor(grad), stream=stream_of(self.slot_name(slot))))
+            self.arrived(update_of(slot, self.slot_name(slot), param, grad))
 
     def use_transfer(self, transfer: Transfer) -> None:
         """Have tensors travel another way from now on; nothing may be on its way."""
@@ -238,8 +239,3 @@ class HybridDeviceOptimizer(SeatedOptimizer):
     def host_metrics(self) -> dict[str, float]:
         """Milliseconds of the last step's stages on the host, and how speculation did so far."""
         return {**self.stages.metrics(), **({} if self.schedule is None else self.schedule.counts)}
-
-
-def _is_split(param: Tensor) -> bool:
-    """Whether ranks hold different parts of a parameter."""
-    return isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)

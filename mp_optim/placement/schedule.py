@@ -180,8 +180,9 @@ class HostSchedule:
         stamps = {u.slot: GradientStamp.of(u.grad, self._arrivals[u.slot]) for u in updates}
         staged = bucket.stage(updates)
         halves = []
-        if self._round.speculates and self.arithmetic.rule is not None:
-            halves = bucket.halves(self.arithmetic.rule.plan(staged))
+        rule = self.arithmetic.rule
+        if self._round.speculates and rule is not None and not any(map(rule.is_collective, staged)):
+            halves = bucket.halves(rule.plan(staged))
         bucket.job = EarlyJob(bucket, updates, staged, stamps, halves, self._label(list(stamps)), self.arithmetic)
         self._worker.submit(bucket.job)
 
@@ -281,7 +282,7 @@ class HostSchedule:
             bucket = self._buckets[index]
             job = bucket.job if bucket.job is not None and self._is_fresh(bucket.job, mine) else None
             staged = bucket.stage(mine) if job is None else [
-                there._replace(multiplier=update.multiplier, stream=update.stream, shard_groups=update.shard_groups)
+                update._replace(grad=there.grad, output=there.output)
                 for there, update in zip(job.staged, mine, strict=True)]
             pieces.append(_Piece(bucket, mine, staged, job, self._label([update.slot for update in mine])))
             bucket.expected = frozenset(update.slot for update in mine)
@@ -366,8 +367,13 @@ class HostSchedule:
             return
         self._knows_order = True
         order = [*self._order, *(slot for slot in self._slots if slot not in self._order)]
-        if order != list(self._slots) and not any(update.shard_groups for update in updates):
+        if order != list(self._slots) and not any(map(_is_split, updates)):
             self._cut([(slot, self._slots[slot]) for slot in order])
+
+
+def _is_split(update: SlotUpdate) -> bool:
+    """Whether other ranks, which may see gradients in another order, hold the rest of a parameter."""
+    return bool(update.shard_groups) or (update.layout is not None and update.layout.splits_matrices)
 
 
 def _by_slot(update: SlotUpdate) -> Slot:

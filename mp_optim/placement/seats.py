@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.layouts import split_dims
 from mp_optim.placement.arena import HostArena, aligned_bytes
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import Transfer, transfer_for
@@ -329,5 +330,5 @@ def _share(param: Tensor) -> int:
     """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks differ in it."""
     if not isinstance(param, DTensor):
         return int(getattr(param, "offload_share", param.numel()))
-    ranks = math.prod(param.device_mesh.size(dim) for dim, p in enumerate(param.placements) if p.is_shard())
+    ranks = math.prod(map(param.device_mesh.size, split_dims(param)))
     return math.ceil(param.numel() / ranks)

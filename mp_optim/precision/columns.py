@@ -25,6 +25,7 @@ from mp_optim.slots import (
     are_plain,
     current_grad,
     have_grad_only,
+    local_grad,
     local_tensor,
 )
 
@@ -147,7 +148,9 @@ class SlotColumns:
         indices = [index for index, grad in enumerate(found) if grad is not None]
         grads = SteadyList(grad for grad in found if grad is not None)
         self._check(indices, grads, name_of)
-        return indices, grads if are_plain(grads) else SteadyList(map(local_tensor, grads))
+        if are_plain(grads):
+            return indices, grads
+        return indices, SteadyList(map(local_grad, [self.params[index] for index in indices], grads))
 
     def _check(self, indices: Sequence[int], grads: SteadyList, name_of: Callable[[Slot], str]) -> None:
         if grads.strided and grads.dtypes <= _GRADIENT_DTYPES:
@@ -185,8 +188,8 @@ class SlotColumns:
         """One slot's update, but for the multiplier, which is not known yet."""
         is_written = self.separate[index] and not self.quantized[index]
         output = local_tensor(self.params[index]) if is_written else None
-        return SlotUpdate(self.slots[index], grad, output=output, shard_groups=self.keys[index].shard_groups,
-                          stream=self.streams[index])
+        return SlotUpdate(self.slots[index], grad, 1.0, output, self.keys[index].shard_groups, self.streams[index],
+                          self.layouts[index])
 
     def _everything(self) -> _Selection:
         """All slots; put together once for as long as nothing changes."""

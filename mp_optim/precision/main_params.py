@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from mp_optim.layouts import Layout, layout_of
+from mp_optim.layouts import Layout, layout_of, shard_groups_of
 from mp_optim.precision.columns import SlotColumns
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
 from mp_optim.precision.parking import Parking
-from mp_optim.precision.sharded import as_local_state, as_sharded, shard_groups_of
+from mp_optim.precision.sharded import as_local_state, as_sharded
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.quantized import check_quantized, dequantized, forget_initial_values, holds, is_quantized
 from mp_optim.slot_optimizer import SlotOptimizer

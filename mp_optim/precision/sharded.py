@@ -1,35 +1,15 @@
-"""DTensor parameters: which groups they are split over, and state shown in their layout."""
+"""DTensor parameters: state shown in their layout."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mp_optim.slots import local_tensor
 
-__all__ = ["as_local_state", "as_sharded", "shard_groups_of"]
-
-
-def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
-    """Process groups over which a parameter is split: the mesh dimensions it is ``Shard``-ed on; of a fragment of a
-    flat buffer, what its attribute ``shard_groups`` says.
-
-    Raises:
-        ValueError: if a placement is ``Partial``: no rank holds a value of such a parameter.
-    """
-    if not isinstance(param, DTensor):
-        return tuple(getattr(param, "shard_groups", ()))
-    groups = []
-    for dim, placement in enumerate(param.placements):
-        if placement.is_partial():
-            raise ValueError(f"{name}: placements {param.placements}: a Partial parameter has no value to step; "
-                             "redistribute it to Shard or Replicate first")
-        if placement.is_shard():
-            groups.append(param.device_mesh.get_group(dim))
-    return tuple(groups)
+__all__ = ["as_local_state", "as_sharded"]
 
 
 def as_sharded(local: Tensor, param: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.slots import SlotUpdates
+from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LambScalars, TensorLists, fp32
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
@@ -35,7 +35,6 @@ class FusedLAMB(RuleOptimizer):
     """
 
     rule = "lamb"
-    reduces_over_shards = True
     needs_numbers = False
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
@@ -46,6 +45,9 @@ class FusedLAMB(RuleOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
             "use_nvlamb": use_nvlamb}, backend, StatePrecision(**precision))
+
+    def is_collective(self, update: SlotUpdate) -> bool:
+        return bool(update.shard_groups)
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"

@@ -19,7 +19,7 @@ from mp_optim.muon_settings import (
     coefficients,
     scale_factor,
 )
-from mp_optim.slots import SlotUpdates
+from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.batches import piece_elements
 from mp_optim.update.formats import Noise, decode, encode_, join, split_
@@ -89,6 +89,11 @@ class Muon(RuleOptimizer):
         coefficients(group["coefficient_type"], group["num_ns_steps"])
         if group["optimizer"] == "muon":
             _check_matrices(group)
+
+    def is_collective(self, update: SlotUpdate) -> bool:
+        group = self.param_groups[update.slot.group]
+        return (group["optimizer"] == "muon" and group["tp_mode"] != "blockwise" and update.layout is not None
+                and update.layout.splits_matrices)
 
     def group_backend(self, group: dict[str, Any], device: torch.device) -> tuple[str, str]:
         if group["optimizer"] == "muon":

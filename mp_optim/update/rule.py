@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mp_optim.capabilities import refusal
-from mp_optim.layouts import layout_of
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
     DeviceMultiplier,
@@ -27,6 +28,7 @@ from mp_optim.slots import (
     iter_slots,
     local_tensor,
     stream_of,
+    update_of,
 )
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.formats import Noise, is_blocked, mix
@@ -83,9 +85,6 @@ class RuleOptimizer(RuleState):
     needs_numbers = True
     """Whether :meth:`apply` works with the multiplier itself, rather than hand it to a backend."""
 
-    reduces_over_shards = False
-    """Whether stepping a split parameter is a collective of the ranks that hold it."""
-
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto",
                  precision: StatePrecision | None = None) -> None:
         choose_backend(backend, torch.device("cpu"))
@@ -112,6 +111,11 @@ class RuleOptimizer(RuleState):
         """Carry out the rule for tensors that share device, group, step and multiplier, which is a tensor only if
         ``backend.takes_device_multipliers`` and not :attr:`needs_numbers`."""
 
+    def is_collective(self, update: SlotUpdate) -> bool:
+        """Whether stepping a slot is a collective of the ranks that hold its parts, so that all have to do it in one
+        order."""
+        return False
+
     # -- stepping -------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -132,9 +136,9 @@ class RuleOptimizer(RuleState):
             if grad.layout != torch.strided or not grad.is_floating_point():
                 raise TypeError(f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; dense "
                                 "floating-point gradients are supported")
-            updates.append(SlotUpdate(slot, local_tensor(grad), layout=layout_of(param)))
+            updates.append(update_of(slot, self.slot_name(slot), param, grad))
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
-        self.step_slots(updates, grad_norm=global_grad_norm([u.grad for u in updates]) if clips else None)
+        self.step_slots(updates, grad_norm=global_grad_norm(updates) if clips else None)
         return loss
 
     @torch.no_grad()
@@ -314,13 +318,19 @@ def _copy_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None
             tensor.copy_(copy)
 
 
-def global_grad_norm(grads: Sequence[Tensor]) -> float:
-    """L2 norm over gradients that may lie on several devices, in FP64."""
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        by_device[grad.device].append(grad)
-    sums = [choose_backend("auto", device)[0].sum_of_squares(found) for device, found in by_device.items()]
-    return math.sqrt(sum(float(part.sum()) for part in sums))
+def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
+    """L2 norm over gradients that may lie on several devices and be split over ranks, in FP64. Collective if some
+    are."""
+    alike: dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[Tensor]] = defaultdict(list)
+    for update in updates:
+        alike[update.grad.device, update.shard_groups].append(update.grad)
+    total = 0.0
+    for (device, groups), grads in alike.items():
+        part = choose_backend("auto", device)[0].sum_of_squares(grads).sum()
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        total += float(part)
+    return math.sqrt(total)
 
 
 def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None:

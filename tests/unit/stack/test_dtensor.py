@@ -11,7 +11,7 @@ from fsdp_worker import CASES, STEPS
 from models import build, tokens_of
 from torch.distributed.tensor import DTensor, Partial
 
-from mp_optim.precision.sharded import shard_groups_of
+from mp_optim.layouts import shard_groups_of
 
 HERE = Path(__file__).parent
 
@@ -68,7 +68,7 @@ def test_partial_parameters_are_refused(tmp_path):
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         param = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-        with pytest.raises(ValueError, match=r"w: placements .*redistribute"):
+        with pytest.raises(ValueError, match=r"w: placement .*redistribute"):
             shard_groups_of("w", param)
     finally:
         torch.distributed.destroy_process_group()

@@ -1,0 +1,210 @@
+"""Four gloo processes: parameters split by tensor parallelism and by FSDP2, evenly or not, on nested meshes."""
+
+import math
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim.update import FusedLAMB
+
+STEPS = 4
+NAN_AT = 2
+RULES: dict[str, dict[str, Any]] = {
+    "sgd": {"clip_grad": 0.01}, "adam": {"clip_grad": 0.5}, "lamb": {"clip_grad": 0.5},
+    "muon": {"clip_grad": 0.5, "muon_fp32_matmul_prec": "highest"},
+    "adam on the host": {"clip_grad": 0.5, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}}
+MESHES = {"tp, fsdp": (2, 2), "tp, hsdp": (1, 2, 2), "tp, copies": (2, 1, 2)}
+HIDDEN = (16, 13, 3)
+"""Rows that four ranks share evenly; that they do not; of which one rank has none."""
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        torch.manual_seed(hidden)
+        self.up, self.down = nn.Linear(9, hidden), nn.Linear(hidden, 7)
+        self.stack = nn.Parameter(torch.randn(3, 7, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        return torch.einsum("bi,eij->bej", y, self.stack)
+
+
+def spread(model: Net, shape: tuple[int, ...]) -> DeviceMesh:
+    """Tensor parallelism, then FSDP2 over what is left of a mesh of this shape."""
+    names = ("copy", "dp", "tp")[-len(shape):]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"] if len(shape) == 2 else mesh["copy", "dp"])
+    return mesh
+
+
+def built(model: nn.Module, rule: str, **more: Any) -> MegatronOptimizer:
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "optimizer": rule.split()[0], **RULES.get(rule, {}), **more}
+    return get_megatron_optimizer(OptimizerConfig(**settings), model)
+
+
+def gradient(step: int, index: int, param: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(tuple(param.shape), generator=generator)
+
+
+def part_of(value: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a value that every rank has."""
+    if not isinstance(like, DTensor):
+        return value
+    copies = [Replicate()] * like.device_mesh.ndim
+    return DTensor.from_local(value, like.device_mesh, copies, run_check=False).redistribute(
+        placements=like.placements)
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+
+
+def steps(model: Net, rule: str) -> dict[str, Any]:
+    """Given gradients, one of which holds a nan on the first rank alone."""
+    optimizer = built(model, rule)
+    norms: list[float | None] = []
+    for step in range(STEPS):
+        for index, param in enumerate(model.parameters()):
+            param.grad = part_of(gradient(step, index, param), param)
+        grad = model.up.weight.grad
+        if step == NAN_AT and not isinstance(grad, DTensor):
+            grad[0, 0] = math.nan
+        elif step == NAN_AT and list(grad.device_mesh.get_coordinate())[-2:] == [0, 0]:  # and in its copies
+            grad.to_local()[0, 0] = math.nan
+        result = optimizer.step()
+        norms.append(result.grad_norm)
+    return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
+
+
+def bare_lamb(model: Net) -> dict[str, Tensor]:
+    """The rule alone, which clips by itself."""
+    optimizer = FusedLAMB(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+    for step in range(2):
+        for index, param in enumerate(model.parameters()):
+            param.grad = part_of(gradient(step, index, param), param)
+        optimizer.step()
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+# -- gradients that backward leaves ------------------------------------------------------------------------------------
+
+
+class Sequence(nn.Module):
+    """Tensor parallelism over the sequence leaves gradients of the norm that are still to be added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def sequence_inputs(step: int) -> Tensor:
+    return torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def sequence_parallel(mode: str | None = None, sharded: bool = True) -> dict[str, Any]:
+    model = Sequence()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)) if sharded else None
+    if mesh is not None:
+        parallelize_module(model, mesh, {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+                                         "down": RowwiseParallel(output_layouts=Replicate())})
+    host = {} if mode is None else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0,
+                                    "offload_mode": mode}
+    optimizer = built(model, "adam", **host)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = sequence_inputs(step)
+        model(x if mesh is None else distribute_tensor(x, mesh, [Shard(1)])).square().mean().backward()
+        norms.append(optimizer.step().grad_norm)
+    return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
+
+
+def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
+    """Muon on the host, whose work begins during FSDP2's backward."""
+    model = Net(14)  # seven rows for each of two ranks, unevenly for four
+    if len(shape) == 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", shape))
+    else:
+        spread(model, shape)
+    try:
+        optimizer = built(model, "muon", optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, clip_grad=0.0,
+                          offload_mode=mode)
+    except ValueError as error:
+        return str(error)
+    for step in range(5):
+        optimizer.zero_grad()
+        x = torch.randn(6, 9, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def checkpoints(directory: str) -> bool:
+    """8-bit state of a model that both have split goes through a checkpoint unchanged."""
+    mains = []
+    for turn in range(2):
+        model = Net(13).bfloat16()
+        spread(model, (2, 2))
+        optimizer = built(model, "adam", bf16=True, use_precision_aware_optimizer=True, exp_avg_dtype="uint8",
+                          exp_avg_sq_dtype="uint8")
+        for step in range(2 if turn == 0 else 0):
+            for index, param in enumerate(model.parameters()):
+                param.grad = part_of(gradient(step, index, param).bfloat16(), param)
+            optimizer.step()
+        if turn == 0:
+            checkpoint.save(directory, model, optimizer)
+        else:
+            checkpoint.load(directory, model, optimizer)
+        state = [value for slot in optimizer.slots() for value in optimizer.full_slot_state(slot).values()]
+        mains.append([value.to_local() if isinstance(value, DTensor) else value for value in state])
+    return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
+
+
+def main(directory: str) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for name, shape in MESHES.items():
+        for hidden in HIDDEN if name == "tp, fsdp" else (13,):
+            for rule in RULES:
+                model = Net(hidden)
+                spread(model, shape)
+                found[f"{name}, {hidden}, {rule}"] = steps(model, rule)
+    model = Net(13)
+    spread(model, (2, 2))
+    found["bare lamb"] = bare_lamb(model)
+    found["sequence"] = {str(mode): sequence_parallel(mode) for mode in (None, "overlap")}
+    found["early"] = {(mode, shape): early(mode, shape) for shape in ((4,), (2, 2))
+                      for mode in ("sync", "overlap", "speculative")}
+    found["checkpoint"] = checkpoints(f"{directory}/eight_bit")
+    torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

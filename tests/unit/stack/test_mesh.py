@@ -1,0 +1,126 @@
+"""Parameters split by tensor parallelism and FSDP2 together, on a mesh of four gloo processes (mesh_worker.py)."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mesh_worker
+import pytest
+import torch
+from mesh_worker import HIDDEN, MESHES, NAN_AT, RULES, STEPS, Net
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from mp_optim import FP32Optimizer, FusedAdam, HybridDeviceOptimizer, OptimizerConfig
+
+HERE = Path(__file__).parent
+CASES = [(mesh, hidden, rule) for mesh in MESHES for hidden in (HIDDEN if mesh == "tp, fsdp" else (13,))
+         for rule in RULES]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What the four ranks of mesh_worker.py found."""
+    folder = tmp_path_factory.mktemp("mesh")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+               str(HERE / "mesh_worker.py"), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_split_twice_trains_like_one_process(ranks, case):
+    """Norm, clipping, a nan on one rank, trust ratios and orthogonal steps."""
+    _, hidden, rule = case
+    expected = mesh_worker.steps(Net(hidden), rule)
+    assert expected["norms"][NAN_AT] is None and len(expected["norms"]) == STEPS
+    for rank in ranks:
+        found = rank[", ".join(map(str, case))]
+        assert found["norms"] == ranks[0][", ".join(map(str, case))]["norms"]
+        for norm, reference in zip(found["norms"], expected["norms"], strict=True):
+            assert norm == (None if reference is None else pytest.approx(reference, rel=1e-12))
+        for name, value in expected["params"].items():
+            torch.testing.assert_close(found["params"][name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rule_without_a_wrapper_sees_whole_parameters_too(ranks):
+    for name, value in mesh_worker.bare_lamb(Net(13)).items():
+        for rank in ranks:
+            torch.testing.assert_close(rank["bare lamb"][name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["None", "overlap"])
+def test_gradients_that_are_still_to_be_added_up_are(ranks, mode):
+    """Sequence parallelism leaves a Partial gradient on a replicated parameter."""
+    expected = mesh_worker.sequence_parallel(sharded=False)
+    for rank in ranks:
+        found = rank["sequence"][mode]
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        for name, value in expected["params"].items():
+            torch.testing.assert_close(found["params"][name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_work_begun_during_backward_orthogonalises_whole_matrices(ranks, shape):
+    for rank in ranks:
+        sync, overlap = (rank["early"][mode, shape] for mode in ("sync", "overlap"))
+        assert all(torch.equal(value, overlap[name]) for name, value in sync.items())
+        refused = rank["early"]["speculative", shape]
+        assert "offload_mode='speculative': Muon steps up.weight" in refused and "use 'overlap'" in refused
+
+
+def test_compact_state_of_parameters_split_twice_resumes(ranks):
+    assert [rank["checkpoint"] for rank in ranks] == [True] * 4
+
+
+class Rotated(Placement):
+    """A placement of somebody else's."""
+
+    def is_shard(self, dim=None):
+        return False
+
+    def is_replicate(self):
+        return False
+
+    def is_partial(self, reduce_op=None):
+        return False
+
+    def __eq__(self, other):
+        return type(other) is Rotated
+
+    def __hash__(self):
+        return 7
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1, 1))
+    torch.distributed.destroy_process_group()
+
+
+def wrap(params):
+    return FP32Optimizer(FusedAdam(params), OptimizerConfig())
+
+
+@pytest.mark.parametrize("build", [wrap, lambda params: HybridDeviceOptimizer(params, 0.5)], ids=["wrapped", "hybrid"])
+@pytest.mark.parametrize("placement, said", [
+    (Partial(), "Partial parameter has no value"), (Partial("max"), "Partial parameter has no value"),
+    (Rotated(), "Rotated.*not known here")], ids=["partial", "max", "unknown"])
+def test_placements_that_cannot_be_stepped_are_refused_by_name(mesh, build, placement, said):
+    param = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False))
+    param._spec = dataclasses.replace(param._spec, placements=(Replicate(), placement))
+    with pytest.raises(ValueError, match=f"(?s){said}.*redistribute"):
+        build([("w", param)])
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)], ids=str)
+def test_every_other_placement_is_stepped(mesh, placement):
+    param = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False))
+    optimizer = wrap([("w", param)])
+    param.grad = DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False)
+    assert optimizer.step().grad_norm == pytest.approx(8**0.5, rel=1e-12)
