@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.distributed_optimizer import DistributedOptimizer
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description
 from mp_optim.precision.measure import Measurement
 from mp_optim.precision.pending import PendingVerdict
+from mp_optim.sharding import GradReducer, reduce_in_one_order
 from mp_optim.slot_optimizer import SlotOptimizer
 from mp_optim.slots import Multiplier, Slot, SlotStateView, SlotUpdate, local_tensor
 
@@ -58,6 +60,10 @@ class ChainedOptimizer(MegatronOptimizer):
         groups = [group for part in self._parts for group in part.param_groups]
         torch.optim.Optimizer.__init__(self, [{"params": [torch.zeros(0)]}], dict(self._parts[0].defaults))
         self.param_groups[:] = groups
+        reducers = [reducer for part in self._parts if isinstance(part, DistributedOptimizer)
+                    and isinstance(reducer := part.grad_reducer, GradReducer)]
+        if len(reducers) > 1:
+            reduce_in_one_order(reducers, again=self.config.data_parallel_sharding_strategy == "optim_grads")
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:

@@ -27,6 +27,7 @@ from mp_optim.process_groups import ProcessGroups
 from mp_optim.sharding import (
     ATTRIBUTES,
     Fragment,
+    Reducer,
     Transport,
     Watched,
     check_agreement,
@@ -84,7 +85,7 @@ class DistributedOptimizer(MegatronOptimizer):
         self._built = False
         torch.optim.Optimizer.__init__(self, [with_names(group) for group in param_groups], {})
         with self._guard("comparing the ranks' models and configs"):
-            check_agreement(self._group, self._description(), "an optimizer")
+            check_agreement(self._group, self._description(model_chunks), "an optimizer")
         self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
         self._fragments = {slot: self._fragment(slot, p) for slot, p in iter_slots(self.param_groups)}
         self._watched = Watched(self._params())
@@ -96,7 +97,7 @@ class DistributedOptimizer(MegatronOptimizer):
 
     # -- building -------------------------------------------------------------------------------
 
-    def _description(self) -> list[str]:
+    def _description(self, chunks: Sequence[nn.Module]) -> list[str]:
         """What all ranks have to agree on, as text."""
         lines = [f"{spec.name}={getattr(self.config, spec.name)!r}" for spec in fields(self.config)
                  if spec.name not in _OF_ONE_RANK]
@@ -106,7 +107,8 @@ class DistributedOptimizer(MegatronOptimizer):
             lines.append(f"group {slot.group} position {slot.position}: {self.slot_name(slot)} "
                          f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
                          f"{said or ''}")
-        return lines
+        return [*lines, *(f"place {at} in forward: {self.slot_name(slot)}"
+                          for at, (_, slot, _) in enumerate(self._in_forward(chunks)))]
 
     def _settings(self) -> list[str]:
         return [f"group {index}: " + ", ".join(f"{key}={_plain(value)!r}" for key, value in sorted(group.items())
@@ -117,12 +119,17 @@ class DistributedOptimizer(MegatronOptimizer):
     def _steps_everything(self) -> bool:
         return self._strategy == "no_shard"
 
-    def _make_transport(self, chunks: list[nn.Module], divisor: int) -> Transport:
+    def _in_forward(self, chunks: Sequence[nn.Module]) -> list[tuple[int, Slot, Tensor]]:
+        """Trained parameters in the order in which forward is expected to use them, with their places in the model."""
         order = {id(param): at for at, param in enumerate(p for chunk in chunks for p in chunk.parameters())}
-        trained = sorted(((order.get(id(param), 0), slot, param) for slot, param in iter_slots(self.param_groups)
-                          if param.requires_grad), key=lambda item: item[:2])
+        return sorted(((order.get(id(param), 0), slot, param) for slot, param in iter_slots(self.param_groups)
+                       if param.requires_grad), key=lambda item: item[:2])
+
+    def _make_transport(self, chunks: list[nn.Module], divisor: int) -> Transport:
+        trained = self._in_forward(chunks)
         transport = make_transport([param for *_, param in trained], [self.slot_name(slot) for _, slot, _ in trained],
-                                   self.config, self._group, chunks, divisor, self._guard)
+                                   [place for place, *_ in trained], self.config, self._group, chunks, divisor,
+                                   self._guard)
         slot_of = {id(param): slot for _, slot, param in trained}
         self._entries = {slot_of[id(entry.param)]: (index, entry) for index, bucket in enumerate(transport.buckets)
                          for entry in bucket.entries}
@@ -200,6 +207,11 @@ class DistributedOptimizer(MegatronOptimizer):
         if hasattr(self.shards, "gradients_ready"):
             self.shards.gradients_ready([fragment.tensor for slot, fragment in self._fragments.items()
                                          if self._entries.get(slot, (-1,))[0] == index])
+
+    @property
+    def grad_reducer(self) -> Reducer:
+        """What reduces the gradients."""
+        return self._transport.reducer
 
     def fragments(self) -> Iterator[tuple[Slot, Fragment]]:
         """What this rank owns of each parameter, in slot order."""

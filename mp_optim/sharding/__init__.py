@@ -3,13 +3,17 @@
 from mp_optim.sharding.agreement import check_agreement, check_number, naming_missing_ranks
 from mp_optim.sharding.buckets import Bucket, Entry
 from mp_optim.sharding.fragments import ATTRIBUTES, Fragment, Watched, make_fragment
-from mp_optim.sharding.transport import Transport, make_transport
+from mp_optim.sharding.hooks import GradReducer
+from mp_optim.sharding.order import reduce_in_one_order
+from mp_optim.sharding.transport import Reducer, Transport, make_transport
 
 __all__ = [
     "ATTRIBUTES",
     "Bucket",
     "Entry",
     "Fragment",
+    "GradReducer",
+    "Reducer",
     "Transport",
     "Watched",
     "check_agreement",
@@ -17,4 +21,5 @@ __all__ = [
     "make_fragment",
     "make_transport",
     "naming_missing_ranks",
+    "reduce_in_one_order",
 ]

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 
 from mp_optim.sharding.buckets import Bucket, Entry
+from mp_optim.sharding.order import LaunchOrder
 from mp_optim.sharding.reduce import Reduction, all_gather, start_reduction, uses_exchange
 
 __all__ = ["GradReducer", "ReduceSettings"]
 
 _marks = itertools.count(1)
-
-_IN_FLIGHT = 2
-"""Buckets whose reduction may be under way while their gradients are not kept: so much memory ZeRO-2 takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +52,28 @@ class GradReducer:
     """Hooks on parameters, and the state of each bucket's gradients.
 
     Args:
-        buckets: in the order in which all ranks reduce them.
+        buckets: the same on all ranks. first_used: where forward first uses each, which decides the order.
         guard: context in which communication happens; gives failures a name.
         check_use: called when a parameter's gradient arrives in backward.
 
     Attributes:
         on_reduced: called with a bucket's index when its owned shard is complete; perhaps during backward.
+        order: of the reductions; perhaps with those of other reducers.
+        rounds: how many passes were reduced since :meth:`zero`.
     """
 
-    def __init__(self, buckets: list[Bucket], settings: ReduceSettings, guard: Callable[[str], Any],
-                 check_use: Callable[[Entry], None]) -> None:
+    order: LaunchOrder
+
+    def __init__(self, buckets: list[Bucket], first_used: Sequence[int], settings: ReduceSettings,
+                 guard: Callable[[str], Any], check_use: Callable[[Entry], None]) -> None:
         self.buckets, self.settings, self._guard, self._check_use = buckets, settings, guard, check_use
         self.on_reduced: Callable[[int], None] | None = None
         self._arrived: list[set[int]] = [set() for _ in buckets]  # in this backward
         self._waiting = [False] * len(buckets)  # has gradients that were not reduced
         self._reduced = [False] * len(buckets)
-        self._under_way: deque[tuple[int, Reduction]] = deque()
-        self._next = 0
-        self._in_backward = False
-        self._synchronizes = True
         self._complete = False
+        self.first_used, self.synchronizes, self.rounds = first_used, True, 0
+        LaunchOrder([self], again=not settings.keep_grads)
         self.bytes_reduced = self.bytes_gathered = 0
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
@@ -101,17 +99,16 @@ class GradReducer:
     def _arrive(self, index: int, entry: Entry) -> None:
         self._check_use(entry)
         self.collect(index, entry)
-        if not self.settings.during_backward or not self._synchronizes:
+        if not self.settings.during_backward or not self.synchronizes:
             return
-        if not self._in_backward:
-            self._in_backward = True
-            for arrived in self._arrived:
-                arrived.clear()
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+        self.order.arrives()
         self._arrived[index].add(entry.placed.param)
-        while self._next < len(self.buckets) and self._is_full(self._next):
-            self._launch(self._next)
-            self._next += 1
+        self.order.advance()
+
+    def begin_backward(self) -> None:
+        """No gradient of this backward pass has arrived yet."""
+        for arrived in self._arrived:
+            arrived.clear()
 
     def collect(self, index: int, entry: Entry) -> None:
         """Move a parameter's ``grad`` into its bucket.
@@ -135,30 +132,28 @@ class GradReducer:
         entry.param.grad = None
         self._waiting[index] = True
 
-    def _is_full(self, index: int) -> bool:
+    def is_full(self, index: int) -> bool:
+        """Whether all gradients of a bucket have arrived in this backward."""
         return len(self._arrived[index]) == len(self.buckets[index].entries)
 
-    def _end_of_backward(self) -> None:
-        """Reduce what is left, with zeros for parameters that this rank did not use: others may have."""
-        self._in_backward = False
-        if self._synchronizes:
-            self._launch_rest()
-
-    def _launch_rest(self) -> None:
-        while self._next < len(self.buckets):
-            self._launch(self._next)
-            self._next += 1
-        if not self.settings.keep_grads:  # another backward may follow, and add to what is owned
-            self._next = 0
+    def is_due(self, index: int) -> bool:
+        """Whether a bucket may be reduced now: those that keep their gradients are, once a step."""
+        return not (self.settings.keep_grads and self._reduced[index])
 
     # -- reducing -------------------------------------------------------------------------------
 
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.settings.group
+
     @torch.no_grad()
-    def _launch(self, index: int) -> None:
+    def launch(self, index: int) -> None:
+        """Start to reduce a bucket, with whatever gradients it has."""
         bucket, how = self.buckets[index], self.settings
         exchange = uses_exchange(how.group, bucket.params.device, how.fp32_accumulation)
-        if (exchange or not how.keep_grads) and len(self._under_way) == _IN_FLIGHT:
-            self._wait_for_one()
+        if exchange or not how.keep_grads:
+            self.order.make_room()
         grads = bucket.local_grads()
         self.bytes_reduced += grads.nbytes
         with self._guard(f"reducing the gradients of {_named(bucket)}"):
@@ -168,12 +163,14 @@ class GradReducer:
             bucket.grads = None  # the reduction holds them for as long as it needs them
         self._reduced[index], self._waiting[index] = True, False
         self._complete = False
-        self._under_way.append((index, work))
+        self.rounds += index == 0
+        self.order.started(self, index, work)
         if not how.overlap:
-            self._wait_for_one()
+            self.order.wait_for_one()
 
-    def _wait_for_one(self) -> None:
-        index, work = self._under_way.popleft()
+    @torch.no_grad()
+    def complete(self, index: int, work: Reduction) -> None:
+        """Wait for a reduction that was started."""
         with self._guard(f"reducing the gradients of {_named(self.buckets[index])}"):
             work.wait()
         if self.on_reduced is not None and not self.settings.replicate:
@@ -182,12 +179,8 @@ class GradReducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Every owned shard (``replicate``: every rank's whole gradients) is complete on return. Collective; reduces
-        what was not reduced since the last :meth:`zero`."""
-        self._collect_all()
-        if not all(self._reduced) or any(self._waiting):
-            self._launch_rest()
-        while self._under_way:
-            self._wait_for_one()
+        what was not reduced since the last :meth:`zero`, here and in all that share the order."""
+        self.order.finish()
         if self.settings.replicate and not self._complete:
             self._gather()
         self._complete = True
@@ -200,27 +193,29 @@ class GradReducer:
                 if work is not None:
                     work.wait()
 
-    def _collect_all(self) -> None:
-        """Take in gradients that no hook saw, because somebody put them into ``grad`` by hand."""
+    @torch.no_grad()
+    def collect_all(self) -> bool:
+        """Take in gradients that no hook saw, because somebody put them into ``grad`` by hand. Returns whether anything
+        is left to reduce."""
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
                 if entry.param.grad is not None:
                     self.collect(index, entry)
+        return not all(self._reduced) or any(self._waiting)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only add up this rank's own gradients."""
-        before, self._synchronizes = self._synchronizes, False
+        before, self.synchronizes = self.synchronizes, False
         try:
             yield
         finally:
-            self._synchronizes = before
+            self.synchronizes = before
 
     @torch.no_grad()
     def zero(self) -> None:
         """Forget all gradients. Waits for reductions under way."""
-        while self._under_way:
-            self._wait_for_one()
+        self.order.restart()
         for index, bucket in enumerate(self.buckets):
             if not self.settings.keep_grads:
                 bucket.grads = None
@@ -230,7 +225,7 @@ class GradReducer:
             self._reduced[index] = self._waiting[index] = False
             for entry in bucket.entries:
                 entry.param.grad = None
-        self._next, self._in_backward, self._complete = 0, False, False
+        self._complete, self.rounds = False, 0
         self.bytes_reduced = self.bytes_gathered = 0
 
 

@@ -17,7 +17,7 @@ from mp_optim.sharding.hooks import GradReducer, ReduceSettings
 from mp_optim.sharding.megatron_ddp import MegatronGatherer, MegatronReducer, buckets_of, is_megatron_ddp
 from mp_optim.sharding.reduce import broadcast
 
-__all__ = ["Transport", "make_transport"]
+__all__ = ["Reducer", "Transport", "make_transport"]
 
 _DDP_DECIDES = ("overlap_grad_reduce", "grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation", "bucket_size",
                 "use_layer_wise_distributed_optimizer")
@@ -56,12 +56,13 @@ class Transport:
     gatherer: Gatherer
 
 
-def make_transport(params: Sequence[Tensor], names: Sequence[str], config: OptimizerConfig, group: ProcessGroup,
-                   chunks: Sequence[nn.Module], divisor: int, guard: Callable[[str], Any]) -> Transport:
+def make_transport(params: Sequence[Tensor], names: Sequence[str], places: Sequence[int], config: OptimizerConfig,
+                   group: ProcessGroup, chunks: Sequence[nn.Module], divisor: int,
+                   guard: Callable[[str], Any]) -> Transport:
     """Put trainable parameters into buckets. Collective.
 
     Args:
-        params, names: in the order in which forward uses them.
+        params, names: in the order in which forward uses them. places: their numbers in that order, in the whole model.
         chunks: modules that hold them.
         divisor: what averages are divided by.
         guard: context in which communication happens.
@@ -86,7 +87,9 @@ def make_transport(params: Sequence[Tensor], names: Sequence[str], config: Optim
         fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
         during_backward=config.overlap_grad_reduce or not keeps, overlap=config.overlap_grad_reduce,
         keep_grads=keeps, replicate=config.data_parallel_sharding_strategy == "no_shard")
-    return Transport(buckets, GradReducer(buckets, settings, guard, gatherer.check_use), gatherer)
+    place_of = {id(param): place for param, place in zip(params, places, strict=True)}
+    first_used = [min(place_of[id(entry.param)] for entry in bucket.entries) for bucket in buckets]
+    return Transport(buckets, GradReducer(buckets, first_used, settings, guard, gatherer.check_use), gatherer)
 
 
 def bucket_elements(config: OptimizerConfig, ranks: int) -> int:
