@@ -79,6 +79,7 @@ class DistributedOptimizer(MegatronOptimizer):
         self._last: Verdict | PendingVerdict = Verdict()
         self._graphed, self._grads = None, None
         self._trained: list[Slot] = []
+        self._frozen: list[Slot] = []
         self._counts = {"steps": 0, "skipped_steps": 0}
         self._guard = naming_missing_ranks(self._group)
         self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
@@ -114,6 +115,13 @@ class DistributedOptimizer(MegatronOptimizer):
         return [f"group {index}: " + ", ".join(f"{key}={_plain(value)!r}" for key, value in sorted(group.items())
                                                if key not in _NOT_PUSHED)
                 for index, group in enumerate(self.param_groups)]
+
+    def _said_each_step(self) -> list[str]:
+        """What ranks have to agree on at every step."""
+        rounds = getattr(self.grad_reducer, "rounds", 0)
+        frozen = [f"{self.slot_name(slot)} was frozen since the optimizer was built" for slot in self._frozen]
+        return [*self._settings(), f"step {self._counts['steps'] + 1}", *frozen,
+                f"gradients of {rounds} backward passes reduced since zero_grad()"]
 
     @property
     def _steps_everything(self) -> bool:
@@ -247,7 +255,7 @@ class DistributedOptimizer(MegatronOptimizer):
         self.finish_grad_sync()
         self._trained = self._hand_out_gradients()
         with self._guard("comparing hyperparameters"):
-            check_number(self._group, self._settings, self.device, "an optimizer")
+            check_number(self._group, self._said_each_step, self.device, "an optimizer")
         self.shards.gather()
 
     def sums(self) -> Measurement:
@@ -264,7 +272,8 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def _hand_out_gradients(self) -> list[Slot]:
         """Let the owned tensors have gradients where the parameter is trained now; returns the slots."""
-        trained = []
+        trained: list[Slot] = []
+        self._frozen = []
         for slot, param in iter_slots(self.param_groups):
             fragment = self._fragments[slot]
             if param.requires_grad and fragment.grad is None:
@@ -273,6 +282,8 @@ class DistributedOptimizer(MegatronOptimizer):
             fragment.tensor.main_grad = fragment.grad if param.requires_grad else None  # type: ignore[attr-defined]
             if param.requires_grad:
                 trained.append(slot)
+            elif fragment.grad is not None:
+                self._frozen.append(slot)
         return trained
 
     def _measure_owned(self, trained: list[Slot]) -> Measurement:
