@@ -105,6 +105,13 @@ class ChainedOptimizer(MegatronOptimizer):
         for part in self._parts:
             part.gather()
 
+    def has_gradients(self) -> bool:
+        return any(part.has_gradients() for part in self._parts)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for part in self._parts:
+            yield from part.named_gradients()
+
     def sums(self) -> Measurement:
         return functools.reduce(operator.add, (part.sums() for part in self._parts))
 

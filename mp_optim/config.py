@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from mp_optim.config_checks import check_config, nearest
+from mp_optim.config_checks import check_config
+from mp_optim.config_fields import nearest
 
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
-
-DTYPE_FIELDS = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @dataclass(kw_only=True)
@@ -181,13 +180,12 @@ class OptimizerConfig:
     """Timers wait for all ranks before they start."""
 
     def __post_init__(self) -> None:
-        for name in DTYPE_FIELDS:
-            setattr(self, name, _as_dtype(name, getattr(self, name)))
         self.check()
 
     def check(self) -> None:
         """Raise if a value is out of range, contradictory or without effect; done at construction, and again by
-        :func:`mp_optim.get_megatron_optimizer` for fields set since."""
+        :func:`mp_optim.get_megatron_optimizer` for fields set since. Values are kept as Python's own numbers, and
+        dtypes as torch's."""
         check_config(self)
 
     @property
@@ -221,19 +219,28 @@ AdamOptimizerConfig = SGDOptimizerConfig = OptimizerConfig
 _generated_init = OptimizerConfig.__init__
 
 
-def _init(self: OptimizerConfig, **settings: Any) -> None:
+def _init(self: OptimizerConfig, *positional: Any, **settings: Any) -> None:
     known = [field.name for field in fields(OptimizerConfig)]
+    if positional:
+        shown = ", ".join(f"{name}={value!r}" for name, value in zip(known, positional, strict=False))
+        raise TypeError(f"OptimizerConfig takes its fields by name, as in OptimizerConfig({shown})")
     for name in settings:
         if name not in known:
-            reason = _elsewhere(name)
-            raise TypeError(f"OptimizerConfig has no field {name!r}{reason or nearest(name, known)}")
+            raise TypeError(f"OptimizerConfig has no field {name!r}{_elsewhere(name) or nearest(name, known, 0.6)}")
     if settings.get("optimizer_cpu_offload") and "optimizer_offload_fraction" not in settings:
         raise ValueError("optimizer_cpu_offload=True without optimizer_offload_fraction: Megatron's default of 0 would "
                          "offload nothing; set the fraction (1.0 for everything)")
+    if isinstance(rule := settings.get("optimizer"), str) and rule.lower() == "adamw":
+        if settings.get("decoupled_weight_decay") is False:
+            raise ValueError(f"optimizer={rule!r} with decoupled_weight_decay=False: AdamW decouples it; write "
+                             "optimizer='adam'")
+        settings = {**settings, "optimizer": "adam"}
     _generated_init(self, **settings)
 
 
 _init.__wrapped__ = _generated_init  # type: ignore[attr-defined]
+_init.__name__ = "__init__"
+_init.__qualname__ = "OptimizerConfig.__init__"
 _init.__doc__ = _generated_init.__doc__
 OptimizerConfig.__init__ = _init  # type: ignore[method-assign]
 
@@ -254,18 +261,51 @@ _ELSEWHERE = {
 """Megatron's fields (or their beginnings) that this version has no use for, and what there is instead."""
 
 
+_ALIASES = {
+    **dict.fromkeys(("learning_rate", "base_lr"), "lr"), "max_lr": "lr (or max_lr in a ParamKey's override)",
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "grad_clip", "clip_grad_norm", "gradient_clip_val",
+                     "max_norm"), "clip_grad"),
+    **dict.fromkeys(("betas", "adam_betas"), "adam_beta1 and adam_beta2 (lion_beta1 and lion_beta2 for lion)"),
+    "beta1": "adam_beta1", "beta2": "adam_beta2", **dict.fromkeys(("eps", "epsilon", "adam_epsilon"), "adam_eps"),
+    **dict.fromkeys(("wd", "decay"), "weight_decay"), "momentum": "sgd_momentum (muon_momentum for muon)",
+    "nesterov": "muon_use_nesterov", "ns_steps": "muon_num_ns_steps",
+    **dict.fromkeys(("optim", "optimizer_type", "optimizer_name"), "optimizer"),
+    **dict.fromkeys(("zero_stage", "zero_optimization", "stage", "zero"), "use_distributed_optimizer=True (ZeRO-1), "
+                    "with data_parallel_sharding_strategy='optim_grads' for ZeRO-2"),
+    **dict.fromkeys(("foreach", "fused", "use_fused", "backend"), "fused_backend"),
+    **dict.fromkeys(("dtype", "precision", "mixed_precision"), "bf16=True or fp16=True"),
+    **dict.fromkeys(("offload", "cpu_offload", "offload_optimizer", "offload_fraction", "offload_ratio"),
+                    "optimizer_cpu_offload=True with optimizer_offload_fraction"),
+    **dict.fromkeys(("use_8bit", "optim_bits", "min_8bit_size", "block_wise"),
+                    "use_precision_aware_optimizer=True with exp_avg_dtype='uint8' and exp_avg_sq_dtype='uint8'"),
+    **dict.fromkeys(("initial_scale", "init_scale", "initial_scale_power"), "initial_loss_scale"),
+    "growth_interval": "loss_scale_window", "min_scale": "min_loss_scale", "nvlamb": "lamb_use_nvlamb",
+    "adam_w_mode": "decoupled_weight_decay", "threads": "host_threads", "num_threads": "host_threads",
+    "overlap_communication": "overlap_grad_reduce and overlap_param_gather", "overlap_comm": "overlap_grad_reduce",
+    "reduce_bucket_size": "bucket_size", "seed": "stochastic_rounding_seed",
+}
+"""What torch, Hugging Face, DeepSpeed and bitsandbytes call things, and what they are called here."""
+
+_NOT_A_FIELD = {
+    **dict.fromkeys(("total_steps", "max_steps", "warmup", "warmup_steps", "warmup_ratio", "num_warmup_steps",
+                     "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "lr_scheduler_type", "scheduler",
+                     "start_weight_decay", "start_wd", "end_weight_decay", "end_wd"),
+                    "a schedule is an OptimizerParamScheduler, or any of torch's"),
+    "amsgrad": "there is no amsgrad here", "maximize": "negate the loss",
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"),
+                    "call backward as often as there are micro-batches, then step()"),
+    **dict.fromkeys(("capturable",), "optimizer_cuda_graph=True captures the step"),
+    "differentiable": "steps are not differentiable here",
+    **dict.fromkeys(("params", "model", "parameters"), "the model goes into get_megatron_optimizer(config, model)"),
+}
+"""What is set elsewhere or nowhere."""
+
+
 def _elsewhere(name: str) -> str:
+    low = name.lower()
+    if low in _ALIASES:
+        return f"; it is called {_ALIASES[low]} here"
+    if low in _NOT_A_FIELD:
+        return f": {_NOT_A_FIELD[low]}"
     found = next((text for key, text in _ELSEWHERE.items() if name.startswith(key)), "")
     return f"; Megatron's is not part of this version: {found}" if found else ""
-
-
-def _as_dtype(name: str, value: torch.dtype | str) -> torch.dtype:
-    """A dtype from itself or its name, with or without ``torch.``; ``bf16``, ``fp16`` and ``fp32`` are understood."""
-    if isinstance(value, torch.dtype):
-        return value
-    short = str(value).removeprefix("torch.")
-    found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(short, short), None)
-    if not isinstance(found, torch.dtype):
-        names = ["float32", "bfloat16", "float16"]
-        raise ValueError(f"{name}={value!r}: not a torch dtype or the name of one{nearest(short, names)}")
-    return found

@@ -1,31 +1,21 @@
-"""What a config may hold: types, choices, ranges, and fields that do something only in company."""
+"""What the fields of a config may be together: contradictions, and fields that do something only in company."""
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
 
-from mp_optim.capabilities import BACKENDS, OPTIMIZERS, refusal
-from mp_optim.muon_settings import (
-    COEFFICIENT_TYPES,
-    MATMUL_PRECISIONS,
-    SCALAR_OPTIMIZERS,
-    SCALE_MODES,
-    TP_MODES,
-    coefficients,
-)
+from mp_optim.capabilities import refusal
+from mp_optim.config_fields import check_fields
+from mp_optim.muon_settings import coefficients
 
 if TYPE_CHECKING:
     from mp_optim.config import OptimizerConfig
 
-__all__ = ["check_config", "nearest"]
-
-OFFLOAD_MODES = ("sync", "overlap", "speculative")
+__all__ = ["check_config"]
 
 
 def check_config(config: OptimizerConfig) -> None:
@@ -34,73 +24,21 @@ def check_config(config: OptimizerConfig) -> None:
     Raises:
         ValueError: naming field and value.
     """
-    for check in (_check_types, _check_choices, _check_ranges, _check_precision, _check_graph, _check_inert):
+    for check in (check_fields, _check_together, _check_precision, _check_graph, _check_inert):
         check(config)
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """A question whether the most similar of the known names was meant; empty if none is similar."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def _fail(config: OptimizerConfig, name: str, rule: str) -> None:
     raise ValueError(f"{name}={getattr(config, name)!r}: {rule}")
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "str": (str,), "int": (int, float), "float": (int, float),
-    "float | None": (int, float, type(None)), "float | str": (int, float, str), "int | None": (int, float, type(None)),
-}
-"""Annotations whose values are checked, and what they take."""
-
-
-def _check_types(config: OptimizerConfig) -> None:
-    for spec in fields(config):
-        kinds, value = _KINDS.get(str(spec.type)), getattr(config, spec.name)
-        if kinds is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
-            continue
-        _fail(config, spec.name, f"must be a {spec.type}, not a {type(value).__name__}")
-
-
-_CHOICES = {"optimizer": OPTIMIZERS, "fused_backend": BACKENDS,
-            "offload_mode": OFFLOAD_MODES, "grad_reduce_op": ("avg", "sum"),
-            "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads"), "muon_scale_mode": SCALE_MODES,
-            "muon_fp32_matmul_prec": MATMUL_PRECISIONS, "muon_coefficient_type": COEFFICIENT_TYPES,
-            "muon_tp_mode": TP_MODES, "muon_scalar_optimizer": SCALAR_OPTIMIZERS}
-_NOT_HERE = {("muon_fp32_matmul_prec", "high"): "; TF32 is not to be had on the host",
-             ("muon_tp_mode", "distributed"): "; it adds up products in an order that depends on the ranks"}
-"""Choices of Megatron's that are not supported, and why."""
-
-
-def _check_choices(config: OptimizerConfig) -> None:
-    for name, choices in _CHOICES.items():
-        value = getattr(config, name)
-        if value not in choices:
-            why = _NOT_HERE.get((name, value)) or nearest(str(value), list(choices))
-            _fail(config, name, f"must be one of {list(choices)}{why}")
-
-
-def _check_ranges(config: OptimizerConfig) -> None:
-    for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"):
-        value = getattr(config, name)
-        if value is not None and not 0.0 <= value < math.inf:
-            _fail(config, name, "must be a finite number >= 0")
-    for low, high in (("min_lr", "lr"), ("decoupled_min_lr", "decoupled_lr")):
+def _check_together(config: OptimizerConfig) -> None:
+    """Fields that contradict each other."""
+    for low, high in (("min_lr", "lr"), ("decoupled_min_lr", "decoupled_lr"), ("min_loss_scale", "initial_loss_scale")):
         floor, top = getattr(config, low), getattr(config, high)
         if floor is not None and top is not None and floor > top:
             _fail(config, low, f"must not exceed {high}={top!r}")
-    for name in ("weight_decay", "adam_eps", "sgd_momentum", "clip_grad"):
-        if not 0.0 <= getattr(config, name) < math.inf:
-            _fail(config, name, "must be a finite number >= 0")
-    for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"):
-        if not 0.0 <= getattr(config, name) < 1.0:
-            _fail(config, name, "must be in [0, 1)")
-    if config.host_threads is not None and (config.host_threads < 1 or int(config.host_threads) != config.host_threads):
-        _fail(config, "host_threads", "must be a whole number >= 1")
-    if config.bucket_size is not None and (config.bucket_size < 1 or int(config.bucket_size) != config.bucket_size):
-        _fail(config, "bucket_size", "must be a whole number of elements >= 1")
-    if getattr(config, "optimizer_cuda_graph", False) and config.is_distributed:
+    if config.optimizer_cuda_graph and config.is_distributed:
         _fail(config, "optimizer_cuda_graph", "a step that reduces over data-parallel ranks is not captured; set it to "
               "False, or use_distributed_optimizer=False")
     if (config.optimizer == "muon" and config.is_distributed and not config.use_layer_wise_distributed_optimizer
@@ -109,22 +47,10 @@ def _check_ranges(config: OptimizerConfig) -> None:
               "use_layer_wise_distributed_optimizer=True")
     if config.use_layer_wise_distributed_optimizer and config.data_parallel_sharding_strategy == "no_shard":
         _fail(config, "data_parallel_sharding_strategy", "contradicts use_layer_wise_distributed_optimizer=True")
-    if config.host_cores is not None and (not config.host_cores or not all(isinstance(core, int) and core >= 0
-                                                                      for core in config.host_cores)):
-        _fail(config, "host_cores", "must name at least one core")
-    if not 0.0 < config.muon_extra_scale_factor < math.inf:
-        _fail(config, "muon_extra_scale_factor", "must be a finite number > 0")
     try:
         coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
     except ValueError as error:
         raise ValueError(f"muon_{error}") from None
-    if not config.grad_norm_skip_threshold > 0.0:
-        _fail(config, "grad_norm_skip_threshold", "must be > 0 (inf: never skip)")
-    if config.gpu_memory is not None and config.gpu_memory < 1:
-        _fail(config, "gpu_memory", "must be a number of bytes >= 1")
-    fraction = config.optimizer_offload_fraction
-    if fraction != "auto" and (isinstance(fraction, str) or not 0.0 <= fraction <= 1.0):
-        _fail(config, "optimizer_offload_fraction", "must be between 0 and 1, or 'auto'")
 
 
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -150,18 +76,6 @@ def _check_precision(config: OptimizerConfig) -> None:
         _fail(config, *refused)
     if config.param_remainder_bits not in (8, 16):
         _fail(config, "param_remainder_bits", "must be 16 or 8")
-    if not 0 <= config.stochastic_rounding_seed < 2**32:
-        _fail(config, "stochastic_rounding_seed", "must be in [0, 2**32)")
-    for name in ("loss_scale_window", "hysteresis"):
-        value = getattr(config, name)
-        if value < 1 or int(value) != value:
-            _fail(config, name, "must be a whole number of steps >= 1")
-    for name in ("initial_loss_scale", "min_loss_scale", "loss_scale"):
-        value = getattr(config, name)
-        if value is not None and not 0.0 < value <= 2.0**126:
-            _fail(config, name, "must be positive and at most 2**126")
-    if config.min_loss_scale > config.initial_loss_scale:
-        _fail(config, "min_loss_scale", f"must not exceed initial_loss_scale={config.initial_loss_scale!r}")
 
 
 _DISTRIBUTED: tuple[str, Callable[[OptimizerConfig], bool]] = (

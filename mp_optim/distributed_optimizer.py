@@ -258,6 +258,14 @@ class DistributedOptimizer(MegatronOptimizer):
             check_number(self._group, self._said_each_step, self.device, "an optimizer")
         self.shards.gather()
 
+    def has_gradients(self) -> bool:
+        """Whether any came from a backward pass of this rank; the others are zeros."""
+        return self._transport.reducer.has_gradients
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank owns of the reduced gradients."""
+        return self.shards.named_gradients()
+
     def sums(self) -> Measurement:
         """Sums of squares of the reduced gradients, agreed with all ranks."""
         with self._guard("agreeing on the gradient norm"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import logging
+import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -12,11 +14,13 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.config_fields import LARGEST
 from mp_optim.muon_groups import MuonAssignment, is_embedding_or_output
+from mp_optim.names import named_params
 
 __all__ = [
     "ParamGroupOverride", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "check_claims",
-    "check_config_overrides_consistency", "get_mup_config_overrides", "get_param_groups",
+    "check_config_overrides_consistency", "check_group_settings", "get_mup_config_overrides", "get_param_groups",
     "get_standard_config_overrides", "is_expert_param",
 ]
 
@@ -170,13 +174,7 @@ def is_expert_param(param: Tensor, name: str) -> bool:
 
 
 def _named_params(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
-    for index, chunk in enumerate(model_chunks):
-        prefix = f"{index}." if len(model_chunks) > 1 else ""
-        for name, param in chunk.named_parameters():
-            if param.requires_grad and id(param) not in seen:
-                seen.add(id(param))
-                yield prefix + name, param
+    return ((name, param) for name, param in named_params(model_chunks) if param.requires_grad)
 
 
 def _required_lr(config: OptimizerConfig) -> float:
@@ -203,10 +201,46 @@ def _checked(config: OptimizerConfig, override: Mapping[str, Any]) -> dict[str, 
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"override {name}={override[name]!r}: no setting of a param group of "
                              f"{config.optimizer!r}{hint}")
+    check_group_settings("override", override, config.optimizer)
     top, floor = override.get("max_lr", config.lr), override.get("min_lr", config.min_lr)
     if top is not None and floor is not None and floor > top:
         raise ValueError(f"override max_lr={top!r}: below min_lr={floor!r}; override min_lr too")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in override.items()}
+
+
+_SETTINGS_OF_ANY = ("params", "param_names", "lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd", "wd_mult",
+                    "lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer", "initial_lr")
+_AS_ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay", "beta1": "betas",
+                 "beta2": "betas", "epsilon": "eps", "adam_eps": "eps", "adam_betas": "betas"}
+_LIMITS: dict[str, tuple[float, float, str]] = {
+    "momentum": (0.0, 1.0, "a number from 0 to 1"),
+    **dict.fromkeys(("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd", "wd_mult", "lr_mult", "eps"),
+                    (0.0, LARGEST, f"a number from 0 to {LARGEST:g}")),
+}
+
+
+def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> None:
+    """Raise if a setting of a param group is misspelt or out of range. Keys of the caller's own, which resemble none of
+    ours, are left alone.
+
+    Raises:
+        ValueError: naming the group and the key.
+    """
+    known = [*_SETTINGS_OF_ANY, *_RULE_SETTINGS[rule]]
+    for name, value in group.items():
+        if name not in known:
+            near = _AS_ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
+            if near is not None:
+                raise ValueError(f"{where}: {name}={value!r} is no setting of a param group; did you mean {near!r}?")
+        if name in _LIMITS and not (isinstance(value, Tensor) or _within(value, *_LIMITS[name][:2])):
+            raise ValueError(f"{where}: {name}={value!r} must be {_LIMITS[name][2]}")
+        if name == "betas" and not (isinstance(value, (tuple, list)) and len(value) == 2 and all(
+                _within(beta, 0.0, math.nextafter(1.0, 0.0)) for beta in value)):
+            raise ValueError(f"{where}: betas={value!r} must be two numbers in [0, 1)")
+
+
+def _within(value: Any, low: float, high: float) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and low <= float(value) <= high
 
 
 def _combined(param: Tensor, name: str, overrides: Mapping[ParamKey, Mapping[str, Any]]) -> dict[str, Any]:

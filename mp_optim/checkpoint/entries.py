@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
+from mp_optim.names import canonical_names, prefixed
 from mp_optim.slots import ParamGroups, Slot
 
 __all__ = ["MODEL", "STATE", "Models", "SlotStateful", "as_read", "check_entries", "entries_of", "in_saved_form",
@@ -53,19 +54,25 @@ def _scale_of(name: str) -> str:
 
 
 def _chunks(models: Models) -> list[tuple[str, nn.Module]]:
-    """Modules with what their parameters' names begin with: nothing, or their index if there are several."""
-    chunks = [models] if isinstance(models, nn.Module) else list(models)
-    return [("", chunks[0])] if len(chunks) == 1 else [(f"{index}.", chunk) for index, chunk in enumerate(chunks)]
+    return prefixed([models] if isinstance(models, nn.Module) else list(models))
 
 
 def _state_dict(models: Models) -> dict[str, Any]:
-    return {prefix + name: value for prefix, chunk in _chunks(models) for name, value in chunk.state_dict().items()}
+    """The chunks' state dicts as one, under canonical names."""
+    state: dict[str, Any] = {}
+    for prefix, chunk in _chunks(models):
+        own = chunk.state_dict()
+        state |= {prefix + short: own[name] for name, short in canonical_names(chunk, own).items()}
+    return state
 
 
 def params_of(models: Models) -> dict[str, Tensor]:
     """The parameters under the names they have in a checkpoint."""
-    return {MODEL + prefix + name: param for prefix, chunk in _chunks(models)
-            for name, param in chunk.named_parameters()}
+    params: dict[str, Tensor] = {}
+    for prefix, chunk in _chunks(models):
+        own = dict(chunk.named_parameters())
+        params |= {MODEL + prefix + short: own[name] for name, short in canonical_names(chunk, own).items()}
+    return params
 
 
 def plain_of(models: Models) -> dict[str, Any]:
@@ -77,9 +84,9 @@ def load_model(models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str
     """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
     state = {**{name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)}, **plain}
     for prefix, chunk in _chunks(models):
-        own = chunk.state_dict().keys()
-        chunk.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()
-                               if name.startswith(prefix) and name.removeprefix(prefix) in own}, strict=False)
+        own = canonical_names(chunk, chunk.state_dict())
+        chunk.load_state_dict({name: state[prefix + short] for name, short in own.items() if prefix + short in state},
+                              strict=False)
 
 
 # -- everything ---------------------------------------------------------------------------------------------------

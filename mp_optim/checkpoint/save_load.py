@@ -43,6 +43,7 @@ from mp_optim.checkpoint.entries import (
 )
 from mp_optim.checkpoint.manifest import Manifest, file_sum, read_manifest, verify_files, write_manifest
 from mp_optim.checkpoint.ranks import Ranks
+from mp_optim.checkpoint.renaming import common_under, metadata_under, renamed_entries
 from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.writing import Writing, plan_writing
 
@@ -176,12 +177,14 @@ def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
     ranks.agree(f"loading {version}", lambda: _check_files(version, verify, ranks))
     reader = FileSystemReader(version)
-    metadata = reader.read_metadata()
+    own, metadata = entries_of(model, optimizer), reader.read_metadata()
+    renamed = renamed_entries(metadata.state_dict_metadata, own)
+    metadata = metadata_under(renamed, metadata)
     saved = {name: entry for name, entry in metadata.state_dict_metadata.items()
              if optimizer is not None or name.startswith(MODEL)}
-    tensors = in_saved_form(entries_of(model, optimizer), saved, convert=convert)
+    tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
-    common = torch.load(version / COMMON, weights_only=True)
+    common = common_under(renamed, torch.load(version / COMMON, weights_only=True))
 
     def read() -> None:
         check_entries(version, saved, tensors, everybody)

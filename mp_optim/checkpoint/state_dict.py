@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mp_optim.names import matched_names
 from mp_optim.slots import ParamGroups, Slot, iter_slots, slot_name
 
 __all__ = ["GroupMatch", "match_groups", "plain_groups"]
@@ -56,7 +57,8 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
     mine, theirs = ([len(group["params"]) for group in groups] for groups in (live, saved))
     if mine != theirs:
         raise ValueError(f"param groups do not match: this optimizer has groups of {mine} parameters, the saved "
-                         f"state has {theirs}. Build both with param_names to match by name instead.")
+                         f"state has {theirs}. With param_names in both, they are matched by name; read "
+                         "a state dict of torch, apex, Megatron or DeepSpeed with mp_optim.checkpoint.foreign")
     saved_ids = (index for group in saved for index in group["params"])
     index_of = {slot: index for (slot, _), index in zip(iter_slots(live), saved_ids, strict=True)}
     return GroupMatch(index_of, [_settings(group) for group in saved])
@@ -69,8 +71,9 @@ def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, in
 
 
 def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
-    found = {name: (index, group_index) for name, index, group_index in _saved_names(saved)}
     wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
+    canonical = matched_names((name for name, *_ in _saved_names(saved)), wanted.values())
+    found = {canonical[name]: (index, group_index) for name, index, group_index in _saved_names(saved)}
     missing = sorted(set(wanted.values()) - found.keys())
     unexpected = sorted(found.keys() - set(wanted.values()))
     if missing or unexpected:

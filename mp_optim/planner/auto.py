@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory import device_of, with_data_parallel
+from mp_optim.names import named_params
 from mp_optim.param_groups import ParamKey, is_expert_param
 from mp_optim.planner.memory import MemoryPlan, plan_rank
 from mp_optim.planner.sweep import least, with_fraction
@@ -92,10 +93,7 @@ def _mesh_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:
 
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """All parameters, frozen ones too; tied ones once. The chunk's number goes before the name if there are several."""
-    found = {id(param): (f"{index}.{name}" if len(chunks) > 1 else name, param)
-             for index, chunk in reversed(list(enumerate(chunks)))
-             for name, param in reversed(list(chunk.named_parameters()))}
-    return list(reversed(found.values()))
+    return [(name, cast(nn.Parameter, param)) for name, param in named_params(chunks)]
 
 
 def _on_meta(param: Tensor) -> nn.Parameter:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mp_optim.names import named_params
 from mp_optim.param_groups import is_expert_param
 
 __all__ = ["ParamSpec", "specs_of"]
@@ -52,17 +53,14 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
         TypeError: the source is something else.
     """
     if isinstance(source, nn.Module):
-        return _from_named(source.named_parameters(), dtype)
+        return _from_named(named_params([source]), dtype)
     if hasattr(source, "to_diff_dict") and hasattr(source, "model_type"):
         return _from_config(source, dtype)
     items = list(source) if isinstance(source, Iterable) else []
     if items and all(isinstance(item, ParamSpec) for item in items):
         return items
     if items and all(isinstance(item, nn.Module) for item in items):
-        single = len(items) == 1
-        named = [(name if single else f"{index}.{name}", param) for index, chunk in enumerate(items)
-                 for name, param in chunk.named_parameters()]
-        return _from_named(named, dtype)
+        return _from_named(named_params(items), dtype)
     raise TypeError(f"source is a {type(source).__name__}: plan for a module, a list of modules, a transformers config "
                     "or a list of ParamSpec")
 

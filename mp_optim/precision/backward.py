@@ -104,7 +104,7 @@ class BackwardLink:
     def remember_scale(self) -> None:
         """The loss scale may have changed: start to bring it to the host, for the prediction in the next backward."""
         scaler = self._optimizer.grad_scaler
-        if self.schedule is None or scaler is None or scaler.scale.device.type == "cpu":
+        if self.schedule is None or scaler is None or scaler.present_scale.device.type == "cpu":
             return
         inverse, transfer = scaler.inv_scale, self.schedule.transfer
         host = transfer.empty_host(inverse.nbytes, True).view(inverse.dtype)

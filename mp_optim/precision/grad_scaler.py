@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -21,11 +22,38 @@ class MegatronGradScaler(ABC):
         if not 0.0 < initial_scale <= _LARGEST:
             raise ValueError(f"initial_scale={initial_scale!r}: must be positive and at most 2**126")
         self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
+        self._asked = False
+        self._lent: weakref.ref[Tensor] | None = None
 
     @property
     def scale(self) -> Tensor:
-        """FP32, shape (1,): what the loss is multiplied with."""
+        """FP32, shape (1,), live: what the loss is multiplied with. Whoever asks is taken to scale by it."""
+        self._asked = True
+        lent = None if self._lent is None else self._lent()
+        if lent is None:
+            lent = self._scale.detach()
+            self._lent = weakref.ref(lent)
+        return lent
+
+    @property
+    def present_scale(self) -> Tensor:
+        """The same, for those who only look."""
         return self._scale
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether gradients of the coming step may be scaled: somebody asked for :attr:`scale` since the last one, or
+        kept what he got then."""
+        own = type(self).scale is MegatronGradScaler.scale
+        return self._asked or not own or (self._lent is not None and self._lent() is not None)
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether an overflow is what the scale is there to find out, for it can still shrink. Waits for the device."""
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lent": None}
 
     @property
     def inv_scale(self) -> Tensor:
@@ -34,7 +62,9 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
-        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`."""
+        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`. The next step's have
+        not been scaled yet: an implementation of yours calls this one."""
+        self._asked = False
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -46,7 +76,8 @@ class MegatronGradScaler(ABC):
 class ConstantGradScaler(MegatronGradScaler):
     """The scale stays what it is."""
 
-    def update(self, found_inf: bool | Tensor) -> None: ...
+    def update(self, found_inf: bool | Tensor) -> None:
+        super().update(found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -92,7 +123,12 @@ class DynamicGradScaler(MegatronGradScaler):
         self._growth_tracker = torch.zeros(1, dtype=torch.int32, device=device)
         self._hysteresis_tracker = torch.full((1,), self.hysteresis, dtype=torch.int32, device=device)
 
+    @property
+    def may_shrink(self) -> bool:
+        return float(self._scale) > self.min_scale
+
     def update(self, found_inf: bool | Tensor) -> None:
+        super().update(found_inf)
         inf = torch.as_tensor(found_inf, device=self._scale.device).bool().reshape(1)
         left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
         clean = torch.where(inf, 0, self._growth_tracker + 1)

@@ -47,9 +47,9 @@ def check_capturable(stack: MegatronOptimizer) -> None:
                 "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)")
     elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
         _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
-    if stack.grad_scaler is not None and stack.grad_scaler.scale.device != device:
-        _refuse(f"the grad scaler is on {stack.grad_scaler.scale.device}, the optimizer on {device}; build it there "
-                "(device=)")
+    if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
+        _refuse(f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on {device}; "
+                "build it there (device=)")
     if stack.has_quantized_params:
         _refuse("parameters in 8 bits are quantised outside of the kernels")
     if stack.reduces():

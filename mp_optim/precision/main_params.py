@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from mp_optim.arguments import ModelParams
 from mp_optim.layouts import Layout, layout_of, shard_groups_of
 from mp_optim.precision.columns import SlotColumns
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
@@ -39,9 +40,14 @@ class MainParams(SlotOptimizer):
         optimizer: any torch optimizer over the model's parameters.
         process_groups: the ranks that share the model, by which duplicates are told.
 
+    Attributes:
+        model_params: the whole model's, if it was built for one; names are looked up there.
+
     Raises:
         TypeError, ValueError: a parameter's dtype does not fit, naming it.
     """
+
+    model_params: ModelParams | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_groups: ProcessGroups | None) -> None:
         self.optimizer = optimizer
@@ -88,8 +94,14 @@ class MainParams(SlotOptimizer):
         return is_quantized(param) or not same_memory(main, local)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group here and in the wrapped optimizer, with main params where they are needed."""
-        super().add_param_group(param_group)
+        """Add a group here and in the wrapped optimizer, with main params where they are needed.
+
+        Names of parameters that are given without are looked up in the model the optimizer was built for.
+
+        Raises:
+            ValueError: some parameter is not there, and the other groups have names.
+        """
+        super().add_param_group(self._with_model_names(param_group))
         if len(self.param_groups) <= len(self.inner.param_groups):  # torch's constructor is adding the first groups
             return
         added = self.param_groups[-1]
@@ -97,6 +109,25 @@ class MainParams(SlotOptimizer):
         for key, value in self.inner.param_groups[-1].items():
             added.setdefault(key, value)
         self._bind_group(len(self.param_groups) - 1)
+
+    def _with_model_names(self, group: dict[str, Any]) -> dict[str, Any]:
+        if self.model_params is None or "params" not in group:
+            return group
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if any(isinstance(param, tuple) for param in params) or "param_names" in group:
+            for groups in (self.param_groups, self.inner.param_groups):  # a stub's group is empty, and has no names
+                if not any(own["params"] for own in groups):
+                    groups[0].setdefault("param_names", [])
+            return {**group, "params": params}
+        names = self.model_params.names_of(params)
+        if not any("param_names" in own for own in self.param_groups):
+            return {**group, "params": params}
+        if None in names:
+            lost = params[names.index(None)]
+            raise ValueError(f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model that the "
+                             "optimizer was built for, so it has no name here; give (name, parameter) pairs, such as "
+                             "list(module.named_parameters())")
+        return {**group, "params": list(zip(names, params, strict=True))}
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
         group = getattr(param, "grad_norm_group", None) or MAIN

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from mp_optim.precision.measure import (
     norm_groups,
 )
 from mp_optim.precision.pending import Formed, PendingVerdict, decide_on_device, form
+from mp_optim.precision.standstill import StandstillWatch, named_gradients
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.quantized import quantize_
@@ -80,23 +82,49 @@ class MegatronOptimizer(DuringBackward, MainParams):
         """One step: returns :class:`~mp_optim.precision.verdict.StepResult`, or the closure's loss if one is given.
 
         A step whose gradients hold an inf or nan, or whose norm exceeds
-        ``config.grad_norm_skip_threshold``, changes nothing but the loss scale.
+        ``config.grad_norm_skip_threshold``, changes nothing but the loss scale. Warns of a step
+        without any gradient, and of steps skipped in a row.
+
+        Raises:
+            RuntimeError: there is a loss scale, and the gradients were not scaled by it.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.watch.check_scaled(self)
         self.finish_early_work()
         verdict = self._by_graph() if self.config.optimizer_cuda_graph else self._eagerly()
         if self.grad_scaler is not None:
             self.grad_scaler.update(verdict.found_inf)
             self.remember_scale()
+        if isinstance(verdict, PendingVerdict):
+            verdict.when_settled(self._judged)
+        else:
+            self._judged(verdict)
         return verdict.result if closure is None else loss
+
+    @cached_property
+    def watch(self) -> StandstillWatch:
+        """Notices steps that cannot have trained anything."""
+        return StandstillWatch()
+
+    def _judged(self, verdict: Verdict) -> None:
+        self.watch.judged(self, verdict)
+
+    def has_gradients(self) -> bool:
+        """Whether :meth:`gather` found any."""
+        return self._grads is not None and bool(self._grads[0])
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The local gradients there are now, by name."""
+        return named_gradients(self)
 
     def _eagerly(self) -> Verdict | PendingVerdict:
         inv_scale = self._inv_scale
         with self._timed("optimizer-clip-main-grad"):
             measurement, device = self.measure(), self.verdict_device()
+            self.watch.see_gradients(self, self.has_gradients())
             there = [*measurement.sums.values(), *([] if inv_scale is None else [inv_scale])]
             verdict: Verdict | PendingVerdict
             if device is None or any(value.device != device for value in there):
@@ -230,11 +258,12 @@ class MegatronOptimizer(DuringBackward, MainParams):
     def _by_graph(self) -> Verdict | PendingVerdict:
         _ = self._verdict
         device = self.verdict_device()
-        if device is None or (self.grad_scaler is not None and self.grad_scaler.scale.device != device):
+        if device is None or (self.grad_scaler is not None and self.grad_scaler.present_scale.device != device):
             return self._eagerly()  # a group was added that is stepped elsewhere, or the scaler replaced
         if self._graphed is None:
             self._graphed = GraphedStep(device, choose_backend(self.config.fused_backend, device)[0])
         self.gather()
+        self.watch.see_gradients(self, self.has_gradients())
         try:
             return self._graphed.step(self)
         finally:
@@ -253,7 +282,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
         assert self._grads is not None
         indices, grads = self._grads
         settings = (self.config.clip_grad, self.config.grad_norm_skip_threshold, self.config.log_num_zeros_in_grad,
-                    None if self.grad_scaler is None else self.grad_scaler.scale.data_ptr())
+                    None if self.grad_scaler is None else self.grad_scaler.present_scale.data_ptr())
         return (settings, indices, self._seen.keys_of(indices), grads.addresses, grads.sizes,
                 [grad.dtype for grad in grads], [] if grads.contiguous else [grad.stride() for grad in grads])
 
@@ -271,7 +300,8 @@ class MegatronOptimizer(DuringBackward, MainParams):
     # -- loss scale, gradients ------------------------------------------------------------------
 
     def get_loss_scale(self) -> Tensor:
-        """FP32, shape (1,)."""
+        """FP32, shape (1,). Whoever asks is taken to scale by it: say so like this, once a step, where gradients come
+        scaled from elsewhere."""
         return torch.ones(1) if self.grad_scaler is None else self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -332,7 +362,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
         norms = {f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED}
         return {
             "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
-            "loss_scale": float(self.get_loss_scale()),
+            "loss_scale": 1.0 if self.grad_scaler is None else float(self.grad_scaler.present_scale),
             "multiplier": verdict.multipliers.get(MAIN, 0.0),
             "bytes_down": 0 if traffic is None else traffic.down,
             "bytes_up": 0 if traffic is None else traffic.up,

@@ -6,7 +6,7 @@ bits are those of :func:`~mp_optim.precision.verdict.decide`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -88,6 +88,7 @@ class PendingVerdict:
         self._told = told.view(torch.float64)
         self._ticket = self._transfer.download([(self._told, formed.report)])
         self._verdict: Verdict | None = None
+        self._told_to: Callable[[Verdict], None] | None = None
         self.found_inf = formed.overflow
         self.multipliers = {name: DeviceMultiplier(row, self._skipped)
                             for name, row in zip(formed.names, formed.controls.unbind(), strict=True)}
@@ -101,7 +102,17 @@ class PendingVerdict:
         if self._verdict is None:
             self._transfer.wait(self._ticket)
             self._verdict = _as_verdict(self._names, self._told.tolist())
+            if (tell := self._told_to) is not None:
+                self._told_to = None
+                tell(self._verdict)
         return self._verdict
+
+    def when_settled(self, tell: Callable[[Verdict], None]) -> None:
+        """Call ``tell`` once, as soon as somebody has waited for the verdict; now if somebody has."""
+        if self._verdict is None:
+            self._told_to = tell
+        else:
+            tell(self._verdict)
 
 
 def _as_verdict(names: Sequence[str], told: Sequence[float]) -> Verdict:

@@ -57,6 +57,7 @@ class GradReducer:
         check_use: called when a parameter's gradient arrives in backward.
 
     Attributes:
+        has_gradients: whether a parameter had a gradient since the last :meth:`zero`.
         on_reduced: called with a bucket's index when its owned shard is complete; perhaps during backward.
         order: of the reductions; perhaps with those of other reducers.
         rounds: how many passes were reduced since :meth:`zero`.
@@ -74,6 +75,7 @@ class GradReducer:
         self._complete = False
         self.first_used, self.synchronizes, self.rounds = first_used, True, 0
         LaunchOrder([self], again=not settings.keep_grads)
+        self.has_gradients = False
         self.bytes_reduced = self.bytes_gathered = 0
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
@@ -124,6 +126,7 @@ class GradReducer:
                 "under no_sync(); checkpoint activations with use_reentrant=False")
         if grad is None:
             return
+        self.has_gradients = True
         if grad.layout != torch.strided:
             raise TypeError(f"{entry.name}: gradient has layout {grad.layout}; dense gradients are reduced (build the "
                             "embedding with sparse=False)")
@@ -225,7 +228,7 @@ class GradReducer:
             self._reduced[index] = self._waiting[index] = False
             for entry in bucket.entries:
                 entry.param.grad = None
-        self._complete, self.rounds = False, 0
+        self._complete, self.rounds, self.has_gradients = False, 0, False
         self.bytes_reduced = self.bytes_gathered = 0
 
 

@@ -27,6 +27,7 @@ class Reducer(Protocol):
     """See :class:`~mp_optim.sharding.hooks.GradReducer`."""
 
     bytes_gathered: int
+    has_gradients: bool
     on_reduced: Callable[[int], None] | None
 
     @property

@@ -128,10 +128,16 @@ def test_every_trainable_parameter_is_claimed_once():
         check_claims([model], [{"params": list(model.parameters())}, {"params": [model.weight]}])
 
 
-def test_a_model_with_nothing_to_train_gives_a_stub():
+def test_a_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
     model = nn.Linear(2, 2).requires_grad_(False)
-    optimizer = get_megatron_optimizer(CONFIG, model)
-    assert optimizer.is_stub_optimizer and optimizer.step().success
+    with pytest.raises(ValueError, match=r"no trainable parameter .2 are frozen"):
+        get_megatron_optimizer(CONFIG, model)
+    optimizer = get_megatron_optimizer(CONFIG, model, param_groups=[{"params": list(model.parameters())}])
+    assert optimizer.step().success
+    model.requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone()
+    assert optimizer.step().success and not torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("override, message", [

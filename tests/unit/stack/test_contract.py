@@ -270,6 +270,7 @@ def test_any_shapes_give_the_same_bits_at_any_fraction(shapes, fraction, precisi
         for _ in range(2):
             for param in model.values():
                 param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) * 100
+            optimizer.get_loss_scale()  # says that they are scaled
             assert optimizer.step().success
         return [p.detach() for p in model.values()]
 

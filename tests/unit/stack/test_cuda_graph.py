@@ -175,6 +175,7 @@ def test_a_chain_is_captured_as_one(monkeypatch):
         for step in range(6):
             for index, param in enumerate(model.parameters()):
                 param.grad.fill_(math.inf if step == 4 else 0.1 * (step + index))
+            optimizer.get_loss_scale()  # says that they are scaled
             optimizer.step()
         assert len(optimizer.chained_optimizers) == 2
         return [param.detach().clone() for param in model.parameters()]

@@ -376,7 +376,7 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
         before = model.weight.detach().clone()
         config = OptimizerConfig(optimizer="lamb", lr=0.01, fp16=True, initial_loss_scale=scale, fused_backend=name)
         optimizer = get_megatron_optimizer(config, model)
-        model.weight.grad = (torch.full((8, 8), 1e-2) * scale).half()
+        model.weight.grad = (torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()).half()
         success, _, _ = optimizer.step()
         moved = not torch.equal(model.weight.detach(), before)
         state = optimizer.inner.slot_state(Slot(0, 0))

@@ -1,0 +1,141 @@
+"""Says so where steps cannot have trained anything: gradients that were not scaled, that are not there, or that are
+skipped again and again. A healthy step pays a comparison or two for it, and never waits for the device."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.arguments import ModelParams
+from mp_optim.precision.verdict import Verdict
+from mp_optim.slots import current_grad, iter_slots, local_tensor
+
+if TYPE_CHECKING:
+    from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+
+__all__ = ["StandstillWatch", "named_gradients"]
+
+_SHOWN = 5
+
+
+class StandstillWatch:
+    """What one stack's steps have come to so far.
+
+    Attributes:
+        params: the model's, if the optimizer was built for a whole model.
+        skips: skipped steps in a row, as far as the host knows.
+    """
+
+    def __init__(self) -> None:
+        self.params: ModelParams | None = None
+        self.skips = 0
+        self._warned_of_no_gradient = False
+        self._ranks_scaled = False
+        self._stepped: tuple[weakref.ref[Tensor], int] | None = None
+
+    def check_scaled(self, stack: MegatronOptimizer) -> None:
+        """Raise if there is a loss scale, and nobody asked for it since the last step.
+
+        Where ranks share the model, one that got scaled gradients from another need not have asked:
+        they compare notes at the first step, and are believed afterwards.
+
+        Raises:
+            RuntimeError: on all ranks alike; nothing was stepped.
+        """
+        scaler = stack.grad_scaler
+        if scaler is None:
+            return
+        ranks, first = _sharing_ranks(stack), _first_gradient(stack)
+        is_new = first is not None and not self._is_stepped(first)
+        if ranks is None:
+            suspect = not scaler.was_asked and is_new
+        elif self._ranks_scaled:
+            return
+        else:
+            notes: list[tuple[bool, bool]] = [(False, False)] * ranks.size()
+            dist.all_gather_object(notes, (scaler.was_asked, is_new), group=ranks)
+            suspect = not any(asked for asked, _ in notes) and any(new for _, new in notes)
+        if suspect and (scale := float(scaler.present_scale)) != 1.0:
+            raise RuntimeError(
+                f"the loss scale is {scale:g}, and the gradients of this step were not scaled by it: nobody asked for "
+                "it since the last step, so dividing by it would leave next to nothing. Call "
+                "optimizer.scale_loss(loss).backward(). Where a framework calls backward itself (HF Trainer, "
+                "Lightning, accelerate), set loss_scale=1.0 in OptimizerConfig, or use bf16; with torch.amp.GradScaler "
+                "leave fp16 off. If they were scaled otherwise, take the scale from optimizer.get_loss_scale() once a "
+                "step, which says so")
+        self._ranks_scaled = ranks is not None
+        self._stepped = None if first is None else (weakref.ref(first), first._version)
+
+    def _is_stepped(self, grad: Tensor) -> bool:
+        """Whether it is what the last step was taken with: then it is scaled as it was, and is taken again."""
+        return self._stepped is not None and self._stepped[0]() is grad and self._stepped[1] == grad._version
+
+    def see_gradients(self, stack: MegatronOptimizer, present: bool) -> None:
+        """Warn, once, of a step for which no parameter has a gradient."""
+        if present or self._warned_of_no_gradient or stack.is_stub_optimizer:
+            return
+        self._warned_of_no_gradient = True
+        untrained = [] if self.params is None else self.params.untrained(stack.param_groups)
+        count = sum(len(group["params"]) for group in stack.param_groups)
+        found = (f"The model has {len(untrained)} trainable parameters that the optimizer does not know: "
+                 f"{_listed(untrained)}. " if untrained else "")
+        warnings.warn(
+            f"none of the optimizer's {count} parameters has a gradient in this step, so nothing is trained. {found}"
+            "Was backward() called? Was the model replaced or wrapped after the optimizer was built (peft, deepcopy, "
+            "fully_shard)? Build the optimizer last, from the model that is trained", stacklevel=4)
+
+    def judged(self, stack: MegatronOptimizer, verdict: Verdict) -> None:
+        """Take note of a step's verdict, and warn of the 1st, 10th, 100th ... skipped one in a row; of one that a
+        dynamic loss scale is there for, or a threshold, only when it should not have come to that."""
+        if not verdict.skip:
+            self.skips = 0
+            return
+        self.skips += 1
+        if self.skips != 10 ** (len(str(self.skips)) - 1):
+            return
+        times = "a step was" if self.skips == 1 else f"{self.skips} steps in a row were"
+        if not verdict.found_inf:  # one is what the threshold is for
+            if self.skips == 1:
+                return
+            warnings.warn(f"{times} skipped: the gradient norm is {verdict.grad_norm:g}, over "
+                          f"grad_norm_skip_threshold={stack.config.grad_norm_skip_threshold:g}", stacklevel=4)
+        elif stack.grad_scaler is None or not stack.grad_scaler.may_shrink:
+            warnings.warn(f"{times} skipped, and nothing was trained: {_culprit(stack)}", stacklevel=4)
+
+
+def named_gradients(stack: MegatronOptimizer) -> Iterator[tuple[str, Tensor]]:
+    """The local gradients there are now, by name."""
+    for slot, param in iter_slots(stack.param_groups):
+        if (grad := current_grad(param)) is not None:
+            yield stack.slot_name(slot), local_tensor(grad)
+
+
+def _first_gradient(stack: MegatronOptimizer) -> Tensor | None:
+    grads = (current_grad(param) for _, param in iter_slots(stack.param_groups))
+    return next((grad for grad in grads if grad is not None), None)
+
+
+def _culprit(stack: MegatronOptimizer) -> str:
+    """Which gradient is not finite now; looks at them one by one, and waits for the device."""
+    for name, grad in stack.named_gradients():
+        if grad.layout == torch.strided and not bool(torch.isfinite(grad).all()):
+            return f"the gradient of {name} holds an inf or nan"
+    return "a gradient held an inf or nan (it is cleared by now, or on another rank)"
+
+
+def _sharing_ranks(stack: MegatronOptimizer) -> ProcessGroup | None:
+    """The ranks that agree on one norm, if there are several."""
+    groups = [part.process_groups.grad_stats for part in stack.chained_optimizers]
+    return next((group for group in groups if group is not None and group.size() > 1), None)
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
