@@ -55,7 +55,7 @@ class Number:
         if value is None and self.optional:
             return None
         kind = "float | None" if self.optional else "float"
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if not _is_number(value):
             raise ValueError(_wrong_kind(value, kind))
         try:
             number = float(value)
@@ -81,7 +81,7 @@ class Whole:
         if value is None and self.optional:
             return None
         kind = "int | None" if self.optional else "int"
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if not _is_number(value):
             raise ValueError(_wrong_kind(value, kind))
         try:
             whole = int(float(value)) if not isinstance(value, numbers.Integral) else int(value)
@@ -106,6 +106,10 @@ class Choice:
         why = dict(self.elsewhere).get(value.lower() if isinstance(value, str) else "")
         hint = f"; {why}" if why else nearest(str(value), self.choices)
         raise ValueError(f"must be one of {list(self.choices)}{hint}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_numpys(value: object) -> bool:
@@ -242,8 +246,9 @@ def check_field(name: str, value: Any) -> Any:
     Raises:
         ValueError: naming field and value.
     """
+    check: Check = CHECKS.get(name, _bool)
     try:
-        return CHECKS.get(name, _bool)(value)
+        return check(value)
     except ValueError as error:
         raise ValueError(f"{name}={_shown(value)}: {error}") from None
 

@@ -41,7 +41,8 @@ def _attribute(kind: Any) -> str | None:
 
 def _wrapped(module: nn.Module | None) -> tuple[str, nn.Module] | None:
     """What a wrapper wraps, and the attribute that holds it; None of any other module."""
-    attribute = None if module is None else _attribute(type(module))
+    kind: Any = type(module)
+    attribute = None if module is None else _attribute(kind)
     held = None if attribute is None or module is None else module._modules.get(attribute)
     return None if attribute is None or held is None else (attribute, held)
 

@@ -1,0 +1,240 @@
+"""Names are those of the model, whatever it is wrapped in."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import mp_optim
+from mp_optim import (
+    OptimizerConfig,
+    ParamKey,
+    ParamWithNamePredicate,
+    get_megatron_optimizer,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
+
+CONFIG = OptimizerConfig(lr=1e-2, bf16=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """With a submodule of its own that is called as wrappers call theirs, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("offset", torch.randn(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(self.module(hidden + self.offset).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8, bias=False)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.embed(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return Model().bfloat16()
+
+
+def compiled_in_place() -> nn.Module:
+    model = plain()
+    model.compile(backend="eager")
+    return model
+
+
+def layer_wrapped(wrap: Any) -> nn.Module:
+    model = plain()
+    model.layers[0] = wrap(model.layers[0])
+    return model
+
+
+def eager(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+WRAPS = {
+    "plain": plain, "compiled in place": compiled_in_place,
+    "compiled": lambda: eager(plain()),
+    "a compiled layer": lambda: layer_wrapped(eager),
+    "a checkpointed layer": lambda: layer_wrapped(checkpoint_wrapper),
+    "compiled and checkpointed": lambda: layer_wrapped(lambda layer: eager(checkpoint_wrapper(layer))),
+    "DataParallel": lambda: nn.DataParallel(plain()),
+    "DDP": lambda: nn.parallel.DistributedDataParallel(plain()),
+    "compiled DDP": lambda: eager(nn.parallel.DistributedDataParallel(plain())),
+    "DDP of a layer": lambda: layer_wrapped(nn.parallel.DistributedDataParallel),
+}
+NAMES = [name for name, _ in plain().named_parameters()]
+
+
+def trained(model: nn.Module, steps: int = 1, **settings: Any) -> Any:
+    stack = get_megatron_optimizer(CONFIG, model, **settings)
+    step_on(model, stack, steps)
+    return stack
+
+
+def step_on(model: nn.Module, stack: Any, steps: int = 1) -> None:
+    for seed in range(steps):
+        stack.zero_grad()
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        model(inputs).float().square().sum().backward()
+        stack.step()
+
+
+def names_of(stack: Any) -> list[str]:
+    return sorted(name for group in stack.param_groups for name in group["param_names"])
+
+
+@pytest.mark.parametrize("wrap", sorted(WRAPS))
+def test_a_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: Path) -> None:
+    model, bare = WRAPS[wrap](), plain()
+    stack, expected = trained(model), trained(bare)
+    assert names_of(stack) == sorted(NAMES) == sorted(name for name, _ in stack.named_main_params())
+    seen: list[str] = []
+    grouped = get_megatron_optimizer(CONFIG, WRAPS[wrap](), {ParamKey(name="layers.0.*"): {"max_lr": 1e-4}},
+                                     expert_predicate=lambda _, name: bool(seen.append(name)))
+    assert set(seen) == set(NAMES)
+    assert sorted(name for group in grouped.param_groups if group["lr"] == 1e-4 for name in group["param_names"]) == [
+        name for name in sorted(NAMES) if name.startswith("layers.0.")]
+
+    for saved, wanted in ((model, bare), (bare, model)):
+        mine, others = (stack, expected) if saved is model else (expected, stack)
+        mp_optim.checkpoint.save(tmp_path / str(saved is model), saved, mine)
+        fresh_model = plain() if wanted is bare else WRAPS[wrap]()
+        fresh = get_megatron_optimizer(CONFIG, fresh_model)
+        mp_optim.checkpoint.load(tmp_path / str(saved is model), fresh_model, fresh)
+        others.load_state_dict(mine.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(fresh_model.parameters(), saved.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(fresh_model.buffers(), saved.buffers(), strict=True))
+        step_on(fresh_model, fresh)
+        step_on(saved, mine)
+        assert all(torch.equal(a, b) for a, b in zip(fresh_model.parameters(), saved.parameters(), strict=True))
+
+    (file,) = mp_optim.checkpoint.export_safetensors(tmp_path / "export", stack)
+    with safe_open(file, "pt") as found:
+        assert sorted(found.keys()) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("wrap", ["compiled", "compiled and checkpointed", "compiled DDP", "DDP of a layer"])
+def test_names_that_versions_before_wrote_are_understood(wrap: str, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    model = WRAPS[wrap]()
+    with monkeypatch.context() as before:
+        before.setattr("mp_optim.names.canonical_name", lambda module, name: name)
+        stack = trained(model)
+        assert names_of(stack) != sorted(NAMES)
+        mp_optim.checkpoint.save(tmp_path, model, stack)
+        state = stack.state_dict()
+    for kind in (wrap, "plain"):
+        fresh_model = WRAPS[kind]()
+        fresh = get_megatron_optimizer(CONFIG, fresh_model)
+        mp_optim.checkpoint.load(tmp_path, fresh_model, fresh)
+        again_model = WRAPS[kind]()
+        again_model.load_state_dict(fresh_model.state_dict())
+        again = get_megatron_optimizer(CONFIG, again_model)
+        again.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(fresh_model.parameters(), model.parameters(), strict=True))
+        for mine in (fresh, again):
+            assert names_of(mine) == sorted(NAMES)
+            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(sorted(mine.named_main_params()), sorted(
+                (NAMES[index], main) for index, main in enumerate(by_model(model, stack))), strict=True))
+
+
+def by_model(model: nn.Module, stack: Any) -> list[Tensor]:
+    """Main params in the order of the model's parameters."""
+    main_of = {id(param): main for param, (_, main) in zip(stack.get_parameters(), stack.named_main_params(),
+                                                           strict=True)}
+    return [main_of[id(param)] for param in model.parameters()]
+
+
+def test_model_chunks_have_their_number_before_canonical_names(tmp_path: Path) -> None:
+    chunks = [WRAPS["compiled"](), WRAPS["a checkpointed layer"]()]
+    stack = get_megatron_optimizer(CONFIG, chunks)
+    assert names_of(stack) == sorted(f"{index}.{name}" for index in (0, 1) for name in NAMES)
+    mp_optim.checkpoint.save(tmp_path, chunks, stack)
+    bare = [plain(), plain()]
+    mp_optim.checkpoint.load(tmp_path, bare, get_megatron_optimizer(CONFIG, bare))
+
+
+def test_groups_of_the_callers_have_the_models_names() -> None:
+    model = eager(plain())
+    named = list(model.named_parameters())
+    for groups in ([{"params": [param for _, param in named]}], [{"params": named}],
+                   [{"params": [param for _, param in named], "param_names": [name for name, _ in named]}],
+                   [{"params": (param for _, param in named[:3])}, {"params": named[3:], "lr": 1e-3}]):
+        assert names_of(get_megatron_optimizer(CONFIG, model, param_groups=groups)) == sorted(NAMES)
+    own = [(f"mine.{index}", param) for index, (_, param) in enumerate(named)]
+    assert names_of(get_megatron_optimizer(CONFIG, model, param_groups=[{"params": own}]))[0] == "mine.0"
+
+
+def test_a_group_that_is_added_without_names_gets_the_models() -> None:
+    model = eager(plain())
+    model.layers.requires_grad_(False)
+    stack = get_megatron_optimizer(CONFIG, model)
+    model.layers.requires_grad_(True)
+    stack.add_param_group({"params": list(model.layers[0].parameters()), "lr": 1e-3})
+    stack.add_param_group({"params": list(model.layers[1].named_parameters(prefix="layers.1"))})
+    assert names_of(stack) == sorted(NAMES)
+    step_on(model, stack)
+    with pytest.raises(ValueError, match=r"shape \(3,\) is not in the model .*named_parameters"):
+        stack.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(caplog: Any) -> None:
+    for key, message in (
+            (ParamKey(name="layer.0.module.weight"), r"name='layer.0.*matches no.*'layers.0.module.weight'"),
+            (ParamKey(attr="is_special"), "attr='is_special'"),
+            (ParamKey(with_name_predicate=ParamWithNamePredicate("never", lambda _, name: False)), "'never'")):
+        with pytest.raises(ValueError, match=message):
+            get_megatron_optimizer(CONFIG, plain(), {key: {"wd_mult": 0.0}})
+    config = OptimizerConfig(lr=1e-2, decoupled_lr=1e-3)
+    matrix = nn.ParameterDict({"weight": nn.Parameter(torch.ones(2, 2))})
+    get_megatron_optimizer(config, matrix, get_standard_config_overrides(config))
+    get_megatron_optimizer(config, matrix, get_mup_config_overrides(config, 2.0, "sgd"))
+    frozen = plain()
+    frozen.embed.requires_grad_(False)
+    get_megatron_optimizer(CONFIG, frozen, {ParamKey(name="embed.*"): {"wd_mult": 0.0}})
+
+
+@pytest.mark.parametrize("groups, message", [
+    (lambda params: params, r"param_groups\[0\] is a Parameter"),
+    (lambda params: iter(params), r"param_groups\[0\] is a Parameter"),
+    (lambda params: [{"parameters": params}], r"param_groups\[0\] is \['parameters'\]: give dicts"),
+    (lambda params: [{"params": params, "learning_rate": 1e-3}], "did you mean 'lr'"),
+    (lambda params: [{"params": params, "weight_decy": 0.1}], "did you mean 'weight_decay'"),
+    (lambda params: [{"params": params, "lr": "1e-3"}], "lr='1e-3' must be"),
+    (lambda params: [{"params": params, "lr": float("nan")}], "lr=nan must be"),
+    (lambda params: [{"params": params, "betas": (2, 3)}], r"betas=\(2, 3\) must be"),
+    (lambda params: [{"params": params, "eps": -1}], "eps=-1 must be"),
+])
+def test_a_group_that_is_none_or_misspelt_is_refused(groups: Any, message: str) -> None:
+    model = plain()
+    with pytest.raises((TypeError, ValueError), match=message):
+        get_megatron_optimizer(CONFIG, model, param_groups=groups(list(model.parameters())))
+    fine = [{"params": list(model.parameters()), "lr_scale": 0.5, "name": "mine", "lr": torch.tensor(1e-3)}]
+    get_megatron_optimizer(CONFIG, model, param_groups=fine)
