@@ -159,21 +159,25 @@ class ChainedOptimizer(MegatronOptimizer):
         for part in self._parts:
             part.allocate_state([theirs for owner, theirs in map(self._part, slots) if owner is part])
 
-    def slot_state(self, slot: Slot) -> dict[str, Any]:
+    def follow_model(self, slot: Slot | None = None) -> None:
+        if slot is None:
+            for part in self._parts:
+                part.follow_model()
+        else:
+            part, theirs = self._part(slot)
+            part.follow_model(theirs)
+
+    def read_state(self, slot: Slot, *, full: bool) -> dict[str, Any]:
         part, theirs = self._part(slot)
-        return part.slot_state(theirs)
+        return part.read_state(theirs, full=full)
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         part, theirs = self._part(slot)
         part.check_slot_state(theirs, state)
 
-    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+    def write_state(self, slot: Slot, state: dict[str, Any]) -> None:
         part, theirs = self._part(slot)
-        part.load_slot_state(theirs, state)
-
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
-        part, theirs = self._part(slot)
-        return part.full_slot_state(theirs)
+        part.write_state(theirs, state)
 
     def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
         part, theirs = self._part(slot)
@@ -187,13 +191,9 @@ class ChainedOptimizer(MegatronOptimizer):
         part, theirs = self._part(slot)
         return part.has_state(theirs)
 
-    def _sync(self) -> None:
+    def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
         for part in self._parts:
-            part._sync()
-
-    def named_main_params(self) -> Any:
-        for part in self._parts:
-            yield from part.named_main_params()
+            yield from part.read_main_params()
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         for part in self._parts:

@@ -90,6 +90,7 @@ class DistributedOptimizer(MegatronOptimizer):
         self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
         self._fragments = {slot: self._fragment(slot, p) for slot, p in iter_slots(self.param_groups)}
         self._watched = Watched(self._params())
+        self._index = {slot: at for at, slot in enumerate(self._fragments)}
         self.shards = build(self._groups_of_fragments())
         self._adopt_settings()
         self._transport.reducer.on_reduced = self._tell_of_gradients
@@ -198,7 +199,7 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def finish_grad_sync(self) -> None:
         """Reduce what has not been reduced, and wait; :meth:`step` does so itself."""
-        self._sync()
+        self.follow_model()
         self._transport.reducer.finish()
 
     def finish_param_sync(self) -> None:
@@ -228,9 +229,12 @@ class DistributedOptimizer(MegatronOptimizer):
     # -- the step -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _sync(self) -> None:
-        """Follow model tensors that were replaced, moved or written since they were last seen."""
+    def follow_model(self, slot: Slot | None = None) -> None:
         self._transport.gatherer.finish()
+        if slot is not None:
+            param = self.param_groups[slot.group]["params"][slot.position]
+            if self._watched.is_same(self._index[slot], param):
+                return
         params = self._params()
         changed = self._watched.changed(params)
         slots = self.slots() if changed else []
@@ -247,7 +251,7 @@ class DistributedOptimizer(MegatronOptimizer):
                     self._transport.gatherer.look()
             increment_version(self._fragments[slot].tensor)
         if changed:
-            self.shards._sync()  # copies on the host follow now: somebody may read state before the next step
+            self.shards.follow_model()  # copies on the host follow now: somebody may read state before the next step
             self._watched.look(params)
 
     def gather(self) -> None:
@@ -343,11 +347,8 @@ class DistributedOptimizer(MegatronOptimizer):
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.shards.allocate_state(slots)
 
-    def slot_state(self, slot: Slot) -> dict[str, Any]:
-        return self._shown(slot, self.shards.slot_state(slot))
-
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
-        return self._shown(slot, self.shards.full_slot_state(slot))
+    def read_state(self, slot: Slot, *, full: bool) -> dict[str, Any]:
+        return self._shown(slot, self.shards.full_slot_state(slot) if full else self.shards.slot_state(slot))
 
     def _shown(self, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
         if not self._steps_everything and any(key.endswith("_scale") for key in state):
@@ -362,7 +363,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         self.shards.check_slot_state(slot, self._fragments[slot].own_state(state))
 
-    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+    def write_state(self, slot: Slot, state: dict[str, Any]) -> None:
         self.shards.load_slot_state(slot, self._fragments[slot].own_state(state))
 
     def has_separate_main(self, slot: Slot) -> bool:
@@ -371,17 +372,14 @@ class DistributedOptimizer(MegatronOptimizer):
     def has_state(self, slot: Slot) -> bool:
         return self.shards.has_state(slot)
 
-    def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(FQN, what this rank owns of the FP32 main param, as a flat shard of the parameter's shape), in slot order;
-        the whole main param where every rank has it."""
-        self._sync()
+    def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
         mains = self.shards.named_main_params()
         for (slot, param), (name, main) in zip(iter_slots(self.param_groups), mains, strict=True):
             yield name, self._fragments[slot].show("master_param", main.detach()) if param.requires_grad else param
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        self._sync()
+        self.follow_model()
         values = {fragment.name: fragment.own("master_param", state_dict[fragment.name])
                   for fragment in self._fragments.values() if state_dict and fragment.name in state_dict}
         self.shards.reload_model_params(values)

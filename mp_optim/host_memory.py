@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "HUGE_FROM", "Block", "Form", "aligned_bytes", "beside", "zeros", "zeros_host"]
+__all__ = ["ALIGNMENT", "HUGE_FROM", "Block", "Form", "aligned_bytes", "beside", "cut", "zeros", "zeros_host"]
 
 Form = tuple[torch.Size, torch.dtype]
 """What a tensor is to be."""
@@ -56,6 +56,29 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     return zeros_host(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
 
+def cut(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor in a piece of 1-D uint8 memory.
+
+    It has a storage of its own over that piece, which keeps all of the memory alive; so ``torch.save`` writes its bytes
+    and no others, and takes neighbours of another dtype. And a version counter: a write to one is no write to all.
+    """
+    if memory.device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device="meta")
+    storage = memory.untyped_storage()
+    first = memory.storage_offset() + start
+    piece = storage[first : first + shape.numel() * dtype.itemsize]
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
+    return tensor.set_(piece, 0, shape, _contiguous_strides(shape))  # type: ignore[call-overload, no-any-return]
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, size = [], 1
+    for extent in reversed(shape):
+        strides.append(size)
+        size *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
 class Block:
     """Zeroed host memory that tensors are cut from, one after the other, each once."""
 
@@ -77,9 +100,9 @@ class Block:
         size = aligned_bytes(shape.numel(), dtype)
         if size > self.left:
             raise ValueError(f"{size} bytes asked for, {self.left} left")
-        flat = self._memory[self._used : self._used + shape.numel() * dtype.itemsize]
+        tensor = cut(self._memory, self._used, shape, dtype)
         self._used += size
-        return flat.view(dtype).view(shape).data  # its own version counter: a write to one is no write to all
+        return tensor
 
 
 def beside(forms: Sequence[Form]) -> list[Tensor] | None:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from mp_optim.host_memory import cut
 from mp_optim.placement.transfer import Transfer
 
 __all__ = ["ALIGNMENT", "HostArena", "aligned_bytes"]
@@ -37,15 +38,14 @@ class HostArena:
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous host tensor that nobody else got since the last :meth:`reset`."""
-        numel = shape.numel()
-        size = aligned_bytes(numel, dtype)
+        size = aligned_bytes(shape.numel(), dtype)
         if self._used + size > self.capacity:
-            return self._transfer.empty_host(size, self._pin)[: numel * dtype.itemsize].view(dtype).view(shape)
+            return cut(self._transfer.empty_host(size, self._pin), 0, shape, dtype)
         if self._buffer is None:
             self._buffer = self._transfer.empty_host(self.capacity, self._pin)
-        flat = self._buffer[self._used : self._used + numel * dtype.itemsize]
+        tensor = cut(self._buffer, self._used, shape, dtype)
         self._used += size
-        return flat.view(dtype).view(shape).data  # its own version counter: a write to one tensor is no write to all
+        return tensor
 
     def reset(self) -> None:
         """Hand everything out again. The caller makes sure nobody uses what was taken before."""

@@ -165,6 +165,8 @@ class HybridDeviceOptimizer(SeatedOptimizer):
     def _arrived(self, index: int) -> None:
         slot, param = self._watched[index]
         grad = current_grad(param)
+        if self.param_groups[slot.group]["params"][slot.position] is not param:
+            return  # a wrapper has put its main param there, and hands on the gradients of the model's
         if grad is not None and final_in_backward(param):
             self.arrived(update_of(slot, self.slot_name(slot), param, grad))
 

@@ -289,9 +289,10 @@ class HostSchedule:
         return pieces
 
     def _is_fresh(self, job: EarlyJob, updates: Sequence[SlotUpdate]) -> bool:
-        """Whether a job was given just these gradients, as they are now."""
+        """Whether a job was given just these gradients, as they are now, and writes the outputs that are wanted."""
         return job.sums is not None and list(job.stamps) == [update.slot for update in updates] and all(
-            job.stamps[u.slot].matches(u.grad, self._arrivals[u.slot]) for u in updates)
+            job.stamps[u.slot].matches(u.grad, self._arrivals[u.slot]) and _output_form(there) == _output_form(u)
+            for there, u in zip(job.staged, updates, strict=True))
 
     def _start(self, pieces: Sequence[_Piece]) -> None:
         for piece in pieces:
@@ -374,6 +375,10 @@ class HostSchedule:
 def _is_split(update: SlotUpdate) -> bool:
     """Whether other ranks, which may see gradients in another order, hold the rest of a parameter."""
     return bool(update.shard_groups) or (update.layout is not None and update.layout.splits_matrices)
+
+
+def _output_form(update: SlotUpdate) -> tuple[torch.Size, torch.dtype] | None:
+    return None if update.output is None else (update.output.shape, update.output.dtype)
 
 
 def _by_slot(update: SlotUpdate) -> Slot:

@@ -98,6 +98,12 @@ class SlotColumns:
         return [index for index, param in enumerate(params) if param is not self.params[index]
                 or versions[index] != self.versions[index] or addresses[index] != self.addresses[index]]
 
+    def is_same(self, slot: Slot, param: Tensor) -> bool:
+        """Whether a slot's tensor is the one that was last seen, and was neither written nor moved since."""
+        index, plain = self.index(slot), are_plain([param])
+        return (param is self.params[index] and _versions([param], plain) == [self.versions[index]]
+                and _addresses([param], plain) == [self.addresses[index]])
+
     def see(self, slot: Slot, param: Tensor, key: NormKey, layout: Layout) -> None:
         """Take one more slot and the tensor there as seen."""
         self.slots.append(slot)

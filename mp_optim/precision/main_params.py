@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from mp_optim.arguments import ModelParams
 from mp_optim.layouts import Layout, layout_of, shard_groups_of
 from mp_optim.precision.columns import SlotColumns
+from mp_optim.precision.doors import StateDoor
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
 from mp_optim.precision.parking import Parking
 from mp_optim.precision.sharded import as_local_state, as_sharded
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.quantized import check_quantized, dequantized, forget_initial_values, holds, is_quantized
-from mp_optim.slot_optimizer import SlotOptimizer
 from mp_optim.slots import Slot, follow, iter_slots, local_tensor, same_memory, stream_of, with_names
 from mp_optim.update import as_slot_optimizer
 from mp_optim.update.lists import REMAINDER, scale_key
@@ -33,7 +33,7 @@ from mp_optim.update.stored import MASTER, joined
 __all__ = ["MainParams"]
 
 
-class MainParams(SlotOptimizer):
+class MainParams(StateDoor):
     """The part of a precision wrapper that is there between steps: main params and state.
 
     Args:
@@ -171,8 +171,10 @@ class MainParams(SlotOptimizer):
         """Whether a slot has ever been trainable; one that has not costs nothing."""
         return self._seen.bound[self._seen.index(slot)]
 
-    def _sync(self) -> None:
-        """Follow model tensors that were replaced or written from outside since the last step."""
+    @torch.no_grad()
+    def follow_model(self, slot: Slot | None = None) -> None:
+        if slot is not None and self._seen.is_same(slot, self.param_groups[slot.group]["params"][slot.position]):
+            return
         seen, params = self._seen, self._params()
         changed = seen.changed(params)
         for index in changed:
@@ -217,6 +219,7 @@ class MainParams(SlotOptimizer):
         Args:
             state_dict: full-precision values by FQN, used instead of the model's where given.
         """
+        self.follow_model()
         seen = self._seen
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
             if seen.separate[index] or (seen.bound[index] and param.dtype != torch.float32):
@@ -224,11 +227,7 @@ class MainParams(SlotOptimizer):
                 self.inner.set_main_param(slot, dequantized(source) if is_quantized(source) else local_tensor(source))
         seen.look(self._params())
 
-    def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(FQN, FP32 tensor of the parameter's shape; a DTensor if the parameter is one), in slot order.
-
-        The tensor is the live one, or a copy if the main param is stored as a remainder.
-        """
+    def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
         for slot, param in iter_slots(self.param_groups):
             whole = not self.has_state(slot) or (param.dtype == torch.float32 and not self.has_separate_main(slot))
             yield self.slot_name(slot), param if whole else as_sharded(self.inner.main_param(slot), param)
@@ -240,12 +239,12 @@ class MainParams(SlotOptimizer):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def slot_state(self, slot: Slot) -> dict[str, Any]:
+    def read_state(self, slot: Slot, *, full: bool) -> dict[str, Any]:
         param = self.param_groups[slot.group]["params"][slot.position]
         if not self.has_state(slot):
             return {}
-        state = dict(self.inner.slot_state(slot))
-        if isinstance(param, DTensor):  # blocks are a shard's own: no other layout could read them
+        state = dict(self.inner.full_slot_state(slot) if full else self.inner.slot_state(slot))
+        if isinstance(param, DTensor) and not full:  # blocks are a shard's own: no other layout could read them
             full = self.inner.full_slot_state(slot)
             state = {key: full[key] if scale_key(key) in state else value for key, value in state.items()
                      if not key.endswith(scale_key(""))}
@@ -255,15 +254,6 @@ class MainParams(SlotOptimizer):
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.inner.allocate_state([slot for slot in slots if self.has_state(slot)])
-
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
-        param = self.param_groups[slot.group]["params"][slot.position]
-        if not self.has_state(slot):
-            return {}
-        state = dict(self.inner.full_slot_state(slot))
-        if self._has_master(slot):
-            state[MASTER] = self._main(slot)
-        return {key: as_sharded(value, param) for key, value in state.items()}
 
     def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
         if not self.has_state(slot):
@@ -290,7 +280,7 @@ class MainParams(SlotOptimizer):
                              f"{tuple(self._main(slot).shape)}")
         self.inner.check_slot_state(slot, rest)
 
-    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+    def write_state(self, slot: Slot, state: dict[str, Any]) -> None:
         rest, master = self._split(slot, state)
         self.inner.load_slot_state(slot, rest)
         if master is not None:

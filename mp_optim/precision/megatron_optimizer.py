@@ -75,6 +75,11 @@ class MegatronOptimizer(DuringBackward, MainParams):
         if config.optimizer_cuda_graph:
             check_capturable(self)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if "backward_link" in self.__dict__:  # torch's constructor is done: backward may come before the next step
+            self.backward_link.follow(self._params())
+
     # -- the step -------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -177,7 +182,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
         if self._parking.occupied:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self.backward_link.finish()
-        self._sync()
+        self.follow_model()
         self.backward_link.follow(self._seen.params)
         indices, _ = self._grads = self._seen.grads(self.slot_name)
         if not all(self._seen.bound):
@@ -214,7 +219,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
         """Step the slots that have a gradient, unless the verdict says skip."""
         self.follow(verdict)
         if self._grads is None:
-            self._sync()
+            self.follow_model()
             self._grads = self._seen.grads(self.slot_name)
         if isinstance(verdict, Verdict) and verdict.skip:
             self.backward_link.skip()
@@ -330,7 +335,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
-        self._sync()
+        self.follow_model()
         super().load_state_dict(state_dict, convert=convert)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])

@@ -127,5 +127,8 @@ class Watched:
 
     def changed(self, params: Sequence[Tensor]) -> list[int]:
         """Indices of parameters that are other tensors, lie elsewhere or were written since the last look."""
-        return [index for index, (param, seen, mark) in enumerate(zip(params, self._params, self._marks, strict=True))
-                if param is not seen or (param._version, param.data_ptr()) != mark]
+        return [index for index, param in enumerate(params) if not self.is_same(index, param)]
+
+    def is_same(self, index: int, param: Tensor) -> bool:
+        """Whether a parameter is the one last seen at an index, was not written since and lies where it lay."""
+        return param is self._params[index] and (param._version, param.data_ptr()) == self._marks[index]
