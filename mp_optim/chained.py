@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.distributed_optimizer import DistributedOptimizer
+from mp_optim.host_memory import empty_host_tensor
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description
 from mp_optim.precision.measure import Measurement
@@ -58,7 +59,7 @@ class ChainedOptimizer(MegatronOptimizer):
         self._graphed = None
         self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
         groups = [group for part in self._parts for group in part.param_groups]
-        torch.optim.Optimizer.__init__(self, [{"params": [torch.zeros(0)]}], dict(self._parts[0].defaults))
+        torch.optim.Optimizer.__init__(self, [{"params": [empty_host_tensor()]}], dict(self._parts[0].defaults))
         self.param_groups[:] = groups
         reducers = [reducer for part in self._parts if isinstance(part, DistributedOptimizer)
                     and isinstance(reducer := part.grad_reducer, GradReducer)]

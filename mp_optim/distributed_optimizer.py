@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.own_modes import in_own_modes
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.backward import BackwardLink
 from mp_optim.precision.description import Description
@@ -228,7 +229,7 @@ class DistributedOptimizer(MegatronOptimizer):
 
     # -- the step -------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @in_own_modes
     def follow_model(self, slot: Slot | None = None) -> None:
         self._transport.gatherer.finish()
         if slot is not None:
@@ -304,7 +305,7 @@ class DistributedOptimizer(MegatronOptimizer):
         own_keys = {slot: self._norm_key_of(slot) for slot in self.slots()}
         for slot in trained:
             found = self._entries.get(slot)
-            grads.append(torch.empty(0, device=self.device) if found is None
+            grads.append(torch.empty(0, dtype=torch.float32, device=self.device) if found is None
                          else self._transport.buckets[found[0]].owned_grad(found[1]))
             keys.append(own_keys[slot])
         return self.shards.measure_grads(grads, keys, list(dict.fromkeys(own_keys.values())))
@@ -377,7 +378,7 @@ class DistributedOptimizer(MegatronOptimizer):
         for (slot, param), (name, main) in zip(iter_slots(self.param_groups), mains, strict=True):
             yield name, self._fragments[slot].show("master_param", main.detach()) if param.requires_grad else param
 
-    @torch.no_grad()
+    @in_own_modes
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         self.follow_model()
         values = {fragment.name: fragment.own("master_param", state_dict[fragment.name])

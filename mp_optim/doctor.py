@@ -99,7 +99,8 @@ def _accelerators() -> Table:
 
 def _pinned() -> str:
     try:
-        return "works" if torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).is_pinned() else "does not work"
+        memory = torch.empty(1 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return "works" if memory.is_pinned() else "does not work"
     except RuntimeError as error:
         return f"does not work: {str(error).splitlines()[0]}"
 

@@ -10,6 +10,7 @@ from torch import nn
 from mp_optim.arguments import ModelParams, check_model, check_overrides_match, checked_groups, chunks_of
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory import build
+from mp_optim.own_modes import in_own_modes
 from mp_optim.param_groups import ParamKey
 from mp_optim.planner.auto import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer
@@ -18,6 +19,7 @@ from mp_optim.process_groups import ProcessGroups
 __all__ = ["get_megatron_optimizer"]
 
 
+@in_own_modes
 def get_megatron_optimizer(config: OptimizerConfig, model: nn.Module | Sequence[nn.Module] = (),
                            config_overrides: Mapping[ParamKey, Any] | None = None, *,
                            process_groups: ProcessGroups | None = None,

@@ -11,11 +11,15 @@ import itertools
 import math
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "HUGE_FROM", "Block", "Form", "aligned_bytes", "beside", "cut", "zeros", "zeros_host"]
+from mp_optim.own_modes import in_own_modes
+
+__all__ = ["ALIGNMENT", "HUGE_FROM", "Block", "Form", "aligned_bytes", "as_tensor", "beside", "cut",
+           "empty_host_tensor", "zeros", "zeros_host"]
 
 Form = tuple[torch.Size, torch.dtype]
 """What a tensor is to be."""
@@ -31,10 +35,11 @@ def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
     return math.ceil(numel * dtype.itemsize / ALIGNMENT) * ALIGNMENT
 
 
+@in_own_modes
 def zeros_host(num_bytes: int) -> Tensor:
     """A 1-D uint8 tensor of pageable, zeroed host memory, in huge pages where they pay and the system has them."""
     if num_bytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     start = next(_allocations) * _STAGGER % _HUGE_PAGE
     memory = mmap.mmap(-1, start + num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
@@ -49,6 +54,22 @@ same offsets of their pages meet in the same cache sets and memory banks."""
 _allocations = itertools.count()
 
 
+def as_tensor(value: Any) -> Tensor:
+    """A tensor itself, where it lies; a number, or several, as a tensor on the host.
+
+    ``torch.as_tensor`` would move both to the default device.
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
+
+
+def empty_host_tensor() -> Tensor:
+    """A tensor of no elements, where one has to stand."""
+    return torch.zeros(0, dtype=torch.float32, device="cpu")
+
+
+@in_own_modes
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A contiguous tensor of zeros that will be stepped through."""
     if device.type != "cpu" or shape.numel() * dtype.itemsize < HUGE_FROM:
@@ -91,6 +112,7 @@ class Block:
         """Bytes not handed out yet."""
         return self._memory.numel() - self._used
 
+    @in_own_modes
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The next contiguous tensor of zeros.
 

@@ -135,7 +135,7 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
     shape = list(param.shape)
     shape[dim] *= tensor_parallel.size()
     return Layout(param.device, _mesh(tensor_parallel, param.device.type), (Shard(dim),), tuple(shape),
-                  torch.empty(shape, device="meta").stride())
+                  torch.empty(shape, dtype=torch.float32, device="meta").stride())
 
 
 @cache

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.state_dict import match_groups, plain_groups
-from mp_optim.host_memory import beside, zeros
+from mp_optim.host_memory import as_tensor, beside, zeros
+from mp_optim.own_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
 
 __all__ = ["Closure", "SlotOptimizer", "check_fits"]
@@ -150,6 +151,7 @@ class SlotOptimizer(torch.optim.Optimizer):
         """All slots in order."""
         return [slot for slot, _ in iter_slots(self.param_groups)]
 
+    @in_own_modes
     def init_state(self) -> None:
         """Allocate the state of every slot without stepping."""
         self.allocate_state(self.slots())
@@ -159,6 +161,7 @@ class SlotOptimizer(torch.optim.Optimizer):
         for slot in slots:
             self.slot_state(slot)
 
+    @in_own_modes
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
         """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
@@ -182,7 +185,7 @@ class SlotOptimizer(torch.optim.Optimizer):
             result = result if hooked is None else hooked
         return result
 
-    @torch.no_grad()
+    @in_own_modes
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
 
@@ -227,7 +230,7 @@ class SlotOptimizer(torch.optim.Optimizer):
 
 def check_fits(label: str, own: Tensor, saved: Any) -> None:
     """Raise ValueError unless ``saved`` can be copied into ``own`` without losing anything."""
-    saved = torch.as_tensor(saved)
+    saved = as_tensor(saved)
     if saved.shape != own.shape:
         raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(own.shape)}")
     if own.is_floating_point() and torch.promote_types(saved.dtype, own.dtype) != own.dtype:

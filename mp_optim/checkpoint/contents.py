@@ -45,7 +45,7 @@ class Contents:
     def read(self, name: str) -> Tensor:
         """One whole tensor, on the host."""
         entry = self.entries[name]
-        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype)}
+        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")}
         reader, planner = FileSystemReader(self.version), DefaultLoadPlanner()
         planner.set_up_planner(tensors, self.metadata, True)
         reader.set_up_storage_reader(self.metadata, True)

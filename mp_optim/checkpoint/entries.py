@@ -135,7 +135,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Any]) -> dict[str, Ten
             return {}
     if scale in saved and _dtype(saved[name], own.dtype) != own.dtype:
         return {name: _new_like(own, saved[name]),
-                scale: torch.empty(saved[scale].size, dtype=_dtype(saved[scale], torch.float32))}
+                scale: torch.empty(saved[scale].size, dtype=_dtype(saved[scale], torch.float32), device="cpu")}
     return {name: _new_like(own, saved.get(name))}
 
 

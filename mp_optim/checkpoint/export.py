@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from mp_optim.checkpoint.durable import replace_durably, sync_directory, sync_file
 from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.checkpoint.ranks import Ranks
+from mp_optim.own_modes import in_own_modes
 
 __all__ = ["export_safetensors"]
 
@@ -28,7 +28,7 @@ class HasMainParams(Protocol):
     def named_main_params(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
-@torch.no_grad()
+@in_own_modes
 def export_safetensors(path: str | os.PathLike[str], optimizer: HasMainParams, *, max_shard_size: int = 5 * 10**9,
                        process_group: ProcessGroup | None = None) -> list[Path]:
     """Write the FP32 main params into a folder: ``model.safetensors``; or, if they need more than one file,

@@ -126,7 +126,7 @@ class FlatShard(Tensor):
         """
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, (self.start, self.local.cpu()), group=group)
-        full = torch.empty(self.numel(), dtype=self.dtype)
+        full = torch.empty(self.numel(), dtype=self.dtype, device="cpu")
         covered = 0
         for start, local in sorted(parts, key=lambda part: (part[0], part[1].numel())):
             if start > covered:

@@ -46,6 +46,7 @@ from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.renaming import common_under, metadata_under, renamed_entries
 from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.writing import Writing, plan_writing
+from mp_optim.own_modes import in_own_modes
 
 __all__ = ["load", "save", "verify", "versions"]
 
@@ -60,7 +61,7 @@ def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
 def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = ...,
          extra: Mapping[str, Any] | None = ..., *, full_precision: bool = ..., keep: int | None = ...,
          asynchronous: Literal[True], process_group: ProcessGroup | None = ...) -> SaveHandle: ...
-@torch.no_grad()
+@in_own_modes
 def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = None,
          extra: Mapping[str, Any] | None = None, *, full_precision: bool = False, keep: int | None = 1,
          asynchronous: bool = False, process_group: ProcessGroup | None = None) -> Path | SaveHandle:
@@ -151,7 +152,7 @@ def verify(path: StrPath) -> Path:
     return version
 
 
-@torch.no_grad()
+@in_own_modes
 def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = None, *,
          convert: bool = False, verify: bool = False, process_group: ProcessGroup | None = None) -> dict[str, Any]:
     """Load the newest complete version into objects that exist, whatever their placement. Every rank calls it.

@@ -21,26 +21,31 @@ class GradientStamp:
 
     Attributes:
         storage: its memory, as long as that exists; another gradient at the same address has another storage.
-        address, version: where it begins, and how often it was written.
+        address: where it begins.
+        version: how often it was written; None if nobody counts, as of tensors made in inference mode.
         arrivals: how often a gradient had arrived at the slot.
     """
 
     storage: StorageWeakRef
     address: int
-    version: int
+    version: int | None
     arrivals: int
 
     @classmethod
     def of(cls, grad: Tensor, arrivals: int) -> GradientStamp:
         """The stamp of a plain tensor."""
         storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(storage, grad.data_ptr(), grad._version, arrivals)
+        return cls(storage, grad.data_ptr(), _version_of(grad), arrivals)
 
     def matches(self, grad: Tensor, arrivals: int) -> bool:
         """Whether this is the same gradient, and nobody wrote to it since (``grad.data`` leaves no trace)."""
-        same = (self.arrivals, self.version, self.address) == (arrivals, grad._version, grad.data_ptr())
+        same = (self.arrivals, self.version, self.address) == (arrivals, _version_of(grad), grad.data_ptr())
         gone = self.storage.expired()  # type: ignore[no-untyped-call]
-        return same and not gone and self.storage.cdata == grad.untyped_storage()._cdata
+        return same and self.version is not None and not gone and self.storage.cdata == grad.untyped_storage()._cdata
+
+
+def _version_of(grad: Tensor) -> int | None:
+    return None if grad.is_inference() else grad._version
 
 
 class Arrivals:

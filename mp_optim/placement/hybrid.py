@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.own_modes import in_own_modes
 from mp_optim.placement.arena import aligned_bytes
 from mp_optim.placement.arrivals import Arrivals, final_in_backward
 from mp_optim.placement.cores import occupy, worker_threads
@@ -103,7 +104,7 @@ class HybridDeviceOptimizer(SeatedOptimizer):
 
     # -- stepping -------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """Step from the parameters' own gradients, as any torch optimizer does."""
         loss = None
@@ -116,7 +117,7 @@ class HybridDeviceOptimizer(SeatedOptimizer):
         self.step_slots(updates, grad_norm=global_grad_norm(updates) if clips else None)
         return loss
 
-    @torch.no_grad()
+    @in_own_modes
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self._watch()
         self._bind()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mp_optim.own_modes import in_own_modes
 from mp_optim.placement.arrivals import GradientStamp
 from mp_optim.placement.buckets import fitting_bucket_bytes, plan_buckets
 from mp_optim.placement.early import Bucket, EarlyJob, Halves, HostArithmetic
@@ -135,7 +136,7 @@ class HostSchedule:
 
     # -- during backward ------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @in_own_modes
     def arrived(self, update: SlotUpdate) -> None:
         """A gradient is there. Never raises: what goes wrong is reported by ``step()``.
 

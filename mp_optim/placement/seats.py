@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.layouts import split_dims
+from mp_optim.own_modes import in_own_modes
 from mp_optim.placement.arena import HostArena, aligned_bytes
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import Transfer, transfer_for
@@ -229,6 +230,7 @@ class SeatedOptimizer(SlotOptimizer):
         host = self._arena.take(source.shape, dtype)
         return host.copy_(source)
 
+    @in_own_modes
     def _new_copy(self, seat: _Seat, param: Tensor) -> Tensor:
         dtype = self._stepped_dtype(param.dtype)
         return self._on_host(param, dtype) if seat.place == "host" else param.to(dtype)

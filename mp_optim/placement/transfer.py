@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.host_memory import zeros_host
+from mp_optim.own_modes import in_own_modes
 
 __all__ = ["CudaTransfer", "ImmediateTransfer", "MetaTransfer", "Transfer", "transfer_for"]
 
@@ -77,8 +78,9 @@ class CudaTransfer:
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    @in_own_modes
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

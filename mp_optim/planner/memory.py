@@ -137,7 +137,7 @@ def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
     param = nn.Parameter(torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta"),
                          requires_grad=spec.trainable)
     if spec.dtype in FLOAT8_DTYPES:
-        param.fp8_scale = torch.empty((), device="meta")  # type: ignore[attr-defined]
+        param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
     return param
 
 

@@ -94,9 +94,10 @@ class BackwardLink:
         unknown = [index for index, value in enumerate(known) if value is None]
         if len(unknown) == len(known):
             return self._sum_of_squares(grads)
-        sums = torch.tensor([0.0 if value is None else value for value in known], dtype=torch.float64)
+        sums = torch.tensor([0.0 if value is None else value for value in known], dtype=torch.float64,
+                            device="cpu")
         if unknown:
-            sums[torch.tensor(unknown)] = self._sum_of_squares([grads[index] for index in unknown])
+            sums[torch.tensor(unknown, device="cpu")] = self._sum_of_squares([grads[index] for index in unknown])
         return sums
 
     # -- the multiplier that nothing would change ---------------------------------------------------

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.host_memory import as_tensor
+from mp_optim.own_modes import in_own_modes
+
 __all__ = ["ConstantGradScaler", "DynamicGradScaler", "MegatronGradScaler"]
 
 _LARGEST = 2.0**126
@@ -18,6 +21,7 @@ _LARGEST = 2.0**126
 class MegatronGradScaler(ABC):
     """A positive factor on the loss that keeps FP16 gradients in range."""
 
+    @in_own_modes
     def __init__(self, initial_scale: float, device: torch.device | str = "cpu") -> None:
         if not 0.0 < initial_scale <= _LARGEST:
             raise ValueError(f"initial_scale={initial_scale!r}: must be positive and at most 2**126")
@@ -101,6 +105,7 @@ class DynamicGradScaler(MegatronGradScaler):
         ValueError: naming the argument that is out of range.
     """
 
+    @in_own_modes
     def __init__(self, initial_scale: float, min_scale: float, growth_factor: float, backoff_factor: float,
                  growth_interval: int, hysteresis: int, device: torch.device | str = "cpu") -> None:
         super().__init__(initial_scale, device)
@@ -133,8 +138,10 @@ class DynamicGradScaler(MegatronGradScaler):
         left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
         clean = torch.where(inf, 0, self._growth_tracker + 1)
         grows = clean >= self.growth_interval
-        factor = torch.where(inf & (left == 0), self.backoff_factor, torch.where(grows, self.growth_factor, 1.0))
-        self._scale.copy_((self._scale.double() * factor).clamp(self.min_scale, _LARGEST))
+        scale = self._scale.double()  # a tensor for each: numbers alone would take the default dtype
+        changed = torch.where(inf & (left == 0), scale * self.backoff_factor,
+                              torch.where(grows, scale * self.growth_factor, scale))
+        self._scale.copy_(changed.clamp(self.min_scale, _LARGEST))
         self._hysteresis_tracker.copy_(left)
         self._growth_tracker.copy_(torch.where(grows, 0, clean))
 
@@ -146,4 +153,4 @@ class DynamicGradScaler(MegatronGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for key, own in (("scale", self._scale), ("growth_tracker", self._growth_tracker),
                          ("hysteresis_tracker", self._hysteresis_tracker)):
-            own.copy_(torch.as_tensor(state_dict[key]).reshape(1))
+            own.copy_(as_tensor(state_dict[key]).reshape(1))

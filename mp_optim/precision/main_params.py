@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.arguments import ModelParams
 from mp_optim.layouts import Layout, layout_of, shard_groups_of
+from mp_optim.own_modes import in_own_modes
 from mp_optim.precision.columns import SlotColumns
 from mp_optim.precision.doors import StateDoor
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
@@ -67,7 +68,7 @@ class MainParams(StateDoor):
 
     # -- binding --------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @in_own_modes
     def _bind_group(self, index: int) -> None:
         seen = self._seen
         seen.first.append(len(seen.slots))
@@ -77,11 +78,17 @@ class MainParams(StateDoor):
                                         if param.requires_grad and not is_quantized(param)])
         for position, param in enumerate(params):
             slot = Slot(index, position)
+            self._check_trainable(slot, param)
             seen.see(slot, param, self._norm_key(slot, param), self._layout(slot, param))
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
             seen.streams.append(stream_of(self.slot_name(slot), getattr(param, "first_element", 0)))
         self._norm_groups = None
+
+    def _check_trainable(self, slot: Slot, param: Tensor) -> None:
+        if param.is_inference():
+            raise TypeError(f"{self.slot_name(slot)} was made inside torch.inference_mode(), so nothing can train it; "
+                            "build the model outside of it")
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:
         """Give a trainable parameter its main param; returns whether that is another tensor."""
@@ -171,7 +178,7 @@ class MainParams(StateDoor):
         """Whether a slot has ever been trainable; one that has not costs nothing."""
         return self._seen.bound[self._seen.index(slot)]
 
-    @torch.no_grad()
+    @in_own_modes
     def follow_model(self, slot: Slot | None = None) -> None:
         if slot is not None and self._seen.is_same(slot, self.param_groups[slot.group]["params"][slot.position]):
             return
@@ -210,7 +217,7 @@ class MainParams(StateDoor):
         self.inner.set_main_param(slot, dequantized(param))
         return True
 
-    @torch.no_grad()
+    @in_own_modes
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Take the model's present values into the main params, dropping their extra bits.
 

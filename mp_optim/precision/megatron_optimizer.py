@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.own_modes import in_own_modes
 from mp_optim.precision.backward import BackwardLink, DuringBackward
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
@@ -82,7 +83,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
 
     # -- the step -------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """One step: returns :class:`~mp_optim.precision.verdict.StepResult`, or the closure's loss if one is given.
 
@@ -307,7 +308,9 @@ class MegatronOptimizer(DuringBackward, MainParams):
     def get_loss_scale(self) -> Tensor:
         """FP32, shape (1,). Whoever asks is taken to scale by it: say so like this, once a step, where gradients come
         scaled from elsewhere."""
-        return torch.ones(1) if self.grad_scaler is None else self.grad_scaler.scale
+        if self.grad_scaler is None:
+            return torch.ones(1, dtype=torch.float32, device="cpu")
+        return self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale; call ``backward`` on the result."""
@@ -333,7 +336,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
         return state_dict
 
-    @torch.no_grad()
+    @in_own_modes
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         self.follow_model()
         super().load_state_dict(state_dict, convert=convert)

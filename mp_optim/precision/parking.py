@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from mp_optim.own_modes import in_own_modes
+
 __all__ = ["Parking"]
 
 
@@ -21,14 +23,14 @@ class Parking:
         """Whether something is parked here."""
         return bool(self._parked)
 
-    @torch.no_grad()
+    @in_own_modes
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Move tensors to the host."""
         for tensor in tensors:
             self._parked.append((tensor, tensor.device))
             tensor.data = tensor.data.cpu()
 
-    @torch.no_grad()
+    @in_own_modes
     def restore(self) -> None:
         """Move them back."""
         for tensor, device in self._parked:

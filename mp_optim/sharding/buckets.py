@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.own_modes import in_own_modes
 from mp_optim.quantized import is_quantized
 from mp_optim.sharding.ranges import BucketPlan, Placed, plan_flat, plan_whole
 
@@ -152,7 +153,7 @@ def make_buckets(params: Sequence[Tensor], names: Sequence[str], *, rank: int, r
     return buckets
 
 
-@torch.no_grad()
+@in_own_modes
 def _filled(plan: BucketPlan, params: Sequence[Tensor], names: Sequence[str], rank: int, grad_dtype: torch.dtype,
             keep_grads: bool) -> Bucket:
     like = params[plan.placed[0].param]

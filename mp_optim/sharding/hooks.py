@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.own_modes import in_own_modes
 from mp_optim.sharding.buckets import Bucket, Entry
 from mp_optim.sharding.order import LaunchOrder
 from mp_optim.sharding.reduce import Reduction, all_gather, start_reduction, uses_exchange
@@ -97,7 +98,7 @@ class GradReducer:
         if self.settings.keep_grads:
             param.main_grad = self.buckets[index].local_grad(entry)
 
-    @torch.no_grad()
+    @in_own_modes
     def _arrive(self, index: int, entry: Entry) -> None:
         self._check_use(entry)
         self.collect(index, entry)
@@ -150,7 +151,7 @@ class GradReducer:
         """The ranks."""
         return self.settings.group
 
-    @torch.no_grad()
+    @in_own_modes
     def launch(self, index: int) -> None:
         """Start to reduce a bucket, with whatever gradients it has."""
         bucket, how = self.buckets[index], self.settings
@@ -171,7 +172,7 @@ class GradReducer:
         if not how.overlap:
             self.order.wait_for_one()
 
-    @torch.no_grad()
+    @in_own_modes
     def complete(self, index: int, work: Reduction) -> None:
         """Wait for a reduction that was started."""
         with self._guard(f"reducing the gradients of {_named(self.buckets[index])}"):
@@ -179,7 +180,7 @@ class GradReducer:
         if self.on_reduced is not None and not self.settings.replicate:
             self.on_reduced(index)
 
-    @torch.no_grad()
+    @in_own_modes
     def finish(self) -> None:
         """Every owned shard (``replicate``: every rank's whole gradients) is complete on return. Collective; reduces
         what was not reduced since the last :meth:`zero`, here and in all that share the order."""
@@ -196,7 +197,7 @@ class GradReducer:
                 if work is not None:
                     work.wait()
 
-    @torch.no_grad()
+    @in_own_modes
     def collect_all(self) -> bool:
         """Take in gradients that no hook saw, because somebody put them into ``grad`` by hand. Returns whether anything
         is left to reduce."""
@@ -215,7 +216,7 @@ class GradReducer:
         finally:
             self.synchronizes = before
 
-    @torch.no_grad()
+    @in_own_modes
     def zero(self) -> None:
         """Forget all gradients. Waits for reductions under way."""
         self.order.restart()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.host_memory import as_tensor, empty_host_tensor
+from mp_optim.own_modes import in_own_modes
 from mp_optim.slot_optimizer import Closure, SlotOptimizer
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
 
@@ -20,7 +22,7 @@ class ForeignOptimizer(SlotOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._bound: list[list[Tensor]] = []
-        super().__init__([{"params": [torch.zeros(0)]}], dict(optimizer.defaults))
+        super().__init__([{"params": [empty_host_tensor()]}], dict(optimizer.defaults))
         self.param_groups = optimizer.param_groups
         self._bound = [list(group["params"]) for group in self.param_groups]
 
@@ -54,7 +56,7 @@ class ForeignOptimizer(SlotOptimizer):
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         """The foreign state's tensors, and its numbers as tensors; empty before the first step."""
         state = self.optimizer.state.get(self._param(slot), {})
-        return {key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        return {key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
                 for key, value in state.items() if isinstance(value, Tensor | int | float)}
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
@@ -70,18 +72,18 @@ class ForeignOptimizer(SlotOptimizer):
         loaded = {}
         for key, value in state.items():
             stays = not isinstance(value, Tensor) or (key == "step" and not step_on_device)
-            copy = torch.as_tensor(value).detach().clone() if stays else value.detach().to(param.device, copy=True)
+            copy = as_tensor(value).detach().clone() if stays else value.detach().to(param.device, copy=True)
             number = live.get(key, value)
             loaded[key] = copy if isinstance(number, Tensor) else type(number)(copy.item())
         self.optimizer.state[param] = {**live, **loaded}
 
-    @torch.no_grad()
+    @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """The foreign optimizer's own step."""
         self._rebind()
         return self.optimizer.step(closure)
 
-    @torch.no_grad()
+    @in_own_modes
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self._rebind()
         for _, param in iter_slots(self.param_groups):

@@ -43,7 +43,7 @@ class GroupState:
     """
 
     def __init__(self, count: int) -> None:
-        self.steps = torch.zeros(count, dtype=torch.float32)
+        self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
         self.steady_mains: SteadyList | None = None
@@ -72,4 +72,4 @@ class GroupState:
         if len(positions) == len(self.slots):
             self.steps += by
         else:
-            self.steps[torch.tensor(positions)] += by
+            self.steps[torch.tensor(positions, device="cpu")] += by

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mp_optim.own_modes import without_autocast
 from mp_optim.update.sums import sum_of_squares
 
 __all__ = ["orthogonalize"]
@@ -31,7 +32,7 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
     stack = matrices.reshape(-1, *matrices.shape[-2:])
     if not stack.numel():
         return torch.zeros_like(matrices, dtype=dtype)
-    with _full_precision(dtype):
+    with _full_precision(dtype), without_autocast(stack.device):
         if stack.device.type == "cpu":
             done = torch.stack([_iterate(matrix.to(dtype, copy=True), polynomials) for matrix in stack])
         else:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.capabilities import refusal
+from mp_optim.own_modes import in_own_modes
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
     DeviceMultiplier,
@@ -118,7 +119,7 @@ class RuleOptimizer(RuleState):
 
     # -- stepping -------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """Step every parameter that has a gradient; returns the closure's loss if one is given.
 
@@ -141,7 +142,7 @@ class RuleOptimizer(RuleState):
         self.step_slots(updates, grad_norm=global_grad_norm(updates) if clips else None)
         return loss
 
-    @torch.no_grad()
+    @in_own_modes
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self.settle()
         columns = SlotUpdates.of(updates)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.host_memory import Form, beside, zeros
+from mp_optim.host_memory import Form, as_tensor, beside, zeros
+from mp_optim.own_modes import in_own_modes
 from mp_optim.slot_optimizer import SlotOptimizer, check_fits
 from mp_optim.slots import Slot, local_tensor
 from mp_optim.update.formats import join, keep_valid, split_
@@ -49,6 +50,7 @@ class RuleState(SlotOptimizer):
 
     # -- state ----------------------------------------------------------------------------------
 
+    @in_own_modes
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group.
 
@@ -64,6 +66,7 @@ class RuleState(SlotOptimizer):
             raise
         self._groups.append(GroupState(len(group["params"])))
 
+    @in_own_modes
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         self.settle()
         own, group = self._groups[slot.group], self.param_groups[slot.group]
@@ -98,6 +101,7 @@ class RuleState(SlotOptimizer):
             forms[REMAINDER] = (main.shape, self.precision.remainder_dtype)
         return forms
 
+    @in_own_modes
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Host tensors of one name lie one after the other, if together they are large."""
         missing: dict[str, list[tuple[Slot, Form]]] = defaultdict(list)
@@ -139,7 +143,7 @@ class RuleState(SlotOptimizer):
         self.check_slot_state(slot, state)
         rest, master = self._without_master(slot, state)
         for key, own in self.slot_state(slot).items():
-            own.copy_(torch.as_tensor(rest[key]))
+            own.copy_(as_tensor(rest[key]))
         if master is not None:
             self.set_main_param(slot, master)
 
@@ -154,6 +158,7 @@ class RuleState(SlotOptimizer):
     def _is_split(self, main: Tensor) -> bool:
         return main.dtype != torch.float32 and self.precision.main_dtype(main.dtype) == main.dtype
 
+    @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:
         main = self._local(slot)
         return join(main, self.slot_state(slot)[REMAINDER]) if self._is_split(main) else super().main_param(slot)

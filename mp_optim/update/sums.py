@@ -79,7 +79,8 @@ def root(values: Tensor) -> Tensor:
     unit. On a GPU they are the instruction's."""
     if values.device.type != "cpu":
         return values.sqrt()
-    return torch.tensor([math.sqrt(value) for value in values.flatten().tolist()], dtype=torch.float64).view_as(values)
+    return torch.tensor([math.sqrt(value) for value in values.flatten().tolist()], dtype=torch.float64,
+                        device="cpu").view_as(values)
 
 
 def index_on(device: torch.device, indices: Sequence[int]) -> Tensor:

@@ -60,10 +60,11 @@ def _value(path: Path) -> Tensor:
 def _step(folder: Path, step: float | None) -> Tensor:
     path = folder / "step.pt"
     if path.is_file():
-        return torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True), dtype=torch.float32).reshape(())
+        return torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True), dtype=torch.float32,
+                               device="cpu").reshape(())
     if step is None:
         raise ValueError(f"{path} is missing (ZeRO-3 has none); pass step=, the number of steps taken")
-    return torch.tensor(float(step))
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
 def to_deepspeed(foreign: ForeignState, folder: str | os.PathLike[str], *,

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from mp_optim.checkpoint.foreign.neutral import MASTER, STEP, ForeignGroup, ForeignState
 from mp_optim.checkpoint.state_dict import plain_groups
+from mp_optim.own_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, local_tensor
 
 __all__ = ["export_state", "import_state"]
@@ -32,7 +33,7 @@ class NamedOptimizer(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None: ...
 
 
-@torch.no_grad()
+@in_own_modes
 def import_state(optimizer: NamedOptimizer, foreign: ForeignState, *, main_from_model: bool = False,
                  convert: bool = False) -> None:
     """Load foreign state by parameter name. Hyperparameters stay what they are configured to be.
@@ -106,7 +107,7 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
     return spread.redistribute(placements=param.placements)
 
 
-@torch.no_grad()
+@in_own_modes
 def export_state(optimizer: NamedOptimizer) -> ForeignState:
     """All state in FP32, whole (collective for sharded parameters), with the FP32 value of every parameter.
 

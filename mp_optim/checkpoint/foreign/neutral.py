@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.host_memory import as_tensor
+
 __all__ = ["MASTER", "STEP", "ForeignGroup", "ForeignState", "names_of_groups", "positional_state"]
 
 STEP = "step"
@@ -116,5 +118,5 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
     odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
     if odd:
         raise ValueError(f"the state of {name} holds {odd}, which are no tensors")
-    return {key: torch.as_tensor(value, dtype=torch.float32).reshape(()) if key == STEP else torch.as_tensor(value)
+    return {key: as_tensor(value).to(torch.float32).reshape(()) if key == STEP else as_tensor(value)
             for key, value in given.items()}

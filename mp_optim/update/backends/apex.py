@@ -60,7 +60,8 @@ class ApexBackend(MultiTensorBackend):
         lists = [self.scaled(batch.grad, multiplier), batch.main, batch.state["exp_avg"], batch.state["exp_avg_sq"]]
         self.launch("multi_tensor_lamb", lists, [torch.float32] * 4, given.lr, scalars.beta1, scalars.beta2,
                     scalars.eps, given.step, int(given.bias_correction), given.weight_decay,
-                    int(scalars.grad_weight != 1.0), 0 if scalars.l2 else 1, torch.zeros(1, device=device), 1.0,
+                    int(scalars.grad_weight != 1.0), 0 if scalars.l2 else 1,
+                    torch.zeros(1, dtype=torch.float32, device=device), 1.0,
                     scalars.adapts)
         publish(batch)
 

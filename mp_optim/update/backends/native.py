@@ -156,15 +156,15 @@ class NativeBackend(ReferenceBackend):
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
-        sums = torch.zeros(len(lists.main), 2, dtype=torch.float64)
+        sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
         for indices, kind, part in _by_kind(lists, _MOMENTS):
             if kind is None:
                 found = super().lamb_moments(part.in_place(), scalars, multiplier)
             else:
-                found = torch.empty(len(indices), 2, dtype=torch.float64)
+                found = torch.empty(len(indices), 2, dtype=torch.float64, device="cpu")
                 table = _table(part, kind._replace(output=None), _MOMENTS)
                 self._call("mp_lamb_moments", table, values, found.data_ptr())
-            sums[torch.tensor(list(indices))] = found
+            sums[torch.tensor(list(indices), device="cpu")] = found
         return sums
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
@@ -182,10 +182,10 @@ class NativeBackend(ReferenceBackend):
         steady = SteadyList.of(tensors)
         if len(steady.dtypes) == 1:
             return self._sum_alike(steady)
-        sums = torch.empty(len(steady), dtype=torch.float64)
+        sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         for dtype in steady.dtypes:
             mine = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
-            sums[torch.tensor(mine)] = self._sum_alike(SteadyList(steady[index] for index in mine))
+            sums[torch.tensor(mine, device="cpu")] = self._sum_alike(SteadyList(steady[index] for index in mine))
         return sums
 
     def _sum_alike(self, tensors: SteadyList) -> Tensor:
@@ -194,7 +194,7 @@ class NativeBackend(ReferenceBackend):
             return super().sum_of_squares(tensors)
         if not tensors.contiguous:
             tensors = SteadyList(tensor.contiguous() for tensor in tensors)
-        sums = torch.empty(len(tensors), dtype=torch.float64)
+        sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
         self._call("mp_measure", _Table(_Kind(tensors[0].dtype), {"grad": tensors}), sums.data_ptr(), None)
         return sums
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.capabilities import CAPABILITIES, Capability
+from mp_optim.own_modes import in_own_modes
 from mp_optim.update.backends.interface import Backend
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.lists import REMAINDER, AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
@@ -118,7 +119,7 @@ def difference(ours: TensorLists, theirs: TensorLists, lr: float, found: Differe
 
 def _values(count: int, phase: float, device: torch.device) -> Tensor:
     """Numbers of several magnitudes, the same on every device: nothing here may touch a random generator."""
-    at = torch.arange(count, dtype=torch.float64) + phase
+    at = torch.arange(count, dtype=torch.float64, device="cpu") + phase
     return ((torch.sin(at * 1.7) + 0.1) * torch.exp2(-4 * torch.cos(at * 0.3) ** 2)).float().to(device)
 
 
@@ -146,7 +147,7 @@ def _cases(rules: Sequence[str]) -> Iterator[tuple[str, torch.dtype, torch.dtype
         yield rule, torch.bfloat16, torch.bfloat16, 0.37
 
 
-@torch.no_grad()
+@in_own_modes
 def compare(backend: Backend, device: torch.device, rules: Sequence[str]) -> Difference:
     """Two steps of each rule and the sums of squares, against ``reference`` on the same device."""
     found, reference = Difference(), ReferenceBackend()
@@ -171,7 +172,7 @@ def _compact(lists: TensorLists, bfloat16: bool, remainders: bool) -> TensorList
     return TensorLists(mains, lists.grad, state, lists.output)
 
 
-@torch.no_grad()
+@in_own_modes
 def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
     """One Adam step with each form of state that the backend claims apart from FP32."""
     can, lacks = CAPABILITIES.get(backend.name, Capability()), {}

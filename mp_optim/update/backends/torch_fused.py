@@ -54,7 +54,7 @@ class TorchBackend(ReferenceBackend):
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
-            return torch.zeros(0, dtype=torch.float64)
+            return torch.zeros(0, dtype=torch.float64, device="cpu")
         norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
         return torch.stack(list(norms)).square()
 

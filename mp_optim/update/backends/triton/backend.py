@@ -181,7 +181,8 @@ class TritonBackend(ReferenceBackend):
                     super().lamb_apply(part.lists, scalars, [values[index] for index in part.indices])
                 continue
             if not isinstance(ratios, Tensor):
-                mine = torch.tensor([ratios[index] for index in part.indices], dtype=torch.float32)
+                mine = torch.tensor([ratios[index] for index in part.indices], dtype=torch.float32,
+                                    device="cpu")
                 table = self._tables.upload(mine, device)
             elif len(part.indices) == len(lists.main):
                 table = ratios

@@ -83,7 +83,8 @@ def _firsts(counts: Sequence[int]) -> list[int]:
 
 
 def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
+    owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"),
+                                     torch.tensor(counts, dtype=torch.int64, device="cpu"))
     return tables.upload(owners, device), tables.values(array("i", _firsts(counts)), device)
 
 
