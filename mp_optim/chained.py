@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.broken_off import StepMark
 from mp_optim.distributed_optimizer import DistributedOptimizer
 from mp_optim.host_memory import empty_host_tensor
 from mp_optim.precision import MegatronOptimizer, Verdict
@@ -65,6 +66,16 @@ class ChainedOptimizer(MegatronOptimizer):
                     and isinstance(reducer := part.grad_reducer, GradReducer)]
         if len(reducers) > 1:
             reduce_in_one_order(reducers, again=self.config.data_parallel_sharding_strategy == "optim_grads")
+        self.use_mark(StepMark())
+
+    def use_mark(self, mark: StepMark) -> None:
+        self.step_mark = mark
+        for part in self._parts:
+            part.use_mark(mark)
+
+    def recover(self) -> None:
+        for part in self._parts:
+            part.recover()
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
+from mp_optim.broken_off import StepMark
 from mp_optim.config import OptimizerConfig
 from mp_optim.own_modes import in_own_modes
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
@@ -97,6 +98,7 @@ class DistributedOptimizer(MegatronOptimizer):
         self._transport.reducer.on_reduced = self._tell_of_gradients
         self._bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
         self._built = True
+        self.use_mark(StepMark())
 
     # -- building -------------------------------------------------------------------------------
 
@@ -189,6 +191,13 @@ class DistributedOptimizer(MegatronOptimizer):
         """What steps the owned tensors."""
         return self.shards.optimizer
 
+    def use_mark(self, mark: StepMark) -> None:
+        self.step_mark = mark
+        self.shards.use_mark(mark)
+
+    def recover(self) -> None:
+        self.shards.recover()
+
     # -- gradients ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -261,6 +270,7 @@ class DistributedOptimizer(MegatronOptimizer):
         self._trained = self._hand_out_gradients()
         with self._guard("comparing hyperparameters"):
             check_number(self._group, self._said_each_step, self.device, "an optimizer")
+        self._push_settings()
         self.shards.gather()
 
     def has_gradients(self) -> bool:
@@ -270,6 +280,10 @@ class DistributedOptimizer(MegatronOptimizer):
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank owns of the reduced gradients."""
         return self.shards.named_gradients()
+
+    def _push_settings(self) -> None:
+        for mine, theirs in zip(self.param_groups, self.shards.param_groups, strict=True):
+            theirs.update({key: value for key, value in mine.items() if key not in _NOT_PUSHED})
 
     def sums(self) -> Measurement:
         """Sums of squares of the reduced gradients, agreed with all ranks."""
@@ -324,11 +338,10 @@ class DistributedOptimizer(MegatronOptimizer):
     def apply(self, verdict: Verdict | PendingVerdict) -> None:
         """Step what this rank owns, and gather what the others did."""
         self.follow(verdict)
-        for mine, theirs in zip(self.param_groups, self.shards.param_groups, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key not in _NOT_PUSHED})
         self.shards.apply(verdict)
         gathered = self._transport.reducer.bytes_gathered
         if not (isinstance(verdict, Verdict) and verdict.skip):
+            self.step_mark.touch()
             if not self._steps_everything:
                 self._transport.gatherer.start()
                 gathered += self._transport.gatherer.bytes_gathered

@@ -89,7 +89,7 @@ def cut(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Te
     first = memory.storage_offset() + start
     piece = storage[first : first + shape.numel() * dtype.itemsize]
     tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return tensor.set_(piece, 0, shape, _contiguous_strides(shape))  # type: ignore[call-overload, no-any-return]
+    return tensor.set_(piece, 0, shape, _contiguous_strides(shape))
 
 
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:

@@ -24,13 +24,15 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # leaving inference mode turns autograd on
-                return function(*args, **kwargs)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+        had_grad = torch.is_grad_enabled()
+        try:  # by hand: an interrupt that ends a no_grad() before its time would leave autograd off for good
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():  # leaving inference mode turns autograd on
+                    return function(*args, **kwargs)
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(had_grad)
 
     return call
 

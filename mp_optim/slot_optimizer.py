@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.broken_off import StepMark
 from mp_optim.checkpoint.state_dict import match_groups, plain_groups
 from mp_optim.host_memory import as_tensor, beside, zeros
 from mp_optim.own_modes import in_own_modes
@@ -35,6 +36,7 @@ class SlotOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
         self._reserved: Iterator[Tensor] = iter(())
+        self.step_mark = StepMark()
         super().__init__(params, defaults)
 
     # -- what a subclass provides ---------------------------------------------------------------
@@ -56,6 +58,18 @@ class SlotOptimizer(torch.optim.Optimizer):
             grad_norm: global L2 norm of the gradients after their multipliers, for rules that clip by
                 it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
         """
+
+    def check_groups(self) -> None:
+        """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing has been stepped."""
+
+    # -- steps that were broken off -----------------------------------------------------------------
+
+    def use_mark(self, mark: StepMark) -> None:
+        """Tell of broken-off steps by this mark, which belongs to the layer above."""
+        self.step_mark = mark
+
+    def recover(self) -> None:
+        """A step was broken off: forget what it left under way. Values are loaded after this."""
 
     def verdict_device(self) -> torch.device | None:
         """The one device on which every slot is stepped by kernels that read multipliers there; None if
@@ -169,7 +183,11 @@ class SlotOptimizer(torch.optim.Optimizer):
 
         Args:
             full_precision: state that is stored in fewer bits as FP32 copies instead.
+
+        Raises:
+            BrokenOffError: the last step or load was broken off half-way.
         """
+        self.step_mark.check("state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         groups = plain_groups(self.param_groups)
@@ -201,6 +219,8 @@ class SlotOptimizer(torch.optim.Optimizer):
                 would be lost.
         """
         state_dict = dict(state_dict)
+        if self.step_mark.is_set:
+            self.recover()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             hooked = pre_hook(self, state_dict)
             state_dict = state_dict if hooked is None else hooked
@@ -209,10 +229,12 @@ class SlotOptimizer(torch.optim.Optimizer):
         loads = [(slot, saved_state[index]) for slot, index in match.index_of.items() if index in saved_state]
         for slot, state in loads:
             self.check_slot_state(slot, self.fit_slot_state(slot, state, convert))
+        self.step_mark.touch()
         for slot, state in loads:
             self.load_slot_state(slot, self.fit_slot_state(slot, state, convert))
         for group, saved in zip(self.param_groups, match.settings, strict=True):
             group.update(saved)
+        self.step_mark.clear()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -72,7 +72,8 @@ class HybridDeviceOptimizer(SeatedOptimizer):
                 self._subs["host"], self._host_slots(), self._transfer, mode=self._check_mode(offload_mode),
                 stages=self.stages, bucket_bytes=bucket_bytes, pin_staging=pin_cpu_grads and self._can_pin,
                 pin_mains=pin_cpu_params and self._can_pin, pipelined=overlap_cpu_optimizer_d2h_h2d,
-                open_round=self._bind, set_up=partial(occupy, worker_threads(host_threads), host_cores))
+                open_round=self._bind, touch=lambda: self.step_mark.touch(),
+                set_up=partial(occupy, worker_threads(host_threads), host_cores))
         self._watch()
 
     def _check_mode(self, mode: str) -> OffloadMode:
@@ -98,6 +99,11 @@ class HybridDeviceOptimizer(SeatedOptimizer):
             self.schedule.plan(self._host_slots())
         self._watch()
 
+    def recover(self) -> None:
+        super().recover()
+        if self.schedule is not None:  # with other halves of its own: half a flip may have left two with one memory
+            self.schedule.plan(self._host_slots())
+
     def _touched(self, slot: Slot) -> None:
         if self.schedule is not None:
             self.schedule.touched(slot)
@@ -121,6 +127,13 @@ class HybridDeviceOptimizer(SeatedOptimizer):
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self._watch()
         self._bind()
+        for sub in self._subs.values():
+            sub.check_groups()
+        with self.step_mark.step(self):
+            self._step_routed(updates, grad_norm)
+
+    def _step_routed(self, updates: Sequence[SlotUpdate], grad_norm: float | None) -> None:
+        """Step every slot at its place."""
         routed: dict[Place, list[SlotUpdate]] = {"device": [], "host": []}
         for update in updates:
             routed[self._seat(update.slot).place].append(self._routed(update))

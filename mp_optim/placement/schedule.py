@@ -64,6 +64,7 @@ class HostSchedule:
         pipelined: in ``step()``, start all copies before the arithmetic.
         open_round: called before the first bucket of a round is planned: makes the host's optimizer have current
             tensors and settings.
+        touch: called before a step is published (see :class:`~mp_optim.broken_off.StepMark`).
         set_up: called once in the worker thread.
 
     Attributes:
@@ -76,7 +77,7 @@ class HostSchedule:
 
     def __init__(self, host: SlotOptimizer, slots: Sequence[tuple[Slot, int]], transfer: Transfer, *, mode: OffloadMode,
                  stages: Stages, bucket_bytes: int, pin_staging: bool, pin_mains: bool, pipelined: bool,
-                 open_round: Callable[[], None], set_up: Callable[[], None]) -> None:
+                 open_round: Callable[[], None], touch: Callable[[], None], set_up: Callable[[], None]) -> None:
         self.mode, self.stages, self.transfer = mode, stages, transfer
         self.arithmetic = HostArithmetic(host, stages, _sum_of_squares)
         self.enabled = True
@@ -86,7 +87,7 @@ class HostSchedule:
         self.counts = Counter({"speculation_hits": 0, "speculation_redone": 0, "speculation_paused": 0})
         self._host = host
         self._bucket_bytes, self._pins, self._pipelined = bucket_bytes, (pin_staging, pin_mains), pipelined
-        self._open = open_round
+        self._open, self._touch = open_round, touch
         self._worker = Worker("mp_optim-host", capacity=64, set_up=set_up)
         self._arrivals: Counter[Slot] = Counter()
         self._order: dict[Slot, None] = {}
@@ -321,6 +322,8 @@ class HostSchedule:
             self.counts["speculation_redone"] += job is not None and job.stepped
             if piece.halves is not None:
                 again.append(piece)
+                if job is not None:
+                    job.stepped = False  # its result is about to be written over
         self._start(again)
         for piece in again:
             try:
@@ -336,6 +339,7 @@ class HostSchedule:
         rule = self.arithmetic.rule
         if piece.halves is None or rule is None:
             return
+        self._touch()
         with self.stages.stage("publish", piece.label):
             for half in piece.halves:
                 piece.bucket.buffer.flip(half.keys)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.broken_off import StepMark
 from mp_optim.layouts import split_dims
 from mp_optim.own_modes import in_own_modes
 from mp_optim.placement.arena import HostArena, aligned_bytes
@@ -83,6 +84,7 @@ class SeatedOptimizer(SlotOptimizer):
         self._arena = HostArena(self._transfer, self._host_bytes(), pin_params and self._can_pin)
         self._subs = {place: self._build(place) for place in self._classes}
         self._adopt_defaults()
+        self.use_mark(self.step_mark)
 
     # -- what stepping has to know --------------------------------------------------------------
 
@@ -192,6 +194,27 @@ class SeatedOptimizer(SlotOptimizer):
         self._adopt_defaults()
         self._placed()
 
+    def use_mark(self, mark: StepMark) -> None:
+        super().use_mark(mark)
+        for sub in self._subs.values():
+            sub.use_mark(mark)
+
+    def recover(self) -> None:
+        for sub in self._subs.values():
+            sub.recover()
+
+    def check_groups(self) -> None:
+        self._push_settings()
+        for sub in self._subs.values():
+            sub.check_groups()
+
+    def _push_settings(self) -> None:
+        """Hand current hyperparameters to the sub-optimizers."""
+        for index, group in enumerate(self.param_groups):
+            settings = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
+            for sub in self._subs.values():
+                sub.param_groups[index].update(settings)
+
     # -- main params ----------------------------------------------------------------------------
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -252,10 +275,8 @@ class SeatedOptimizer(SlotOptimizer):
 
     def _bind(self) -> None:
         """Hand current tensors and hyperparameters to the sub-optimizers."""
-        for index, group in enumerate(self.param_groups):
-            settings = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
-            for sub in self._subs.values():
-                sub.param_groups[index].update(settings)
+        self._push_settings()
+        for index in range(len(self.param_groups)):
             for position, seat in enumerate(self._seats[index]):
                 seats = self._subs[seat.place].param_groups[index]["params"]
                 stepped = self._stepped(Slot(index, position))

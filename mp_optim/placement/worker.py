@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -42,17 +43,43 @@ class Job(Protocol):
 
 
 class _Queue:
-    """What the thread and its owner share."""
+    """What the thread and its owner share.
+
+    NOTE: signals are handled in the owner's thread, between any two operations of Python. So the owner takes ``lock``
+    itself, which is one operation where entering a Condition is several, and waits for ``progress``, not ``changed``:
+    an interrupt there would leave the lock taken for good, or not taken where it is released.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.progress = threading.Lock()  # taken: nothing was done since the owner last looked
         self.jobs: deque[Job] = deque()
         self.running: Job | None = None
         self.prepared: Job | None = None
         self.finished = 0
         self.failure: tuple[str, BaseException] | None = None
         self.closed = False
+
+    def tell_owner(self) -> None:
+        """Something was done. Called with the lock."""
+        self.changed.notify_all()
+        if self.progress.locked():
+            self.progress.release()
+
+    def wait_until(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        """Have the owner wait; whether it is done."""
+        until = time.monotonic() + seconds
+        while True:
+            with self.lock:
+                if is_done():
+                    return True
+                self.changed.notify_all()  # an interrupt may have kept the thread from hearing of a job
+            left = until - time.monotonic()
+            if left <= 0.0:
+                return False
+            self.progress.acquire(timeout=min(left, _LOOK))
 
     def is_full(self) -> bool:
         """Whether another job has to wait for room."""
@@ -89,14 +116,14 @@ class Worker:
         """
         queue = self._queue
         self._start()
-        with queue.changed:
-            while queue.is_full():
-                finished = queue.finished
-                queue.changed.wait_for(lambda: queue.finished != finished or not queue.is_full(), PATIENCE)  # noqa: B023
-                if queue.is_full() and queue.finished == finished:
-                    state = "is gone" if not self._is_alive() else f"works on {_label(queue.running)}"
-                    raise WorkerError(f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs wait "
-                                      f"and none was finished in {PATIENCE:g} s; the worker {state}")
+        while queue.is_full():
+            finished = queue.finished
+            queue.wait_until(lambda: queue.finished != finished or not queue.is_full(), PATIENCE)  # noqa: B023
+            if queue.is_full() and queue.finished == finished:
+                state = "is gone" if not self._is_alive() else f"works on {_label(queue.running)}"
+                raise WorkerError(f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs wait "
+                                  f"and none was finished in {PATIENCE:g} s; the worker {state}")
+        with queue.lock:
             if queue.failure is None:  # else it is reported by drain(); more work would be lost
                 queue.jobs.append(job)
                 queue.changed.notify_all()
@@ -109,13 +136,16 @@ class Worker:
                 finds a working thread.
         """
         queue = self._queue
-        with queue.changed:
-            while queue.failure is None and (queue.jobs or queue.running is not None):
-                if not self._is_alive():
-                    queue.failure = (_label(queue.running or queue.jobs[0]), WorkerError(
-                        f"the thread {self._name!r} is gone"))
-                    break
-                queue.changed.wait(_LOOK)
+        def is_done() -> bool:
+            idle = not queue.jobs and queue.running is None
+            return queue.failure is not None or idle or not self._is_alive()
+
+        while not queue.wait_until(is_done, PATIENCE):
+            pass
+        with queue.lock:
+            if queue.failure is None and (queue.jobs or queue.running is not None):
+                queue.failure = (_label(queue.running or queue.jobs[0]), WorkerError(
+                    f"the thread {self._name!r} is gone"))
             failure, queue.failure = queue.failure, None
             if failure is None:
                 return
@@ -134,10 +164,10 @@ class Worker:
             the job writes to must not be used any more.
         """
         queue = self._queue
-        with queue.changed:
+        with queue.lock:
             queue.jobs.clear()
-            if queue.running is not None and self._is_alive():
-                queue.changed.wait_for(lambda: queue.running is None or not self._is_alive(), PATIENCE)
+        queue.wait_until(lambda: queue.running is None or not self._is_alive(), PATIENCE)
+        with queue.lock:
             is_stuck = queue.running is not None and self._is_alive()
             queue.closed = queue.closed or is_stuck
             queue.running = queue.failure = queue.prepared = None
@@ -204,13 +234,13 @@ def _serve(queue: _Queue, set_up: Callable[[], None] | None) -> None:
             with queue.changed:
                 queue.running = None
                 queue.finished += 1
-                queue.changed.notify_all()
+                queue.tell_owner()
             del job
     except BaseException as error:  # whatever it is, the caller has to know
         with queue.changed:
             queue.running = None
             queue.failure = queue.failure or (label, error)
-            queue.changed.notify_all()
+            queue.tell_owner()
 
 
 def _take(queue: _Queue) -> Job | None:
@@ -220,7 +250,7 @@ def _take(queue: _Queue) -> Job | None:
         if queue.closed:
             return None
         queue.running = queue.jobs.popleft()
-        queue.changed.notify_all()
+        queue.tell_owner()
         return queue.running
 
 

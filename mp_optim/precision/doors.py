@@ -67,6 +67,10 @@ class StateDoor(SlotOptimizer):
         A DTensor if the parameter is one; of a parameter that a :class:`~mp_optim.DistributedOptimizer` splits, what
         this rank owns, as a flat shard of the parameter's shape. The tensor is the live one, or a copy if the main
         param is stored as a remainder.
+
+        Raises:
+            BrokenOffError: the last step or load was broken off half-way.
         """
+        self.step_mark.check("named_main_params")
         self.follow_model()
         return self.read_main_params()

@@ -157,13 +157,15 @@ class GraphedStep:
             stack.carry_out(verdict.multipliers)
             return verdict
         captured.table.copy_(rehearsal.upload())
+        stack.step_mark.touch()
         captured.apply.replay()
         attempt.happened = True
         self.replays, self._changes = self.replays + 1, 0
         return verdict
 
     def _rehearse(self, stack: MegatronOptimizer, attempt: _Attempt) -> Any:
-        return self._backend.rehearse(lambda: stack.carry_out(attempt.multipliers), self._device)
+        with stack.step_mark.rehearsal():
+            return self._backend.rehearse(lambda: stack.carry_out(attempt.multipliers), self._device)
 
     def _capture(self, stack: MegatronOptimizer, key: Any) -> PendingVerdict:
         measure, apply = self._new_graph(), self._new_graph()
@@ -177,7 +179,9 @@ class GraphedStep:
             stack.carry_out(verdict.multipliers)
             return verdict
         attempt, table = _Attempt(verdict), rehearsal.upload()
-        apply.capture(lambda: self._backend.record(lambda: stack.carry_out(attempt.multipliers), table))
+        with stack.step_mark.rehearsal():
+            apply.capture(lambda: self._backend.record(lambda: stack.carry_out(attempt.multipliers), table))
+        stack.step_mark.touch()
         apply.replay()
         attempt.happened = True
         self.captures += 1

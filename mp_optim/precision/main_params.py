@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mp_optim.arguments import ModelParams
+from mp_optim.broken_off import StepMark
 from mp_optim.layouts import Layout, layout_of, shard_groups_of
 from mp_optim.own_modes import in_own_modes
 from mp_optim.precision.columns import SlotColumns
@@ -61,6 +62,7 @@ class MainParams(StateDoor):
         super().__init__([with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults))
         for index in range(len(self.param_groups)):
             self._bind_group(index)
+        self.use_mark(self.step_mark)
 
     @abstractmethod
     def check_param(self, slot: Slot, param: Tensor) -> None:
@@ -244,6 +246,13 @@ class MainParams(StateDoor):
         """Whether some of the model's parameters are in 8 bits, with scales."""
         return any(self._seen.quantized)
 
+    def use_mark(self, mark: StepMark) -> None:
+        super().use_mark(mark)
+        self.inner.use_mark(mark)
+
+    def recover(self) -> None:
+        self.inner.recover()
+
     # -- state ----------------------------------------------------------------------------------
 
     def read_state(self, slot: Slot, *, full: bool) -> dict[str, Any]:
@@ -252,8 +261,8 @@ class MainParams(StateDoor):
             return {}
         state = dict(self.inner.full_slot_state(slot) if full else self.inner.slot_state(slot))
         if isinstance(param, DTensor) and not full:  # blocks are a shard's own: no other layout could read them
-            full = self.inner.full_slot_state(slot)
-            state = {key: full[key] if scale_key(key) in state else value for key, value in state.items()
+            whole = self.inner.full_slot_state(slot)
+            state = {key: whole[key] if scale_key(key) in state else value for key, value in state.items()
                      if not key.endswith(scale_key(""))}
         if self._has_master(slot):
             state[MASTER] = self._main(slot)

@@ -92,6 +92,8 @@ class MegatronOptimizer(DuringBackward, MainParams):
         without any gradient, and of steps skipped in a row.
 
         Raises:
+            ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
+            BrokenOffError: the step before was broken off half-way (by a signal, or an error in a kernel).
             RuntimeError: there is a loss scale, and the gradients were not scaled by it.
         """
         loss = None
@@ -99,11 +101,13 @@ class MegatronOptimizer(DuringBackward, MainParams):
             with torch.enable_grad():
                 loss = closure()
         self.watch.check_scaled(self)
-        self.finish_early_work()
-        verdict = self._by_graph() if self.config.optimizer_cuda_graph else self._eagerly()
-        if self.grad_scaler is not None:
-            self.grad_scaler.update(verdict.found_inf)
-            self.remember_scale()
+        with self.step_mark.step(self):
+            self.finish_early_work()
+            verdict = self._by_graph() if self.config.optimizer_cuda_graph else self._eagerly()
+            if self.grad_scaler is not None:
+                self.step_mark.touch()
+                self.grad_scaler.update(verdict.found_inf)
+                self.remember_scale()
         if isinstance(verdict, PendingVerdict):
             verdict.when_settled(self._judged)
         else:
@@ -183,6 +187,8 @@ class MegatronOptimizer(DuringBackward, MainParams):
         if self._parking.occupied:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         self.backward_link.finish()
+        self._push_settings()
+        self.inner.check_groups()
         self.follow_model()
         self.backward_link.follow(self._seen.params)
         indices, _ = self._grads = self._seen.grads(self.slot_name)
@@ -233,6 +239,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
         assert self._grads is not None
         self.step_slots(self._seen.updates(*self._grads, multipliers), grad_norm=grad_norm)
         if any(self._seen.quantized):
+            self.step_mark.touch()
             for index in (i for i in self._grads[0] if self._seen.quantized[i]):
                 quantize_(self._seen.params[index], self.inner.main_param(self._seen.slots[index]))
         self._seen.stepped()

@@ -93,11 +93,13 @@ class ForeignOptimizer(SlotOptimizer):
             assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
             wide = torch.promote_types(main.dtype, torch.float32)
             main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
-        self.optimizer.step()
-        for update, main in zip(updates, mains, strict=True):
-            main.grad = None
-            if update.output is not None:
-                update.output.copy_(main)
+        with self.step_mark.step(self):
+            self.step_mark.touch()
+            self.optimizer.step()
+            for update, main in zip(updates, mains, strict=True):
+                main.grad = None
+                if update.output is not None:
+                    update.output.copy_(main)
 
 
 def as_slot_optimizer(optimizer: torch.optim.Optimizer) -> SlotOptimizer:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LambScalars, TensorLists, fp32
-from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
+from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_not_negative
 from mp_optim.update.stored import StatePrecision
 from mp_optim.update.sums import index_on
 
@@ -54,7 +54,7 @@ class FusedLAMB(RuleOptimizer):
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_adam_settings(group)
-        check_range(group, "max_grad_norm", group["max_grad_norm"] >= 0.0, ">= 0")
+        check_not_negative(group, "max_grad_norm")
 
     def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
         limit = group["max_grad_norm"]

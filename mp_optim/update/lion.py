@@ -10,7 +10,7 @@ from torch import Tensor
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LionScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer, check_range
+from mp_optim.update.rule import RuleOptimizer, check_betas, check_not_negative
 from mp_optim.update.stored import StatePrecision
 
 __all__ = ["Lion"]
@@ -36,10 +36,8 @@ class Lion(RuleOptimizer):
         return ("exp_avg",)
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        check_range(group, "lr", float(group["lr"]) >= 0.0, ">= 0")
-        check_range(group, "betas", len(group["betas"]) == 2 and all(0.0 <= float(b) < 1.0 for b in group["betas"]),
-                    "two numbers in [0, 1)")
-        check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")
+        check_not_negative(group, "lr", "weight_decay")
+        check_betas(group)
 
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
               multiplier: float | Tensor, updates: SlotUpdates) -> None:

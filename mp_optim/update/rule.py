@@ -38,8 +38,11 @@ from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
 from mp_optim.update.rule_state import RuleState
 from mp_optim.update.stored import StatePrecision
 
-__all__ = ["PlannedLaunch", "RuleOptimizer", "check_adam_settings", "check_range", "global_grad_norm",
-           "settings_now"]
+__all__ = ["PlannedLaunch", "RuleOptimizer", "check_adam_settings", "check_betas", "check_not_negative", "check_range",
+           "global_grad_norm", "settings_now"]
+
+
+_NO_SETTINGS = ("params", "param_names", "fqns")
 
 
 class _Launch(NamedTuple):
@@ -93,6 +96,7 @@ class RuleOptimizer(RuleState):
         self._check_backend(how)
         self._shares: tuple[Sequence[Slot], list[Share]] | None = None
         self._unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
+        self._settled_settings: dict[int, dict[str, Any]] = {}
         super().__init__(params, defaults, how)
 
     def _check_backend(self, how: StatePrecision) -> None:
@@ -145,14 +149,38 @@ class RuleOptimizer(RuleState):
     @in_own_modes
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self.settle()
-        columns = SlotUpdates.of(updates)
-        for share, part in self._shares_of(columns):
-            group, own = self.param_groups[share.group], self._groups[share.group]
-            for planned in self._plan_group(share, part, group, grad_norm):
-                self.carry_out(planned)
-            own.count(share.positions)
-            waits = [value for value in set(part.multipliers) if isinstance(value, DeviceMultiplier)]
-            self._unsettled += [(own, share.positions, value) for value in waits[:1]]
+        self.check_groups()
+        # All launches are formed before the first is carried out: what does not fit is found while nothing is stepped.
+        planned = [(share, part, list(self._plan_group(share, part, self.param_groups[share.group], grad_norm)))
+                   for share, part in self._shares_of(SlotUpdates.of(updates))]
+        with self.step_mark.step(self):
+            self.step_mark.touch()
+            for share, part, launches in planned:
+                for launch in launches:
+                    self.carry_out(launch)
+                own = self._groups[share.group]
+                own.count(share.positions)
+                waits = [value for value in set(part.multipliers) if isinstance(value, DeviceMultiplier)]
+                self._unsettled += [(own, share.positions, value) for value in waits[:1]]
+
+    def check_groups(self) -> None:
+        """Raise ValueError, naming group and setting, if one is out of range; looks again only at what was changed."""
+        for index, group in enumerate(self.param_groups):
+            now = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+            if any(isinstance(value, Tensor) for value in now.values()):
+                self._settled_settings.pop(index, None)  # it can be written in place
+            elif self._settled_settings.get(index) == now:
+                continue
+            try:
+                self.check_settings(group)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"param_groups[{index}]: {error}; nothing was stepped") from error
+            self._settled_settings[index] = now
+
+    def recover(self) -> None:
+        self._unsettled = []
+        for own in self._groups:
+            own.replaced()
 
     def plan(self, updates: Sequence[SlotUpdate], grad_norm: float | None = None) -> list[PlannedLaunch]:
         """What :meth:`step_slots` would do now, with settings of its own: later changes of a group do not reach it.
@@ -160,6 +188,7 @@ class RuleOptimizer(RuleState):
         Nothing is stepped or counted; state is allocated.
         """
         self.settle()
+        self.check_groups()
         return [planned for share, part in self._shares_of(SlotUpdates.of(updates))
                 for planned in self._plan_group(share, part, settings_now(self.param_groups[share.group]), grad_norm)]
 
@@ -295,7 +324,7 @@ class RuleOptimizer(RuleState):
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:
     """A group's settings as plain values that stay what they are."""
     return {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            for key, value in group.items() if key not in ("params", "param_names", "fqns")}
+            for key, value in group.items() if key not in _NO_SETTINGS}
 
 
 def _contiguous(tensors: SteadyList) -> SteadyList:
@@ -340,10 +369,28 @@ def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None
         raise ValueError(f"{name}={group[name]!r}: must be {rule}")
 
 
+def check_not_negative(group: dict[str, Any], *names: str) -> None:
+    """Raise ValueError naming the first of these settings that is no finite number >= 0."""
+    for name in names:
+        check_range(group, name, 0.0 <= _number(group[name]) < math.inf, ">= 0 and finite")
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    """Raise ValueError unless ``betas`` is two numbers in [0, 1)."""
+    betas = group["betas"]
+    good = isinstance(betas, tuple | list) and len(betas) == 2 and all(0.0 <= _number(beta) < 1.0 for beta in betas)
+    check_range(group, "betas", good, "two numbers in [0, 1)")
+
+
+def _number(value: Any) -> float:
+    """A number, or a tensor of one, as a float; nan for anything else."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
+
+
 def check_adam_settings(group: dict[str, Any]) -> None:
     """The settings Adam and LAMB share."""
-    check_range(group, "lr", float(group["lr"]) >= 0.0, ">= 0")
-    check_range(group, "betas", len(group["betas"]) == 2 and all(0.0 <= float(b) < 1.0 for b in group["betas"]),
-                "two numbers in [0, 1)")
-    check_range(group, "eps", group["eps"] >= 0.0, ">= 0")
-    check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")
+    check_not_negative(group, "lr", "eps", "weight_decay")
+    check_betas(group)

@@ -10,7 +10,7 @@ from torch import Tensor
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import SgdScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer, check_range
+from mp_optim.update.rule import RuleOptimizer, check_not_negative, check_range
 from mp_optim.update.stored import StatePrecision
 
 __all__ = ["SGD"]
@@ -37,9 +37,7 @@ class SGD(RuleOptimizer):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        check_range(group, "lr", float(group["lr"]) >= 0.0, ">= 0")
-        check_range(group, "momentum", group["momentum"] >= 0.0, ">= 0")
-        check_range(group, "weight_decay", group["weight_decay"] >= 0.0, ">= 0")
+        check_not_negative(group, "lr", "momentum", "weight_decay")
         nesterov_fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         check_range(group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0")
 

@@ -6,6 +6,7 @@ Bit for bit what ``reference`` computes. What the kernels do not read, such as F
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import threading
 from array import array
@@ -35,14 +36,20 @@ from mp_optim.update.lists import (
 __all__ = ["NativeBackend", "set_host_cores", "set_host_threads", "set_thread_share"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+MOST_THREADS = 4096
+"""More than any machine has cores; beyond it the operating system refuses to start them."""
 _host_threads: int | None = None
 _here = threading.local()
 
 
 def set_host_threads(threads: int | None) -> None:
-    """Threads of the kernels in this process; None follows ``torch.get_num_threads()``."""
+    """Threads of the kernels in this process; None follows ``torch.get_num_threads()``.
+
+    Raises:
+        ValueError: not a whole number from 1 to :data:`MOST_THREADS`; what was set before stays.
+    """
     global _host_threads
-    _host_threads = threads
+    _host_threads = None if threads is None else _checked(threads)
 
 
 def set_host_cores(cores: Sequence[int]) -> None:
@@ -60,8 +67,24 @@ def set_host_cores(cores: Sequence[int]) -> None:
 
 
 def set_thread_share(threads: int | None) -> None:
-    """Threads of the kernels that the calling thread runs; None as everywhere."""
-    _here.threads = threads
+    """Threads of the kernels that the calling thread runs; None as everywhere.
+
+    Raises:
+        ValueError: as :func:`set_host_threads`.
+    """
+    _here.threads = None if threads is None else _checked(threads)
+
+
+def _checked(threads: Any) -> int:
+    """A number of threads that the kernels take: a plain int, whatever kind of whole number was given."""
+    try:
+        number = 0 if isinstance(threads, bool) else operator.index(threads)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= MOST_THREADS:
+        raise ValueError(f"host_threads={threads!r}: must be a whole number from 1 to {MOST_THREADS}, or None for "
+                         "torch.get_num_threads()")
+    return number
 
 
 def _check_cores(cores: Sequence[int]) -> None:

@@ -5,14 +5,13 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
+from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
 
 RANKS = 3
 PROGRAMS = 16

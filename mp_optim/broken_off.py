@@ -1,0 +1,84 @@
+"""What remembers that a step was broken off half-way, so that nobody goes on with the halves.
+
+A signal, or an error in a kernel, may end a step between two parameters. What is stepped in place cannot be taken back,
+so the next step, ``state_dict`` or save raises instead; ``load_state_dict`` makes the optimizer whole again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["BrokenOffError", "StepMark"]
+
+
+class BrokenOffError(RuntimeError):
+    """A step was broken off: some parameters have taken it, others have not."""
+
+
+class StepMark:
+    """One for all layers of a stack.
+
+    NOTE: whoever writes main params, state, model parameters or the loss scale in a step calls :meth:`touch` first, in
+    the thread of the step. What is written where nobody reads it (other halves) needs no mark.
+    """
+
+    def __init__(self) -> None:
+        self._touched = False
+        self._outermost: object | None = None
+        self._why = ""
+        self._rehearses = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a step has begun to write, and is not complete."""
+        return self._touched
+
+    def touch(self) -> None:
+        """Something is about to be written that is not complete before the step is."""
+        if not self._rehearses:
+            self._touched = True
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """A pass through the step that launches nothing, whose counts are taken back."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
+
+    def clear(self) -> None:
+        """Everything belongs together again."""
+        self._why, self._outermost, self._rehearses = "", None, False
+        self._touched = False
+
+    def check(self, doing: str) -> None:
+        """Raise BrokenOffError if a step was broken off."""
+        if self._touched:
+            raise BrokenOffError(
+                f"{doing}: an earlier step or load of this optimizer was broken off half-way"
+                f"{self._why and f' by {self._why}'}, so that some parameters have taken it and others have not. Load "
+                "the last checkpoint, model and optimizer (load_state_dict makes the optimizer usable again)")
+
+    @contextmanager
+    def step(self, layer: object) -> Iterator[None]:
+        """A step of a layer; of the outermost one, all of it.
+
+        Raises:
+            BrokenOffError: one before it was broken off.
+        """
+        if self._outermost is not None and self._outermost is not layer:
+            yield
+            return
+        self.check("step")
+        self._outermost = layer
+        try:
+            yield
+        except BaseException as error:
+            self._why = repr(error)
+            self._outermost = None
+            raise
+        # In this order: an interrupt between the two leaves the mark, which is safe.
+        self._outermost = None
+        self._touched = False
