@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path
 
 from mp_optim.checkpoint.durable import replace_durably, sync_directory
+from mp_optim.checkpoint.folder import inside
 from mp_optim.checkpoint.manifest import MANIFEST
 
 __all__ = ["LATEST", "begin", "complete_versions", "latest_version", "newest", "publish", "staging_of"]
@@ -77,6 +78,7 @@ def newest(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
+        ValueError: ``latest`` holds something else than the name of a version.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -92,6 +94,17 @@ def newest(path: Path) -> Path:
 
 
 def latest_version(root: Path) -> Path | None:
-    """What ``latest`` names, if there is such a file."""
+    """What ``latest`` names, if there is such a file.
+
+    Raises:
+        ValueError: it is empty, no text, a path, or a link that leads elsewhere.
+    """
     pointer = root / LATEST
-    return root / pointer.read_text().strip() if pointer.is_file() else None
+    if not pointer.is_file():
+        return None
+    try:
+        return inside(root, pointer.read_bytes().decode().strip(), str(pointer))
+    except ValueError as error:
+        raise ValueError(f"{pointer} is damaged ({error}); write into it the name of one of the complete versions "
+                         f"{[version.name for version in complete_versions(root)]}, or load one by its own path"
+                         ) from error

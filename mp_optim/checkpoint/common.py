@@ -7,15 +7,18 @@ import io
 import json
 import pickle
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mp_optim.checkpoint.manifest import Manifest, read_checked
 from mp_optim.checkpoint.ranks import Ranks
 
-__all__ = ["COMMON", "packed", "without_state"]
+__all__ = ["COMMON", "packed", "read_common", "without_state"]
 
 COMMON = "common.pt"
+_PARTS = {"optimizer", "extra", "model", "scheduler"}
 
 
 def without_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,6 +47,26 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
         return buffer.getvalue()
 
     return ranks.on_first("saving what is not a tensor", pack) or b""
+
+
+def read_common(version: Path, manifest: Manifest) -> dict[str, Any]:
+    """What :func:`packed` made, without its checksum or its pickle being taken on trust.
+
+    Raises:
+        ValueError: it is damaged, or not plain data.
+    """
+    content = read_checked(version, manifest, COMMON)
+    try:
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if not isinstance(found, dict) or not found.keys() >= _PARTS:
+            raise ValueError(f"it has no {sorted(_PARTS)}")
+        for group in (found["optimizer"] or {"param_groups": ()})["param_groups"]:
+            if len(group["params"]) != len(set(group["param_names"])):
+                raise ValueError("a param group has not one name for each parameter")
+    except Exception as error:  # damage raises anything
+        first = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{version / COMMON} is damaged or no plain data: {type(error).__name__}: {first}") from error
+    return found
 
 
 def _merged(groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +10,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mp_optim.checkpoint.commit import newest
-from mp_optim.checkpoint.manifest import read_manifest
+from mp_optim.checkpoint.index import Index
+from mp_optim.checkpoint.manifest import Manifest, read_manifest
+from mp_optim.checkpoint.reading import plan_reading, read_index
 
 __all__ = ["Contents", "Difference", "Entry", "compare", "open_checkpoint"]
 
@@ -31,7 +31,7 @@ class Entry:
     @property
     def bytes(self) -> int:
         """Of its elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,21 @@ class Contents:
 
     version: Path
     entries: dict[str, Entry]
-    metadata: Metadata
+    manifest: Manifest
+    index: Index
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, on the host."""
+        """One whole tensor, on the host.
+
+        Raises:
+            ValueError: its bytes are not those that were written.
+        """
         entry = self.entries[name]
-        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")}
-        reader, planner = FileSystemReader(self.version), DefaultLoadPlanner()
-        planner.set_up_planner(tensors, self.metadata, True)
-        reader.set_up_storage_reader(self.metadata, True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-        return tensors[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        reading = plan_reading({name: tensor}, self.version, self.index)
+        reading.check()
+        reading.read()
+        return tensor
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
@@ -61,11 +65,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
         ValueError: its files are damaged.
     """
     version = newest(Path(path))
-    read_manifest(version)
-    metadata = FileSystemReader(version).read_metadata()
-    return Contents(version, {name: Entry(name, saved.properties.dtype, tuple(saved.size), len(saved.chunks))
-                              for name, saved in sorted(metadata.state_dict_metadata.items())
-                              if isinstance(saved, TensorStorageMetadata)}, metadata)
+    manifest = read_manifest(version)
+    index = read_index(version, manifest)
+    return Contents(version, {name: Entry(name, saved.dtype, saved.shape, len(saved.boxes))
+                              for name, saved in sorted(index.entries.items())}, manifest, index)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
+from mp_optim.checkpoint.index import Saved
 from mp_optim.names import canonical_names, prefixed
 from mp_optim.slots import ParamGroups, Slot
 
@@ -103,7 +104,7 @@ def entries_of(models: Models, optimizer: SlotStateful | None, full_precision: b
     return entries
 
 
-def in_saved_form(tensors: Mapping[str, Tensor], saved: Mapping[str, Any], *, convert: bool) -> dict[str, Tensor]:
+def in_saved_form(tensors: Mapping[str, Tensor], saved: Mapping[str, Saved], *, convert: bool) -> dict[str, Tensor]:
     """The tensors to read a checkpoint into: the live ones. Where any state was saved in another form, new ones for
     all state, so that a load that is refused for losing bits has changed none.
 
@@ -112,6 +113,9 @@ def in_saved_form(tensors: Mapping[str, Tensor], saved: Mapping[str, Any], *, co
         saved: the checkpoint's entries.
         convert: read tensors of the model of another dtype, too.
     """
+    if all(_dtype(saved.get(name), value.dtype) == value.dtype and (name in saved or name.startswith(MODEL))
+           for name, value in tensors.items()):
+        return dict(tensors)
     model = {name: _new_like(value, saved.get(name)) if convert and _dtype(saved.get(name), value.dtype) != value.dtype
              else value for name, value in tensors.items() if name.startswith(MODEL)}
     own = {name: value for name, value in tensors.items() if name.startswith(STATE)}
@@ -123,7 +127,7 @@ def in_saved_form(tensors: Mapping[str, Tensor], saved: Mapping[str, Any], *, co
     return {**model, **state}
 
 
-def _as_saved(name: str, own: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
     """New tensors to read one state tensor into, under the names and of the dtypes it was saved with."""
     key, fqn = name.removeprefix(STATE).split(".", 1)
     scale = _entry(f"{key}_scale", fqn)
@@ -135,7 +139,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Any]) -> dict[str, Ten
             return {}
     if scale in saved and _dtype(saved[name], own.dtype) != own.dtype:
         return {name: _new_like(own, saved[name]),
-                scale: torch.empty(saved[scale].size, dtype=_dtype(saved[scale], torch.float32), device="cpu")}
+                scale: torch.empty(saved[scale].shape, dtype=saved[scale].dtype, device="cpu")}
     return {name: _new_like(own, saved.get(name))}
 
 
@@ -148,15 +152,13 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _new_like(own: Tensor, saved: Any) -> Tensor:
+def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
     """A tensor to read an entry into, of the layout of ``own`` and the dtype that was saved."""
     return torch.empty_like(own, dtype=_dtype(saved, own.dtype))
 
 
-def _dtype(saved: Any, default: torch.dtype) -> torch.dtype:
-    properties = getattr(saved, "properties", None)
-    dtype: torch.dtype = default if properties is None else properties.dtype
-    return dtype
+def _dtype(saved: Saved | None, default: torch.dtype) -> torch.dtype:
+    return default if saved is None else saved.dtype
 
 
 # -- the optimizer's state as its state dict wants it ---------------------------------------------------------------
@@ -189,7 +191,8 @@ def state_by_index(groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]) 
 # -- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def check_entries(where: object, saved: Mapping[str, Any], wanted: Mapping[str, Tensor], others: Iterable[str]) -> None:
+def check_entries(where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
+                  ) -> None:
     """Raise ValueError listing what a checkpoint lacks, what nobody wants, and what is of another shape or dtype.
 
     Args:
@@ -199,10 +202,10 @@ def check_entries(where: object, saved: Mapping[str, Any], wanted: Mapping[str, 
         others: names that any rank reads.
     """
     here = {name: value for name, value in wanted.items() if name in saved}
-    shapes = [f"{name}: saved {tuple(size)}, expected {tuple(value.shape)}" for name, value in here.items()
-              if (size := getattr(saved[name], "size", value.shape)) != value.shape]
-    dtypes = [f"{name}: saved {dtype}, expected {value.dtype}" for name, value in here.items()
-              if (dtype := _dtype(saved[name], value.dtype)) != value.dtype]
+    shapes = [f"{name}: saved {saved[name].shape}, expected {tuple(value.shape)}" for name, value in here.items()
+              if saved[name].shape != value.shape]
+    dtypes = [f"{name}: saved {saved[name].dtype}, expected {value.dtype}" for name, value in here.items()
+              if saved[name].dtype != value.dtype]
     problems = {"missing": sorted(wanted.keys() - saved.keys()), "unexpected": sorted(saved.keys() - set(others)),
                 "mis-shaped": shapes, "of another dtype": dtypes}
     if any(problems.values()):

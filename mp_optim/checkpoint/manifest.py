@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mp_optim.checkpoint.durable import write_durably
+from mp_optim.checkpoint.folder import inside
 
-__all__ = ["MANIFEST", "FileSum", "Manifest", "file_sum", "read_manifest", "verify_files", "write_manifest"]
+__all__ = ["MANIFEST", "FileSum", "Manifest", "file_sum", "read_checked", "read_manifest", "verify_files",
+           "write_manifest"]
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -55,7 +57,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         FileNotFoundError: there is none, so the checkpoint is not complete.
-        ValueError: files are missing or of another size, naming them; or another format.
+        ValueError: files are missing or of another size, naming them; another format; or names that leave the folder.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -63,12 +65,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text())
         files = {name: FileSum(**entry) for name, entry in content.pop("files").items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if content.pop("format", None) != _FORMAT:
         raise ValueError(f"{path} is not of format {_FORMAT}: it was written by another version of mp_optim")
-    wrong = [f"{name}: {_size(folder / name)}, expected {entry.bytes}" for name, entry in files.items()
-             if _size(folder / name) != entry.bytes]
+    found = {name: _size(inside(folder, name, str(path))) for name in files}
+    wrong = [f"{name}: {found[name]}, expected {entry.bytes}" for name, entry in files.items()
+             if found[name] != entry.bytes]
     if wrong:
         raise ValueError(f"{folder} is damaged; bytes of its files: {'; '.join(wrong)}")
     return Manifest(files, content)
@@ -78,12 +81,27 @@ def _size(path: Path) -> int | str:
     return path.stat().st_size if path.is_file() else "missing"
 
 
+def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
+    """The content of a file that is small enough to be checked always.
+
+    Raises:
+        ValueError: it is not in the manifest, or not what was written.
+    """
+    if name not in manifest.files:
+        raise ValueError(f"{folder / MANIFEST} lists no {name}: this is no checkpoint of mp_optim's, or it is damaged")
+    content = inside(folder, name, MANIFEST).read_bytes()
+    if FileSum(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
+        raise ValueError(f"{folder} is damaged: the checksums of {[name]} are not those of its {MANIFEST}; nothing was "
+                         "loaded")
+    return content
+
+
 def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
     """Read files and compare their checksums.
 
     Raises:
         ValueError: naming those that differ.
     """
-    wrong = [name for name, expected in files if file_sum(folder / name) != expected]
+    wrong = [name for name, expected in files if file_sum(inside(folder, name, MANIFEST)) != expected]
     if wrong:
         raise ValueError(f"{folder} is damaged: the checksums of {wrong} are not those of its {MANIFEST}")

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from mp_optim.checkpoint.entries import MODEL, STATE
+from mp_optim.checkpoint.index import Index
 from mp_optim.names import matched_names
 
-__all__ = ["common_under", "metadata_under", "renamed_entries"]
+__all__ = ["common_under", "index_under", "renamed_entries"]
 
 
 def _split(entry: str) -> tuple[str, str]:
@@ -35,14 +34,12 @@ def renamed_entries(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, st
     return {entry: begin + names[fqn] for entry, (begin, fqn) in parts.items() if fqn and names[fqn] != fqn}
 
 
-def metadata_under(names: Mapping[str, str], metadata: Metadata) -> Metadata:
-    """A checkpoint's metadata with some entries called otherwise."""
+def index_under(names: Mapping[str, str], index: Index) -> Index:
+    """A checkpoint's index with some entries called otherwise."""
     if not names:
-        return metadata
-    entries = {names.get(name, name): value for name, value in metadata.state_dict_metadata.items()}
-    storage = {dataclasses.replace(index, fqn=names.get(index.fqn, index.fqn)): place
-               for index, place in (metadata.storage_data or {}).items()}
-    return dataclasses.replace(metadata, state_dict_metadata=entries, storage_data=storage)
+        return index
+    entries = {names.get(name, name): saved for name, saved in index.entries.items()}
+    return dataclasses.replace(index, entries=entries)
 
 
 def common_under(names: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Layout of a checkpoint directory::
 
     <path>/latest          name of the newest complete version; replaced atomically
-    <path>/version-<n>/    torch.distributed.checkpoint files; common.pt (plain, weights_only); manifest.json
+    <path>/version-<n>/    torch.distributed.checkpoint files; index.json; common.pt; manifest.json
 
 An interrupted save leaves ``latest`` where it was.
 """
@@ -19,13 +19,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from mp_optim.checkpoint import background
 from mp_optim.checkpoint.background import SaveHandle
 from mp_optim.checkpoint.commit import begin, complete_versions, newest, publish, staging_of
-from mp_optim.checkpoint.common import COMMON, packed, without_state
+from mp_optim.checkpoint.common import COMMON, packed, read_common, without_state
 from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.entries import (
     MODEL,
@@ -41,10 +39,13 @@ from mp_optim.checkpoint.entries import (
     state_by_index,
     wanted_groups,
 )
+from mp_optim.checkpoint.index import Index
 from mp_optim.checkpoint.manifest import Manifest, file_sum, read_manifest, verify_files, write_manifest
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.renaming import common_under, metadata_under, renamed_entries
+from mp_optim.checkpoint.reading import Reading, plan_reading, read_index
+from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entries
 from mp_optim.checkpoint.replicas import check_replicas
+from mp_optim.checkpoint.state_dict import match_groups
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.own_modes import in_own_modes
 
@@ -162,7 +163,8 @@ def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
         optimizer: None loads the model alone; call ``optimizer.reload_model_params()`` if it has an optimizer.
         convert: round optimizer state to the dtypes configured here, and the model's tensors to theirs, also where
             that loses bits.
-        verify: compare the files' checksums first; each rank reads a share of them.
+        verify: compare the checksums of all files first; each rank reads a share of them. Without it, what this rank
+            reads is compared, in blocks of 1 MiB.
         process_group: the ranks that load; all by default.
 
     Returns:
@@ -171,31 +173,31 @@ def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
     Raises:
         FileNotFoundError: there is no complete checkpoint under ``path``.
         ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would be lost; or files are
-            damaged.
+            damaged or hold something else than data. Nothing was replaced.
     """
     background.wait_for_previous()
     ranks = Ranks.of(process_group)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
-    ranks.agree(f"loading {version}", lambda: _check_files(version, verify, ranks))
-    reader = FileSystemReader(version)
-    own, metadata = entries_of(model, optimizer), reader.read_metadata()
-    renamed = renamed_entries(metadata.state_dict_metadata, own)
-    metadata = metadata_under(renamed, metadata)
-    saved = {name: entry for name, entry in metadata.state_dict_metadata.items()
+    opened: list[tuple[Index, dict[str, Any]]] = []
+    ranks.agree(f"loading {version}", lambda: opened.append(_open(version, verify, ranks)))
+    own = entries_of(model, optimizer)
+    renamed = renamed_entries(opened[0][0].entries, own)
+    index, common = index_under(renamed, opened[0][0]), common_under(renamed, opened[0][1])
+    saved = {name: entry for name, entry in index.entries.items()
              if optimizer is not None or name.startswith(MODEL)}
     tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
-    common = common_under(renamed, torch.load(version / COMMON, weights_only=True))
+    planned: list[Reading] = []
 
-    def read() -> None:
+    def check() -> None:
         check_entries(version, saved, tensors, everybody)
         _check_scheduler(version, scheduler, common)
-        planner = DefaultLoadPlanner()
-        planner.set_up_planner(tensors, metadata, ranks.is_first)
-        reader.set_up_storage_reader(metadata, ranks.is_first)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        _check_groups(version, optimizer, common)
+        planned.append(plan_reading(tensors, version, index))
+        planned[0].check()
 
-    ranks.agree(f"loading {version}", read)
+    ranks.agree(f"loading {version}", check)
+    ranks.agree(f"loading {version}", planned[0].read)
     ranks.agree(f"loading {version}", lambda: _hand_over(as_read(tensors), common, model, optimizer, convert))
     if scheduler is not None:
         scheduler.load_state_dict(common["scheduler"])
@@ -203,10 +205,12 @@ def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
     return extra
 
 
-def _check_files(version: Path, verify: bool, ranks: Ranks) -> None:
-    files = list(read_manifest(version).files.items())
-    if verify:
-        verify_files(version, files[ranks.rank::ranks.size])
+def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, Any]]:
+    manifest = read_manifest(version)
+    index, common = read_index(version, manifest), read_common(version, manifest)
+    if verify or index.sums is None:  # an older version of mp_optim kept no other checksums
+        verify_files(version, list(manifest.files.items())[ranks.rank::ranks.size])
+    return index, common
 
 
 def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -> None:
@@ -218,13 +222,25 @@ def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -
         scheduler.check_state_dict(common["scheduler"])
 
 
+def _check_groups(version: Path, optimizer: SlotStateful | None, common: Mapping[str, Any]) -> None:
+    """What can be said of the groups before the tensors are replaced."""
+    if optimizer is None:
+        return
+    if common["optimizer"] is None:
+        raise ValueError(f"{version} holds a model and no optimizer; load it with optimizer=None")
+    match_groups(optimizer.param_groups, _own_groups(optimizer, common))
+
+
+def _own_groups(optimizer: SlotStateful, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+    names = {optimizer.slot_name(slot) for slot in optimizer.slots()}
+    return wanted_groups(common["optimizer"]["param_groups"], names)
+
+
 def _hand_over(tensors: dict[str, Tensor], common: dict[str, Any], model: Models, optimizer: SlotStateful | None,
                convert: bool) -> None:
     load_model(model, tensors, common["model"])
     if optimizer is None:
         return
-    loaded = common["optimizer"]
-    names = {optimizer.slot_name(slot) for slot in optimizer.slots()}
-    groups = wanted_groups(loaded["param_groups"], names)
-    optimizer.load_state_dict({**loaded, "param_groups": groups, "state": state_by_index(groups, tensors)},
+    groups = _own_groups(optimizer, common)
+    optimizer.load_state_dict({**common["optimizer"], "param_groups": groups, "state": state_by_index(groups, tensors)},
                               convert=convert)

@@ -1,4 +1,4 @@
-"""Writing tensors with ``torch.distributed.checkpoint``'s planner and file format, in two parts.
+"""Writing tensors, in two parts.
 
 Planning decides which rank writes what; it is where the ranks talk. Writing then needs no other rank, so it can happen
 in the background, from a snapshot of just what this rank writes.
@@ -7,119 +7,126 @@ in the background, from a snapshot of just what this rank writes.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
-from mp_optim.checkpoint.durable import sync_file
+from mp_optim.checkpoint.durable import write_durably
+from mp_optim.checkpoint.index import BLOCK_BYTES, INDEX, Index, Saved, SavedBox, as_json
 from mp_optim.checkpoint.manifest import FileSum, file_sum
+from mp_optim.checkpoint.metadata import METADATA, as_metadata
+from mp_optim.checkpoint.payload import header, memory_of
+from mp_optim.checkpoint.pieces import Place, piece, whole_place
+from mp_optim.checkpoint.plans import Holding, Parted, Share, Whole, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
 
-__all__ = ["METADATA", "Part", "Writing", "plan_writing"]
+__all__ = ["Part", "Writing", "plan_writing"]
 
-METADATA = ".metadata"
-"""The file in which torch.distributed.checkpoint keeps what is where."""
-
-
-class _Hashed(io.BufferedIOBase):
-    """A file that is summed up while it is written, so that what was meant is on record, not what arrived."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._digest, self._size = file, hashlib.sha256(), 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        self._size += memoryview(data).nbytes
-        written: int = self._file.write(data)
-        return written
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-
-    def fileno(self) -> int:
-        self.flush()  # whoever asks is about to sync
-        number: int = self._file.fileno()
-        return number
-
-    def sum(self) -> FileSum:
-        return FileSum(self._size, self._digest.hexdigest())
+_TINY = 64
+"""Bytes up to which equal tensors of one save are written once (step counts)."""
 
 
-class _HashingFileSystem(FileSystem):
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
+class _SummedFile:
+    """A new file, summed up while it is written, so that what was meant is on record, not what arrived."""
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
-                yield stream
-                return
-            hashed = _Hashed(stream)
-            yield hashed
-            self.sums[Path(path).name] = hashed.sum()
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("wb")
+        self._block, self._used = bytearray(BLOCK_BYTES), 0
+        self._digest = hashlib.sha256()
+        self.size = 0
+        self.blocks: list[int] = []
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.size += len(data)
+        rest = memoryview(data)
+        while rest:
+            take = min(BLOCK_BYTES - self._used, len(rest))
+            if take == BLOCK_BYTES:
+                self._put(rest[:take])
+            else:
+                self._block[self._used:self._used + take] = rest[:take]
+                self._used += take
+                if self._used == BLOCK_BYTES:
+                    self._put(memoryview(self._block))
+                    self._used = 0
+            rest = rest[take:]
+
+    def _put(self, block: memoryview) -> None:
+        self.blocks.append(zlib.crc32(block))
+        self._digest.update(block)
+        try:
+            self._file.write(block)
+        except OSError as error:  # a full disk: say which
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def finish(self) -> FileSum:
+        """Write the rest and wait until everything is on the disk."""
+        if self._used:
+            self._put(memoryview(self._block)[:self._used])
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileSum(self.size, self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Give up the file; harmless after :meth:`finish`."""
+        try:
+            self._file.close()
+        except OSError:  # a full disk refuses what was buffered again
+            os.close(self._file.fileno()) if not self._file.closed else None
 
 
-class _SnapshotPlanner(DefaultSavePlanner):
-    """A planner that can keep copies of what it has to write."""
+class Written(NamedTuple):
+    """A box in a file."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies: dict[MetadataIndex, Tensor] | None = None
-
-    def take_snapshot(self) -> None:
-        """Copy to the host what the finished plan writes; the tensors may change from here on."""
-        self._copies = {item.index: self.lookup_object(item.index).detach().to("cpu", copy=True)
-                        for item in self.plan.items}
-        self.state_dict = {}
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if self._copies is not None:
-            return self._copies.pop(write_item.index)
-        data: Tensor | io.BytesIO = super().resolve_data(write_item)
-        return data
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    place: Place
+    start: int
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote."""
+    """What one rank wrote: boxes, in one file or none."""
 
-    results: list[WriteResult]
-    files: Mapping[str, FileSum]
+    file: str
+    sum: FileSum | None = None
+    blocks: Sequence[int] = ()
+    written: Sequence[Written] = ()
 
 
 @dataclass
 class Writing:
     """One rank's share of a save that is planned."""
 
-    writer: FileSystemWriter
-    planner: _SnapshotPlanner
-    plan: SavePlan
-    metadata: Metadata | None = field(repr=False)
+    folder: Path
+    rank: int
+    items: list[tuple[Whole, Place, Tensor]] = field(repr=False)
+
+    def take_snapshot(self) -> None:
+        """Copy to the host what this rank writes; the tensors may change from here on."""
+        self.items = [(entry, place, value.to("cpu", copy=True)) for entry, place, value in self.items]
 
     def write(self) -> Part:
-        """Write this rank's files, synced. Talks to nobody."""
-        results = self.writer.write_data(self.plan, self.planner).wait()
-        return Part(results, dict(self.writer.fs.sums))  # type: ignore[attr-defined]
+        """Write this rank's file, synced. Talks to nobody."""
+        name = f"__{self.rank}_0.distcp"
+        if not self.items:
+            return Part(name)
+        file = _SummedFile(self.folder / name)
+        try:
+            written = list(_written(file, self.items))
+            return Part(name, file.finish(), file.blocks, written)
+        finally:
+            file.close()
 
     def finish(self, parts: list[Part]) -> dict[str, FileSum]:
         """On the first rank, after all have written: write what is where.
@@ -127,11 +134,53 @@ class Writing:
         Returns:
             The files of all ranks.
         """
-        assert self.metadata is not None
-        self.writer.finish(self.metadata, [part.results for part in parts])
-        path = Path(self.writer.path) / METADATA
-        sync_file(path)
-        return {**{name: entry for part in parts for name, entry in part.files.items()}, METADATA: file_sum(path)}
+        index = _index_of(parts)
+        files = {part.file: part.sum for part in parts if part.sum is not None}
+        for name, content in ((INDEX, as_json(index)), (METADATA, as_metadata(index, self.folder))):
+            write_durably(self.folder / name, content)
+            files[name] = file_sum(self.folder / name)
+        return files
+
+
+def _written(file: _SummedFile, items: list[tuple[Whole, Place, Tensor]]) -> Iterator[Written]:
+    tiny: dict[tuple[torch.dtype, tuple[int, ...], bytes], int] = {}
+    for entry, place, value in items:
+        if entry.dtype.is_complex:
+            value = value.resolve_conj()
+        content = value if value.device.type == "cpu" and value.is_contiguous() else value.cpu().contiguous()
+        memory, before = memory_of(content), header(entry.dtype, place.sizes)
+        start = file.size + len(before)
+        if len(memory) <= _TINY:
+            start = tiny.setdefault((entry.dtype, place.sizes, bytes(memory)), start)
+        if start > file.size:
+            file.write(before)
+            file.write(memory)
+        yield Written(entry.name, entry.dtype, entry.shape, place, start)
+
+
+def _index_of(parts: list[Part]) -> Index:
+    entries: dict[str, Saved] = {}
+    for part in parts:
+        for name, dtype, shape, place, start in part.written:
+            saved = entries.get(name)
+            if saved is None:
+                saved = entries[name] = Saved(dtype, shape, [])
+            length = torch.Size(place.sizes).numel() * dtype.itemsize
+            saved.boxes.append(SavedBox(place.offsets, place.sizes, part.file, start, length))
+    return Index(entries, {part.file: part.blocks for part in parts if part.sum is not None})
+
+
+# -- planning -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    holding: Holding
+    share: Share
+
+
+_plans: WeakKeyDictionary[dist.ProcessGroup, _Plan] = WeakKeyDictionary()
+"""This rank's share at its last save with a group; good as long as no rank of it holds anything else."""
 
 
 def plan_writing(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, *, snapshot: bool) -> Writing:
@@ -145,41 +194,49 @@ def plan_writing(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, *, s
     Raises:
         ValueError: ranks disagree about an entry, naming it.
     """
-    planner, writer = _SnapshotPlanner(), FileSystemWriter(folder)
-    writer.fs = _HashingFileSystem()
+    what = "planning a checkpoint"
+    holdings: list[Holding] = []
+    known = _plans.get(ranks.group) if ranks.group is not None else None
 
-    def local_plan() -> SavePlan:
-        planner.set_up_planner(dict(tensors), writer.storage_meta(), ranks.is_first)
-        writer.set_up_storage_writer(ranks.is_first)
-        return writer.prepare_local_plan(planner.create_local_plan())
+    def describe() -> tuple[bool, bytes]:
+        holdings.append(holding_of(tensors))
+        return known is not None and known.holding == holdings[0], holdings[0].digest()
 
-    local_plans = ranks.agree("planning a checkpoint", local_plan)
-
-    def global_plan() -> tuple[list[SavePlan], Metadata]:
-        _check_agreement(local_plans)
-        plans, metadata = planner.create_global_plan(local_plans)
-        return writer.prepare_global_plan(plans), metadata
-
-    plans, metadata = ranks.on_first("planning a checkpoint", global_plan) or ([], None)
-    writing = Writing(writer, planner, planner.finish_plan(ranks.scatter(plans)), metadata)
+    told = ranks.agree(what, describe)
+    holding = holdings[0]
+    share = Share(frozenset(entry.name for entry in holding.whole))
+    if ranks.group is not None:
+        unchanged = ranks.broadcast(all(same for same, _ in told))
+        share = known.share if unchanged and known is not None else _shared(holding, [kind for _, kind in told], ranks)
+        _plans[ranks.group] = _Plan(holding, share)
+    writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)))
     if snapshot:
-        ranks.agree("copying what is saved", planner.take_snapshot)
+        ranks.agree("copying what is saved", writing.take_snapshot)
     return writing
 
 
-def _check_agreement(plans: list[SavePlan]) -> None:
-    """Entries of the same name must be the same thing everywhere: a copy that is not written must not differ."""
-    seen: dict[str, tuple[tuple[torch.Size, torch.dtype, bool], int]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.tensor_data is None:
-                continue
-            what = item.tensor_data.size, item.tensor_data.properties.dtype, item.type == WriteItemType.SHARD
-            other, first = seen.setdefault(item.index.fqn, (what, rank))
-            if other != what:
-                raise ValueError(f"{item.index.fqn} is {_said(other)} on rank {first} and {_said(what)} on rank "
-                                 f"{rank}; different things need different names")
+def _shared(holding: Holding, kind_of: list[bytes], ranks: Ranks) -> Share:
+    """This rank's share; ``kind_of`` is everybody's digest on the first rank, which decides."""
+    speakers = ranks.broadcast({kind_of.index(kind) for kind in set(kind_of)})
+    told = ranks.gather((holding.whole if ranks.rank in speakers else (), holding.parts))
+
+    def decide() -> list[Share]:
+        return shares({kind_of[rank]: told[rank][0] for rank in speakers}, kind_of, [parts for _, parts in told])
+
+    return ranks.scatter(ranks.on_first("planning a checkpoint", decide) or [])
 
 
-def _said(what: tuple[torch.Size, torch.dtype, bool]) -> str:
-    return f"{what[1]} {tuple(what[0])}, {'sharded' if what[2] else 'whole'}"
+def _items(tensors: Mapping[str, Tensor], holding: Holding, share: Share) -> Iterator[tuple[Whole, Place, Tensor]]:
+    for entry in holding.whole:
+        if entry.name in share.whole:
+            place = whole_place(entry.shape)
+            yield entry, place, piece(tensors[entry.name], place)
+    for part in holding.parts:
+        yield from _own_boxes(tensors[part.name], part, share.left_out.get(part.name, ()))
+
+
+def _own_boxes(tensor: Tensor, part: Parted, left_out: Sequence[Place]) -> Iterator[tuple[Whole, Place, Tensor]]:
+    entry = Whole(part.name, part.dtype, part.shape)
+    for place in part.places:
+        if place not in left_out:
+            yield entry, place, piece(tensor, place)

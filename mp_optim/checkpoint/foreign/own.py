@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.common import COMMON
+from mp_optim.checkpoint.common import read_common
 from mp_optim.checkpoint.contents import open_checkpoint
 from mp_optim.checkpoint.foreign.neutral import MASTER, ForeignGroup, ForeignState
 
@@ -52,7 +52,7 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
     compact = sorted(name for name, key in keys.items() if key == "remainder" or "_scale" in key)
     if compact:
         raise ValueError(f"{saved.version} has compact state ({compact[0]}, ...): save it with full_precision=True")
-    common = torch.load(saved.version / COMMON, weights_only=True)["optimizer"]
+    common = read_common(saved.version, saved.manifest)["optimizer"]
     if common is None:
         raise ValueError(f"{saved.version} holds a model and no optimizer")
     entries = {name: saved.read(name) for name in saved.entries if name in keys or name.startswith(_MODEL)}

@@ -1,0 +1,147 @@
+"""``.metadata`` of ``torch.distributed.checkpoint``: a pickle. Written for torch's own ``dcp.load``; read only where an
+older version of mp_optim wrote the checkpoint, by an unpickler that makes plain records and can do nothing else."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mp_optim.checkpoint.folder import is_plain_name
+from mp_optim.checkpoint.index import Index, Saved, SavedBox, check_saved
+from mp_optim.checkpoint.payload import header
+
+__all__ = ["METADATA", "as_metadata", "from_metadata"]
+
+METADATA = ".metadata"
+"""The file in which torch.distributed.checkpoint keeps what is where."""
+
+
+# -- for torch ----------------------------------------------------------------------------------------------------
+
+
+def as_metadata(index: Index, folder: Path) -> bytes:
+    """The content of ``.metadata`` for files written by mp_optim."""
+    properties = {dtype: TensorProperties(dtype=dtype) for dtype in {saved.dtype for saved in index.entries.values()}}
+    sizes: dict[tuple[int, ...], torch.Size] = {}
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    where: dict[MetadataIndex, _StorageInfo] = {}
+    for name, saved in index.entries.items():
+        chunks = []
+        for number, box in enumerate(saved.boxes):
+            offset, size = (sizes.setdefault(key, torch.Size(key)) for key in (box.offsets, box.sizes))
+            before = len(header(saved.dtype, box.sizes))
+            chunks.append(ChunkStorageMetadata(offset, size))
+            where[MetadataIndex(name, offset, number)] = _StorageInfo(box.file, box.start - before,
+                                                                      box.length + before)
+        shape = sizes.setdefault(saved.shape, torch.Size(saved.shape))
+        tensors[name] = TensorStorageMetadata(properties[saved.dtype], shape, chunks)
+    return pickle.dumps(Metadata(tensors, {name: (name,) for name in tensors}, where,
+                                 StorageMeta(checkpoint_id=str(folder)), CURRENT_DCP_VERSION))
+
+
+# -- of an older version ------------------------------------------------------------------------------------------
+
+
+class _Record:
+    """What a pickled object held, and nothing it could do."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Record:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["content"] = state
+
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    *((_METADATA_MODULE, name) for name in (
+        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties",
+        "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in (
+        "Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
+}
+
+
+class _Reader(pickle.Unpickler):
+    """Knows the classes of a checkpoint's metadata by name, and makes records of a class of its own of them: nothing
+    that is imported is called, or can be changed."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._classes: dict[tuple[str, str], type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if (module, name) not in _RECORDS:
+            raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint needs")
+        return self._classes.setdefault((module, name), type(name, (_Record,), {}))
+
+
+def from_metadata(content: bytes, sizes: Mapping[str, int]) -> Index:
+    """What and where, from a ``.metadata`` that torch wrote. No code in it runs.
+
+    Args:
+        sizes: bytes of the files that are there.
+
+    Raises:
+        ValueError: it is not that of tensors in files that are there.
+    """
+    try:
+        plain = _content(_Reader(content).load(), "Metadata")
+        where = {(held["fqn"], held.get("offset")): _content(info, "_StorageInfo")
+                 for key, info in plain["storage_data"].items() for held in [_content(key, "MetadataIndex")]}
+        entries = {name: _saved(name, _content(found, "TensorStorageMetadata"), where)
+                   for name, found in plain["state_dict_metadata"].items()}
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    check_saved(entries, sizes)
+    return Index(entries, None)
+
+
+def _content(found: Any, kind: str) -> dict[str, Any]:
+    content = getattr(found, "content", None)
+    if type(found).__name__ != kind or not isinstance(content, dict):
+        raise ValueError(f"it has {type(found).__name__} where {kind} belongs")
+    return content
+
+
+def _saved(name: str, found: Mapping[str, Any], where: Mapping[Any, Mapping[str, Any]]) -> Saved:
+    if not isinstance(name, str):
+        raise ValueError(f"it has an entry called {name!r}")
+    dtype = found["properties"].content[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has the dtype {dtype!r}")
+    boxes = []
+    for chunk in found["chunks"]:
+        held = _content(chunk, "ChunkStorageMetadata")
+        info = where[name, held["offsets"]]
+        if info.get("transform_descriptors") or not is_plain_name(info["relative_path"]):
+            raise ValueError(f"{name} lies in {info['relative_path']!r}, which is none of the checkpoint's files")
+        boxes.append(SavedBox(tuple(held["offsets"]), tuple(held["sizes"]), info["relative_path"], info["offset"],
+                              info["length"]))
+    return Saved(dtype, tuple(found["size"]), boxes)

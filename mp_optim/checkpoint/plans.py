@@ -1,0 +1,206 @@
+"""Who writes what: pure functions of what the ranks hold.
+
+A rank tells of what it holds in two lists. Entries that it holds whole are the same on many ranks, so one rank of each
+kind tells of them and the others only of a digest. Entries of which it holds parts are its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.checkpoint.pieces import Place, places_of
+
+__all__ = ["Holding", "Parted", "Share", "Whole", "holding_of", "shares"]
+
+
+class Whole(NamedTuple):
+    """An entry that a rank holds whole."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Parted(NamedTuple):
+    """An entry of which a rank holds some boxes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank holds."""
+
+    whole: tuple[Whole, ...]
+    parts: tuple[Parted, ...]
+
+    def digest(self) -> bytes:
+        """Of what it holds whole; equal digests, equal lists."""
+        return hashlib.sha256(repr(self.whole).encode()).digest()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank writes of what it holds.
+
+    Attributes:
+        whole: names of entries it holds whole.
+        left_out: boxes that other ranks write, by name.
+    """
+
+    whole: frozenset[str]
+    left_out: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
+
+
+def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
+    """What a rank holds, from its entries."""
+    whole, parts = [], []
+    for name, tensor in tensors.items():
+        places = places_of(tensor)
+        if places is None:
+            whole.append(Whole(name, tensor.dtype, tuple(tensor.shape)))
+        elif places:
+            parts.append(Parted(name, tensor.dtype, tuple(tensor.shape), places))
+    return Holding(tuple(whole), tuple(parts))
+
+
+def shares(kinds: Mapping[bytes, Sequence[Whole]], kind_of: Sequence[bytes],
+           parts: Sequence[Sequence[Parted]]) -> list[Share]:
+    """What each rank writes: every element once, spread evenly.
+
+    Args:
+        kinds: entries held whole, by digest.
+        kind_of: each rank's digest.
+        parts: each rank's entries in parts.
+
+    Raises:
+        ValueError: ranks disagree about an entry, or hold parts that do not make a whole, naming it.
+    """
+    _check_agreement(kinds, kind_of, parts)
+    loads = [0] * len(kind_of)
+    left_out = _shared_parts(parts, loads)
+    written = _shared_wholes(kinds, kind_of, loads)
+    return [Share(frozenset(names), left) for names, left in zip(written, left_out, strict=True)]
+
+
+def _shared_wholes(kinds: Mapping[bytes, Sequence[Whole]], kind_of: Sequence[bytes], loads: list[int]
+                   ) -> list[list[str]]:
+    """Each entry to the rank that has least to write of those that hold it; ``loads`` grow."""
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, kind in enumerate(kind_of):
+        ranks_of.setdefault(kind, []).append(rank)
+    holders: dict[str, tuple[bytes, ...]] = {}
+    entries: dict[str, Whole] = {}
+    for kind, wholes in kinds.items():
+        for entry in wholes:
+            holders[entry.name] = (*holders.get(entry.name, ()), kind)
+            entries[entry.name] = entry
+    alike: dict[tuple[bytes, ...], list[Whole]] = {}
+    for name, held_by in holders.items():
+        alike.setdefault(held_by, []).append(entries[name])
+    written: list[list[str]] = [[] for _ in loads]
+    for held_by, wholes in sorted(alike.items(), key=lambda item: len(item[0])):
+        queue = [(loads[rank], rank) for kind in held_by for rank in ranks_of[kind]]
+        heapq.heapify(queue)
+        for entry in sorted(wholes, key=_bytes, reverse=True):
+            load, rank = queue[0]
+            written[rank].append(entry.name)
+            loads[rank] = load + _bytes(entry)
+            heapq.heapreplace(queue, (loads[rank], rank))
+    return written
+
+
+def _bytes(entry: Whole) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _shared_parts(parts: Sequence[Sequence[Parted]], loads: list[int]) -> list[dict[str, tuple[Place, ...]]]:
+    """The boxes that each rank leaves to another that holds them, too; ``loads`` grow."""
+    first: dict[tuple[str, Place], int] = {}
+    several: dict[tuple[str, Place], list[int]] = {}
+    width: dict[str, int] = {}
+    for rank, held in enumerate(parts):
+        for entry in held:
+            width[entry.name] = entry.dtype.itemsize
+            for place in entry.places:
+                other = first.setdefault((entry.name, place), rank)
+                if other != rank:
+                    several.setdefault((entry.name, place), [other]).append(rank)
+    for (name, place), rank in first.items():
+        if (name, place) not in several:
+            loads[rank] += math.prod(place.sizes) * width[name]
+    left: list[dict[str, tuple[Place, ...]]] = [{} for _ in parts]
+    for (name, place), ranks in several.items():
+        writer = min(ranks, key=lambda rank: (loads[rank], rank))
+        loads[writer] += math.prod(place.sizes) * width[name]
+        for rank in ranks:
+            if rank != writer:
+                left[rank][name] = (*left[rank].get(name, ()), place)
+    return left
+
+
+# -- what must not be ---------------------------------------------------------------------------------------------
+
+
+def _check_agreement(kinds: Mapping[bytes, Sequence[Whole]], kind_of: Sequence[bytes],
+                     parts: Sequence[Sequence[Parted]]) -> None:
+    """Entries of the same name must be the same thing everywhere: a copy that is not written must not differ."""
+    seen: dict[str, tuple[torch.dtype, tuple[int, ...], bool, int]] = {}
+    boxes: dict[str, set[Place]] = {}
+    for kind, wholes in kinds.items():
+        rank = kind_of.index(kind)
+        for entry in wholes:
+            _compare(seen, entry.name, (entry.dtype, entry.shape, False, rank))
+    for rank, held in enumerate(parts):
+        for part in held:
+            _compare(seen, part.name, (part.dtype, part.shape, True, rank))
+            boxes.setdefault(part.name, set()).update(part.places)
+    for name, places in boxes.items():
+        check_cover(name, seen[name][1], places)
+
+
+def _compare(seen: dict[str, tuple[torch.dtype, tuple[int, ...], bool, int]], name: str,
+             what: tuple[torch.dtype, tuple[int, ...], bool, int]) -> None:
+    other = seen.setdefault(name, what)
+    if other[:3] != what[:3]:
+        low, high = sorted((other, what), key=lambda one: one[3])
+        raise ValueError(f"{name} is {_said(low)} on rank {low[3]} and {_said(high)} on rank {high[3]}; different "
+                         "things need different names")
+
+
+def _said(what: tuple[torch.dtype, tuple[int, ...], bool, int]) -> str:
+    return f"{what[0]} {what[1]}, {'sharded' if what[2] else 'whole'}"
+
+
+def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> None:
+    """Raise ValueError unless boxes that differ make up a tensor, each element once."""
+    places = list(places)
+    covered, wanted = sum(math.prod(place.sizes) for place in places), math.prod(shape)
+    if covered != wanted:
+        raise ValueError(f"{name} of shape {shape}: the ranks hold parts of {covered} elements together, not {wanted}; "
+                         "is one of its ranks not among those that save?")
+    if len(places) < 2:
+        return
+    dim = max(range(len(shape)), key=lambda at: len({place.offsets[at] for place in places}))
+    active: list[Place] = []
+    for place in sorted(places, key=lambda one: one.offsets[dim]):
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]]
+        if any(_overlap(place, other) for other in active):
+            raise ValueError(f"{name} of shape {shape}: ranks hold parts of it that overlap but are not the same")
+        active.append(place)
+
+
+def _overlap(a: Place, b: Place) -> bool:
+    return all(here < there + length and there < here + size for here, size, there, length in zip(
+        a.offsets, a.sizes, b.offsets, b.sizes, strict=True))

@@ -1,0 +1,199 @@
+"""Reading tensors: everything a rank is about to read is checked before anything is replaced."""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.checkpoint.folder import inside
+from mp_optim.checkpoint.index import BLOCK_BYTES, INDEX, Index, Saved, SavedBox, from_json
+from mp_optim.checkpoint.manifest import Manifest, read_checked
+from mp_optim.checkpoint.metadata import METADATA, from_metadata
+from mp_optim.checkpoint.payload import memory_of
+from mp_optim.checkpoint.pieces import Place, piece, places_of, whole_place
+
+__all__ = ["Reading", "plan_reading", "read_index"]
+
+_STAGING_BYTES = 64 << 20
+"""Bytes that are read at a time where elements do not go to where they belong at once; at least one row."""
+
+
+class _Copy(NamedTuple):
+    """Elements ``[begin, begin + sizes)`` of a saved box, and the memory they belong in."""
+
+    box: SavedBox
+    begin: tuple[int, ...]
+    sizes: tuple[int, ...]
+    target: Tensor
+
+    def rows(self) -> tuple[int, int]:
+        """Bytes of the box that hold them: whole rows of its first dimension."""
+        if not self.sizes:
+            return self.box.start, self.box.start + self.box.length
+        row = math.prod(self.box.sizes[1:]) * self.target.itemsize
+        return self.box.start + self.begin[0] * row, self.box.start + (self.begin[0] + self.sizes[0]) * row
+
+    def is_contiguous(self) -> bool:
+        """Whether those bytes are nothing else, and belong in one piece of the host's memory."""
+        return (self.sizes[1:] == self.box.sizes[1:] and self.target.device.type == "cpu"
+                and self.target.is_contiguous())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank reads of a version."""
+
+    version: Path
+    index: Index
+    copies: Sequence[_Copy]
+
+    def check(self) -> None:
+        """Read it and compare checksums; nothing is written.
+
+        Raises:
+            ValueError: bytes are not those that were written, naming the file.
+        """
+        if self.index.sums is None:
+            self._each(lambda file, copy: _unpickled(file, copy, self.version))
+            return
+        for name, copies in self._by_file().items():
+            with inside(self.version, name, INDEX).open("rb") as file:
+                _check_blocks(file, copies, self.index.sums[name], self.version / name)
+
+    def read(self) -> None:
+        """Copy the elements to where they belong."""
+        if self.index.sums is None:
+            self._each(lambda file, copy: copy.target.copy_(_unpickled(file, copy, self.version)))
+        else:
+            self._each(lambda file, copy: _read(file, copy, self.version))
+
+    def _by_file(self) -> dict[str, list[_Copy]]:
+        found: dict[str, list[_Copy]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.box.file, []).append(copy)
+        return found
+
+    def _each(self, work: Callable[[BinaryIO, _Copy], object]) -> None:
+        for name, copies in self._by_file().items():
+            with inside(self.version, name, INDEX).open("rb", buffering=BLOCK_BYTES) as file:
+                for copy in sorted(copies, key=lambda one: one.box.start):
+                    work(file, copy)
+
+
+def read_index(version: Path, manifest: Manifest) -> Index:
+    """What a version holds and where; of an older version of mp_optim, too.
+
+    Raises:
+        ValueError: what says so is damaged or no plain data.
+    """
+    name, parse = (INDEX, from_json) if INDEX in manifest.files else (METADATA, from_metadata)
+    content = read_checked(version, manifest, name)
+    try:
+        return parse(content, {file: entry.bytes for file, entry in manifest.files.items()})
+    except ValueError as error:
+        raise ValueError(f"{version / name} is damaged or no plain data: {error}") from error
+
+
+def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> Reading:
+    """Find the saved elements for every element of tensors of the saved dtypes and shapes.
+
+    Raises:
+        ValueError: elements are nowhere in the checkpoint, naming the tensor.
+    """
+    copies: list[_Copy] = []
+    for name, tensor in tensors.items():
+        saved = index.entries[name]
+        places = places_of(tensor)
+        for place in (whole_place(tuple(tensor.shape)),) if places is None else places:
+            copies += _copies(name, saved, place, piece(tensor, place))
+    return Reading(version, index, copies)
+
+
+def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy]:
+    """What fills one box of a tensor."""
+    if not target.numel():
+        return []
+    first = saved.boxes[0] if saved.boxes else None
+    if first is not None and len(saved.boxes) == 1 and first.offsets == place.offsets and first.sizes == place.sizes:
+        return [_Copy(first, (0,) * len(first.sizes), first.sizes, target)]
+    result = []
+    for box in saved.boxes:
+        common = [(max(here, there), min(here + size, there + length)) for here, size, there, length in zip(
+            place.offsets, place.sizes, box.offsets, box.sizes, strict=True)]
+        if all(begin < end for begin, end in common):
+            sizes = tuple(end - begin for begin, end in common)
+            view = target
+            for dim, ((begin, _), offset, size) in enumerate(zip(common, place.offsets, sizes, strict=True)):
+                view = view.narrow(dim, begin - offset, size)
+            inner = tuple(begin - offset for (begin, _), offset in zip(common, box.offsets, strict=True))
+            result.append(_Copy(box, inner, sizes, view))
+    if sum(math.prod(copy.sizes) for copy in result) != target.numel():
+        raise ValueError(f"{name}: the checkpoint does not hold each element of the box of {place.sizes} at "
+                         f"{place.offsets} once")
+    return result
+
+
+def _check_blocks(file: BinaryIO, copies: Iterable[_Copy], sums: Sequence[int], path: Path) -> None:
+    wanted: set[int] = set()
+    for copy in copies:
+        begin, end = copy.rows()
+        wanted.update(range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
+    for number in sorted(wanted):
+        file.seek(number * BLOCK_BYTES)
+        if zlib.crc32(file.read(BLOCK_BYTES)) != sums[number]:
+            raise ValueError(f"{path} is damaged: bytes from {number * BLOCK_BYTES} on are not those that were "
+                             "written; nothing was loaded")
+
+
+def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
+    begin, end = copy.rows()
+    file.seek(begin)
+    if copy.is_contiguous():
+        _fill(file, memory_of(copy.target), version, copy)
+        return
+    if not copy.sizes:
+        staged = torch.empty((), dtype=copy.target.dtype, device="cpu")
+        _fill(file, memory_of(staged), version, copy)
+        copy.target.copy_(staged)
+        return
+    rows = max(1, _STAGING_BYTES * copy.sizes[0] // (end - begin))
+    for start in range(0, copy.sizes[0], rows):
+        count = min(rows, copy.sizes[0] - start)
+        staged = torch.empty((count, *copy.box.sizes[1:]), dtype=copy.target.dtype, device="cpu")
+        _fill(file, memory_of(staged), version, copy)
+        copy.target.narrow(0, start, count).copy_(_narrowed(staged, copy, from_dim=1))
+
+
+def _narrowed(value: Tensor, copy: _Copy, from_dim: int) -> Tensor:
+    for dim in range(from_dim, len(copy.sizes)):
+        value = value.narrow(dim, copy.begin[dim], copy.sizes[dim])
+    return value
+
+
+def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> None:
+    count = file.readinto(memory)  # type: ignore[attr-defined]
+    if count != len(memory):
+        raise ValueError(f"{version / copy.box.file} ends at byte {file.tell()}, in the middle of a tensor")
+
+
+def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
+    """Elements of a box that ``torch.save`` wrote."""
+    file.seek(copy.box.start)
+    try:
+        found = torch.load(io.BytesIO(file.read(copy.box.length)), map_location="cpu", weights_only=True)
+    except Exception as error:  # damage raises anything; whatever is no plain tensor, too
+        raise ValueError(f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
+                         f"{copy.box.start + copy.box.length} are no tensor ({type(error).__name__})") from error
+    right = isinstance(found, Tensor) and (found.dtype, tuple(found.shape)) == (copy.target.dtype, copy.box.sizes)
+    if not right:
+        raise ValueError(f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
+                         f"{copy.box.start + copy.box.length} are another tensor than .metadata says")
+    return _narrowed(found, copy, from_dim=0)
