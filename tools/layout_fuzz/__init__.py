@@ -1,0 +1,1 @@
+"""Random layouts of ranks, each held against one process that steps the summed gradients."""
