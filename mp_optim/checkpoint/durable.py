@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replace_durably", "sync_directory", "sync_file", "write_durably"]
+__all__ = ["naming", "replace_durably", "sync_directory", "sync_file", "write_durably"]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of a disk that is full say which file they are about; those of ``write`` do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_file(path: Path) -> None:
@@ -25,7 +38,7 @@ def sync_directory(path: Path) -> None:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a new file; its directory entry is the caller's to sync."""
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

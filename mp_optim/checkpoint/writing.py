@@ -10,6 +10,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mp_optim.checkpoint.durable import write_durably
+from mp_optim.checkpoint.durable import naming, write_durably
 from mp_optim.checkpoint.index import BLOCK_BYTES, INDEX, Index, Saved, SavedBox, as_json
 from mp_optim.checkpoint.manifest import FileSum, file_sum
 from mp_optim.checkpoint.metadata import METADATA, as_metadata
@@ -62,26 +63,23 @@ class _SummedFile:
     def _put(self, block: memoryview) -> None:
         self.blocks.append(zlib.crc32(block))
         self._digest.update(block)
-        try:
+        with naming(self._path):
             self._file.write(block)
-        except OSError as error:  # a full disk: say which
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def finish(self) -> FileSum:
         """Write the rest and wait until everything is on the disk."""
         if self._used:
             self._put(memoryview(self._block)[:self._used])
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         return FileSum(self.size, self._digest.hexdigest())
 
     def close(self) -> None:
         """Give up the file; harmless after :meth:`finish`."""
-        try:
+        with suppress(OSError):  # a full disk refuses what was buffered once more
             self._file.close()
-        except OSError:  # a full disk refuses what was buffered again
-            os.close(self._file.fileno()) if not self._file.closed else None
 
 
 class Written(NamedTuple):

@@ -1,0 +1,175 @@
+"""Damaged files: every flipped bit and every cut is noticed before anything is replaced, or does no harm."""
+
+import errno
+import io
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layouts import Layout
+from layouts import train as train_layout
+from models import build, train
+from old_form import DIGESTS, digest, state_of, unpacked
+
+from mp_optim import checkpoint
+from mp_optim.checkpoint import writing
+from mp_optim.checkpoint.contents import open_checkpoint
+from mp_optim.checkpoint.index import BLOCK_BYTES
+
+
+class Victim:
+    """A model and an optimizer that other checkpoints are loaded into, and what they held before."""
+
+    def __init__(self, version):
+        self.version, self.copy = version, version.parent.parent / "damaged"
+        shutil.copytree(version.parent, self.copy)
+        self.whole = build("bf16-8bit", 0.5, seed=5)
+        checkpoint.load(version, *self.whole)
+        self.saved = self.print_of(self.whole)
+        self.target = build("bf16-8bit", 0.5, seed=7)
+
+    @staticmethod
+    def print_of(held):
+        model, optimizer = held
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        return digest(state_of(model, optimizer)), repr(groups), repr(optimizer.state_dict().get("grad_scaler"))
+
+    def file(self, name):
+        return self.copy / name if name == "latest" else self.copy / self.version.name / name
+
+    def load(self, **settings):
+        """The error, if there was one; nothing was replaced then, and everything otherwise."""
+        before = self.print_of(self.target)
+        try:
+            checkpoint.load(self.copy, *self.target, **settings)
+        except (ValueError, FileNotFoundError) as error:
+            assert self.print_of(self.target) == before, f"half replaced: {error}"
+            return error
+        assert self.print_of(self.target) == self.saved
+        train(*self.target, 1)
+        return None
+
+
+@pytest.fixture(scope="module", params=["new", "old"])
+def victim(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "old":
+        return Victim(unpacked(folder, "one"))
+    model, optimizer = build("bf16-8bit", 0.5)
+    train(model, optimizer, 2)
+    return Victim(checkpoint.save(folder / "one", model, optimizer, extra={"step": 2}))
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_flipped_bit_or_cut(victim, data):
+    names = ["latest", *sorted(os.listdir(victim.version))]
+    path = victim.file(data.draw(st.sampled_from(names)))
+    content = path.read_bytes()
+    at = data.draw(st.integers(0, len(content) - 1))
+    how = data.draw(st.sampled_from(["flip", "flip", "flip", "cut", "zeros", "twice"]))
+    damaged = bytearray(content)
+    if how == "flip":
+        damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif how == "zeros":
+        damaged[at:at + 64] = bytes(len(damaged[at:at + 64]))
+    else:
+        damaged = damaged[:at] if how == "cut" else damaged + damaged[at:]
+    path.write_bytes(damaged)
+    try:
+        victim.load(verify=data.draw(st.booleans()))
+    finally:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_flipped_element_is_noticed_without_verify(victim, place):
+    """The last byte of the last tensor, and others: an error that names the file."""
+    path = victim.file("__0_0.distcp")
+    content = bytearray(path.read_bytes())
+    at = {"first": 300, "middle": len(content) // 2, "last": len(content) - 1}[place]
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+    try:
+        error = victim.load()
+        assert error is not None and "__0_0.distcp" in str(error)
+    finally:
+        path.write_bytes(content)
+
+
+def test_damage_in_a_block_that_is_not_read_does_not_matter(tmp_path):
+    """A rank, and a reader of one entry, checks what it reads."""
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.randn(3 * BLOCK_BYTES // 4)) for name in "ab"})
+    version = checkpoint.save(tmp_path, model, None)
+    with (version / "__0_0.distcp").open("r+b") as file:
+        file.seek(5 * BLOCK_BYTES)
+        file.write(b"?")
+    contents = open_checkpoint(version)
+    assert torch.equal(contents.read("model.a"), model["a"])
+    with pytest.raises(ValueError, match=rf"__0_0.distcp is damaged: bytes from {5 * BLOCK_BYTES} on"):
+        contents.read("model.b")
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_checkpoints_of_the_old_form_still_load(tmp_path, name):
+    version = unpacked(tmp_path, name)
+    assert checkpoint.verify(version) == version
+    held = build("bf16-8bit", 0.5, seed=4) if name == "one" else Layout("plain").build(seed=3)
+    assert checkpoint.load(version, *held) == {"step": 2}
+    assert digest(state_of(*held)) == DIGESTS[name]
+    assert len(open_checkpoint(version).entries) == (48 if name == "one" else 32)
+    again = checkpoint.save(tmp_path / "again", *held)  # and as a checkpoint of today
+    other = build("bf16-8bit", 0.5, seed=9) if name == "one" else Layout("plain").build(seed=4)
+    checkpoint.load(again, *other)
+    assert digest(state_of(*other)) == DIGESTS[name]
+
+
+def test_stock_torch_reads_what_is_written(tmp_path):
+    """Every entry, whole and in two halves; and with torch's tool that needs no model."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    model, optimizer = Layout("plain").build(seed=1)
+    train_layout(model, optimizer, range(2))
+    version = checkpoint.save(tmp_path / "a", model, optimizer)
+    contents = open_checkpoint(version)
+    found = {name: torch.zeros(entry.shape, dtype=entry.dtype) for name, entry in contents.entries.items()}
+    dcp.load(found, checkpoint_id=str(version), no_dist=True)
+    for name, value in found.items():
+        assert torch.equal(value, contents.read(name)), name
+    dcp_to_torch_save(version, tmp_path / "all.pt")
+    every = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert every.keys() == found.keys() and all(torch.equal(every[name], found[name]) for name in found)
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that takes so many bytes."""
+
+    left = 0
+
+    def write(self, data):
+        if len(memoryview(data)) > FullDisk.left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        FullDisk.left -= len(memoryview(data))
+        return super().write(data)
+
+
+@pytest.mark.parametrize("room", [0, 5_000, 25_000])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_called_by_its_name(tmp_path, monkeypatch, room, asynchronous):
+    held = build("bf16", 0.5)
+    checkpoint.save(tmp_path, *held, extra={"n": 1})
+    FullDisk.left = room
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.Path, "open", lambda path, mode="r", *_, **__: FullDisk(path, mode.replace("b", "")))
+        with pytest.raises(OSError, match=r"No space left on device: '.*version-2.incomplete/") as found:
+            if asynchronous:
+                checkpoint.save(tmp_path, *held, asynchronous=True).wait()
+            else:
+                checkpoint.save(tmp_path, *held)
+    assert found.value.errno == errno.ENOSPC
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "version-1"]
+    assert checkpoint.load(tmp_path, *held) == {"n": 1}
+    assert checkpoint.save(tmp_path, *held).name == "version-2"

@@ -1,0 +1,236 @@
+"""A checkpoint from somebody else is data: no code in it runs, and no name in it leads out of its folder."""
+
+import codecs
+import functools
+import importlib
+import json
+import os
+import pickle
+import runpy
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch import HERE
+from models import build
+from old_form import metadata_of, replaced, unpacked
+
+from mp_optim import checkpoint
+from mp_optim.checkpoint import foreign
+from mp_optim.checkpoint.contents import open_checkpoint
+from mp_optim.checkpoint.metadata import from_metadata
+
+sys.path.insert(0, str(HERE.parents[2] / "tools"))
+import convert_checkpoint
+import inspect_checkpoint
+
+
+class Calls:
+    """Pickles as a call."""
+
+    def __init__(self, function, *arguments, state=None):
+        self.answer = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self):
+        return self.answer
+
+    def __call__(self):
+        """What is called has to look callable."""
+
+
+@functools.lru_cache
+def target():
+    return build("bf16-8bit", 0.5)
+
+
+@functools.lru_cache
+def written(folder):
+    return checkpoint.save(folder, *target())
+
+
+def bombs(canary):
+    """Pickles that make a file if any code in them runs."""
+    touch, source = f"touch {canary}", f"open({str(canary)!r}, 'w')"
+    calls = {
+        "system": Calls(os.system, touch), "popen": Calls(subprocess.Popen, ["touch", str(canary)]),
+        "eval": Calls(eval, source), "exec": Calls(exec, source),
+        "partial": Calls(functools.partial, Calls(eval, source)), "open": Calls(open, str(canary), "w"),
+        "getattr": Calls(Calls(getattr, Calls(importlib.import_module, "os"), "system"), touch),
+        "codecs": Calls(codecs.encode, Calls(eval, source), "utf-8"),
+        "runpy": Calls(runpy.run_path, str(canary.with_suffix(".py"))),
+        "torch.load": Calls(torch.load, str(canary.with_suffix(".pt")), "cpu", Calls(importlib.import_module, "pickle")),
+        "size": Calls(torch.Size, Calls(map, Calls(eval, f"lambda _: {source}"), [1])),
+        "state": Calls(torch.Size, [], state={"x": Calls(os.system, touch)}),
+    }
+    found = {f"{name}, protocol {protocol}": pickle.dumps(call, protocol) for name, call in calls.items()
+             for protocol in (0, 2, 5)}
+    for opcode in (f"(S'{touch}'\nios\nsystem\n.", f"cos\nsystem\n(S'{touch}'\ntR.", f"(cos\nsystem\nS'{touch}'\no."):
+        found[opcode[:12]] = opcode.encode()
+    return found
+
+
+def doors(root):
+    """Every way by which a checkpoint is read."""
+    return {
+        "load": lambda: checkpoint.load(root, *target()),
+        "model": lambda: checkpoint.load(root, target()[0], None),
+        "verified": lambda: checkpoint.load(root, *target(), verify=True),
+        "verify": lambda: checkpoint.verify(root), "versions": lambda: checkpoint.versions(root),
+        "contents": lambda: open_checkpoint(root), "foreign": lambda: foreign.from_checkpoint(root),
+        "list": lambda: inspect_checkpoint.list_entries(inspect_checkpoint.List(root), inspect_checkpoint.Console(
+            quiet=True)),
+        "convert": lambda: convert_checkpoint.main(convert_checkpoint.Options(root, root / "target", "checkpoint")),
+    }
+
+
+READERS = {"load", "model", "verified", "contents", "foreign", "list", "convert"}
+"""The doors that have to look at what is where."""
+
+
+@pytest.fixture
+def old(tmp_path):
+    return unpacked(tmp_path, "one")
+
+
+@pytest.fixture
+def new(tmp_path, tmp_path_factory):
+    version = written(tmp_path_factory.getbasetemp() / "written")
+    shutil.copytree(version.parent, tmp_path / "new")
+    return tmp_path / "new" / version.name
+
+
+def test_no_code_in_metadata_runs(tmp_path, old):
+    canary, good = tmp_path / "ran", metadata_of(old)
+    canary.with_suffix(".py").write_text(f"open({str(canary)!r}, 'w')")
+    torch.save(Calls(os.system, f"touch {canary}"), canary.with_suffix(".pt"))
+    for name, bomb in bombs(canary).items():
+        for inside in (False, True):  # as it is, and in what torch's metadata keeps for planners
+            good.planner_data = Calls(pickle.loads, bomb)
+            replaced(old, ".metadata", pickle.dumps(good) if inside else bomb)
+            with pytest.raises(ValueError, match=r"\.metadata is damaged or no plain data"):
+                open_checkpoint(old)
+            assert not canary.exists(), name
+    for name, door in doors(old.parent).items():
+        if name in READERS:
+            with pytest.raises(ValueError, match=r"\.metadata is damaged or no plain data"):
+                door()
+        else:
+            door()
+        assert not canary.exists(), name
+    pickle.loads(bombs(canary)["eval, protocol 2"])
+    assert canary.exists()  # they do work
+
+
+def test_a_pickle_in_a_checkpoint_of_today_is_never_read(tmp_path, new):
+    canary = tmp_path / "ran"
+    bomb = bombs(canary)["system, protocol 2"]
+    for name in (".metadata", "extra.pkl"):
+        replaced(new, name, bomb)
+    for name, door in doors(new.parent).items():
+        if name not in ("foreign", "convert"):  # refuse compact state
+            door()
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("form", ["old", "new"])
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp"])
+def test_no_code_runs_elsewhere(tmp_path, request, form, name):
+    version, canary = request.getfixturevalue(form), tmp_path / "ran"
+    torch.save(Calls(os.system, f"touch {canary}"), tmp_path / "bomb")
+    bomb = (tmp_path / "bomb").read_bytes()
+    if name == "__0_0.distcp":
+        content = (version / name).read_bytes()
+        bomb += content[len(bomb):]
+        if form == "old":
+            bomb = b"".join(bomb[:1705] for _ in range(len(content) // 1705 + 1))[:len(content)]
+    replaced(version, name, bomb)
+    for door in doors(version.parent).values():
+        try:
+            door()
+        except ValueError as error:
+            assert "Error" not in type(error).__name__.removesuffix("ValueError")
+        assert not canary.exists()
+    model, optimizer = build("bf16-8bit", 0.5, seed=3)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=name):
+        checkpoint.load(version, model, optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+MODULES = sorted(name for name, module in list(sys.modules.items()) if module is not None and name.isascii())
+
+
+@given(st.sampled_from(MODULES).flatmap(lambda module: st.tuples(
+    st.just(module), st.sampled_from(sorted(vars(sys.modules[module])) or ["x"]))), st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_no_global_can_be_called_or_changed(found, changes):
+    """Whatever a pickle names, it gets a record that does nothing, an immutable type, or an error."""
+    module, name = found
+    own = vars(sys.modules[module]).get(name)
+    before = dict(vars(own)) if isinstance(own, type) else None
+    call = b"(I1\ntR" if not changes else b"N}S'x'\nI1\ns\x86b"  # call it; or set an attribute of it
+    with pytest.raises(ValueError):
+        from_metadata(b"\x80\x02c" + f"{module}\n{name}\n".encode() + call + b".", {})
+    assert before is None or dict(vars(own)) == before
+
+
+# -- names stay inside -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [
+    b"", b"\n", b"..", b".", b"../other/version-1", b"/etc", b"version-1/../version-1", b"\x00", b"version-1\x00",
+    b"\xff\xfe", b"a" * 300, b"version-1\nversion-1", b"out", b"..\\other", b"C:version-1"])
+def test_latest_names_a_version_beside_it_or_says_what_is_wrong(tmp_path, new, text):
+    root = new.parent
+    shutil.copytree(root, tmp_path / "other")
+    (root / "out").symlink_to(tmp_path / "other" / "version-1")
+    (root / "latest").write_bytes(text)
+    for name, door in doors(root).items():
+        if name != "versions":
+            with pytest.raises(ValueError, match=r"latest is damaged.*complete versions \['version-1'\]"):
+                door()
+
+
+def moved(version, to):
+    """Make an old or a new checkpoint say that its tensors lie elsewhere."""
+    if (version / "index.json").exists():
+        index = json.loads((version / "index.json").read_text())
+        index["files"] = [to]
+        replaced(version, "index.json", json.dumps(index).encode())
+        return
+    metadata = metadata_of(version)
+    for info in metadata.storage_data.values():
+        info.relative_path = to
+    replaced(version, ".metadata", pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("form", ["old", "new"])
+@pytest.mark.parametrize("to", ["../outside", "/outside", "sub/../../outside", "link", ".", ""])
+def test_tensors_lie_in_the_folder(tmp_path, request, form, to):
+    version = request.getfixturevalue(form)
+    (version / "sub").mkdir()
+    shutil.copy(version / "__0_0.distcp", version.parent / "outside")
+    (version / "link").symlink_to(version.parent / "outside")
+    if to == "/outside":
+        to = str(version.parent / "outside")
+    manifest = json.loads((version / "manifest.json").read_text())
+    for listed in (False, True):
+        moved(version, to)
+        if listed:
+            manifest = json.loads((version / "manifest.json").read_text())
+            manifest["files"][to] = manifest["files"]["__0_0.distcp"]
+            (version / "manifest.json").write_text(json.dumps(manifest))
+        for name, door in doors(version.parent).items():
+            if name in READERS:
+                with pytest.raises(ValueError, match=r"none of the checkpoint's|not the name of|leads out of|not there"):
+                    door()
+
+
+def test_a_link_within_the_folder_is_fine(new):
+    (new / "__0_0.distcp").rename(new / "data")
+    (new / "__0_0.distcp").symlink_to("data")
+    checkpoint.load(new.parent, *target(), verify=True)
