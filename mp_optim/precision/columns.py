@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.layouts import Layout
 from mp_optim.precision.measure import NormKey
+from mp_optim.precision.settings_alike import SettingsAlike
 from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.slots import (
     Multiplier,
@@ -76,6 +77,7 @@ class SlotColumns:
     _plain: bool = True
     _whole: _Selection | None = None
     _distinct: list[NormKey] | None = None
+    _settings: SettingsAlike | None = None
 
     def index(self, slot: Slot) -> int:
         """Where a slot is in the lists."""
@@ -87,6 +89,13 @@ class SlotColumns:
         if self._distinct is None:
             self._distinct = list(dict.fromkeys(self.keys))
         return self._distinct
+
+    @property
+    def settings(self) -> SettingsAlike:
+        """What ranks that share split parameters compare."""
+        if self._settings is None:
+            self._settings = SettingsAlike(self.slots, self.params, self.keys)
+        return self._settings
 
     def changed(self, params: Sequence[Tensor]) -> list[int]:
         """Indices of slots whose tensor is another one than was last seen, or was written or moved since."""
@@ -119,7 +128,7 @@ class SlotColumns:
 
     def _forget(self) -> None:
         """Drop what was put together from the columns."""
-        self._whole = self._distinct = None
+        self._whole = self._distinct = self._settings = None
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""

@@ -7,7 +7,8 @@ non-finite; there is no second pass to look for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,17 +40,27 @@ class NormKey:
 
 @dataclass(frozen=True)
 class Measurement:
-    """FP64 scalars per norm group, and the number of zero gradient elements if it was counted."""
+    """FP64 scalars per norm group, and the number of zero gradient elements if it was counted.
+
+    Attributes:
+        disagreement: 0 if the ranks that share split parameters would step them alike, else more; None if there is
+            nothing to compare.
+    """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     zeros: Tensor | None = None
+    disagreement: Tensor | None = None
 
     def __add__(self, other: Measurement) -> Measurement:
         sums = dict(self.sums)
         for name, value in other.sums.items():
             sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
-        zeros = [m.zeros for m in (self, other) if m.zeros is not None]
-        return Measurement(sums, sum(zeros[1:], zeros[0]) if zeros else None)
+        return Measurement(sums, _total([self.zeros, other.zeros]), _total([self.disagreement, other.disagreement]))
+
+
+def _total(values: Sequence[Tensor | None]) -> Tensor | None:
+    given = [value for value in values if value is not None]
+    return sum((value.to(given[0].device) for value in given[1:]), given[0]) if given else None
 
 
 def measure(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey],
@@ -96,12 +107,20 @@ def count_zeros(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequ
     return zeros
 
 
+def _terms(number: int, ranks: int) -> tuple[int, int]:
+    """What a rank adds to the reduction, to be compared: as much of a number as FP64 adds exactly over so many ranks,
+    and its square. The sums are those of equal numbers only if all are equal (Cauchy and Schwarz)."""
+    kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
+    return kept, kept * kept
+
+
 def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, group: ProcessGroup | None,
-          names: Sequence[str]) -> Measurement:
+          names: Sequence[str], numbers: Mapping[NormKey, int] | None = None) -> Measurement:
     """Reduce the scalars over shard groups, then over ``group`` (None: this process alone).
 
     Args:
         names: the norm groups of all ranks of ``group``, in one order (see :func:`norm_groups`).
+        numbers: for some keys, a number that the ranks of their shard groups have to have in common.
 
     Raises:
         ValueError: a gradient counts in a norm group that is not among ``names``.
@@ -109,13 +128,20 @@ def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, gro
     device = next((value.device for value in local.values()), torch.device("cpu"))
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
     zero_total = torch.zeros((), dtype=torch.float64, device=device)
+    off: Tensor | None = None
     for key, value in local.items():
         if key.group not in totals:
             raise ValueError(f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
                              f"{list(names)}. Set it before the optimizer is built")
-        packed = torch.stack([value] if zeros is None else [value, zeros[key]])
+        ranks = math.prod(shard_group.size() for shard_group in key.shard_groups)
+        mine = _terms(numbers[key], ranks) if numbers is not None and key in numbers else ()
+        packed = torch.stack([*([value] if zeros is None else [value, zeros[key]]),
+                              *(torch.full_like(value, term) for term in mine)])
         for shard_group in key.shard_groups:
             dist.all_reduce(packed, group=shard_group)
+        for total, term in zip(packed[-2:], mine, strict=False):
+            difference = (total - float(ranks * term)).abs()
+            off = difference if off is None else off + difference
         totals[key.group] += packed[0]
         if zeros is not None:
             zero_total += packed[1]
@@ -124,7 +150,7 @@ def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, gro
         dist.all_reduce(packed, group=group)
         totals = dict(zip(names, packed, strict=False))
         zero_total = packed[-1]
-    return Measurement(totals, None if zeros is None else zero_total)
+    return Measurement(totals, None if zeros is None else zero_total, off)
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:

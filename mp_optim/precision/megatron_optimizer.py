@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from mp_optim.precision.standstill import StandstillWatch, named_gradients
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.quantized import quantize_
+from mp_optim.sharding.agreement import difference_told
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
     Multiplier,
@@ -139,6 +140,8 @@ class MegatronOptimizer(DuringBackward, MainParams):
             verdict: Verdict | PendingVerdict
             if device is None or any(value.device != device for value in there):
                 verdict = decide(measurement, inv_scale, self.config)
+                if verdict.disagrees:
+                    self._raise_disagreement()
             else:  # whoever follows the verdict is on the device: nothing waits for it
                 verdict = decide_on_device(measurement, inv_scale, self.config)
         with self._timed("optimizer-inner-step"):
@@ -158,7 +161,19 @@ class MegatronOptimizer(DuringBackward, MainParams):
         if isinstance(self._last, PendingVerdict):
             self._last = self._last.settle()
             self._counts["skipped_steps"] += self._last.skip
+            if self._last.disagrees:
+                self._raise_disagreement()
         return self._last
+
+    def _raise_disagreement(self) -> NoReturn:
+        """Say how the ranks that share split parameters differ in what they step them with. Nothing was stepped."""
+        self.forget_grads()
+        self.discard_early_work()
+        parts = [part._seen.settings for part in self.chained_optimizers]
+        said = [line for settings in parts for line in settings.said]
+        ranks = sorted({rank for settings in parts for rank in settings.ranks})
+        how = difference_told(said, ranks)
+        raise ValueError(f"the ranks that share split parameters disagree: {how}; nothing was stepped")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -216,7 +231,8 @@ class MegatronOptimizer(DuringBackward, MainParams):
         ranks = self.process_groups.grad_stats
         if self._norm_groups is None or ranks is None:
             self._norm_groups = norm_groups(all_keys, ranks)
-        return agree(sums, zeros, ranks, self._norm_groups)
+        return agree(sums, zeros, ranks, self._norm_groups,
+                     self._seen.settings.numbers(self.config, self.param_groups, keys, all_keys))
 
     def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         backend, _ = choose_backend(self.config.fused_backend, grads[0].device)

@@ -30,7 +30,8 @@ class Formed:
         names: norm groups, in the order of the rows.
         controls: FP32, shape (names, 2): each group's multiplier, and 1 if the step is to be skipped, else 0.
         overflow: bool, shape (): some gradient is not finite.
-        report: FP64, shape (2 + 2 * names,), or one more with the number of zeros: overflow, skip, norms, multipliers.
+        report: FP64, shape (2 + 2 * names,), or one more with the number of zeros: overflow, skip (2 because ranks
+            disagree), norms, multipliers.
     """
 
     def __init__(self, names: Sequence[str], controls: Tensor, overflow: Tensor, report: Tensor) -> None:
@@ -49,8 +50,13 @@ def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> For
     if MAIN in measurement.sums:
         multipliers = _excluded_as_main(multipliers, names)
         skip = overflow | (norms[names.index(MAIN)] > config.grad_norm_skip_threshold)
+    skips = skip.double()
+    if measurement.disagreement is not None:
+        disagrees = measurement.disagreement.to(sums.device) != 0.0
+        skip = skip | disagrees
+        skips = skip.double() + disagrees
     controls = torch.stack([multipliers, skip.float().expand_as(multipliers)], dim=1)
-    parts = [overflow.double().reshape(1), skip.double().reshape(1), norms, multipliers.double()]
+    parts = [overflow.double().reshape(1), skips.reshape(1), norms, multipliers.double()]
     if measurement.zeros is not None:
         parts.append(measurement.zeros.double().reshape(1))
     return Formed(names, controls, overflow, torch.cat(parts))
@@ -117,6 +123,8 @@ class PendingVerdict:
 
 def _as_verdict(names: Sequence[str], told: Sequence[float]) -> Verdict:
     overflow, skip, count = bool(told[0]), bool(told[1]), len(names)
+    if told[1] > 1.0:
+        return Verdict(skip=True, disagrees=True)
     if overflow:
         return Verdict(skip=True, found_inf=True)
     norms = dict(zip(names, told[2 : 2 + count], strict=True))

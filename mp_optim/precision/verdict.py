@@ -26,6 +26,7 @@ class Verdict:
         found_inf: some gradient is not finite.
         norms: unscaled norm of each norm group.
         num_zeros: zero gradient elements, if counted.
+        disagrees: ranks that share split parameters would step them otherwise; nothing is stepped.
     """
 
     multipliers: dict[str, float] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class Verdict:
     found_inf: bool = False
     norms: dict[str, float] = field(default_factory=dict)
     num_zeros: int | None = None
+    disagrees: bool = False
 
     @property
     def grad_norm(self) -> float | None:
@@ -62,6 +64,8 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
     scalars = [*measurement.sums.values()]
     if inv_scale is not None:
         scalars.append(inv_scale.reshape(()))
+    if measurement.disagreement is not None:
+        scalars.append(measurement.disagreement)
     if measurement.zeros is not None:
         scalars.append(measurement.zeros)
     device = scalars[0].device if scalars else torch.device("cpu")
@@ -69,6 +73,8 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
     sums = dict(zip(names, values, strict=False))
     inverse = values[len(names)] if inv_scale is not None else 1.0
     num_zeros = int(values[-1]) if measurement.zeros is not None else None
+    if measurement.disagreement is not None and values[len(names) + (inv_scale is not None)] != 0.0:
+        return Verdict(skip=True, disagrees=True)
     if not all(math.isfinite(value) for value in sums.values()):
         return Verdict(skip=True, found_inf=True)
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}

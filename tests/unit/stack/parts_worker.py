@@ -4,18 +4,25 @@ import hashlib
 import os
 import random
 import sys
+import time
 import warnings
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
 
 RANKS = 3
-PROGRAMS = 16
+PROGRAMS = 12
 STEPS = 3
+OTHERWISE = [("zero_grad", "optim_grads"), ("frozen", "optim_grads"), ("frozen", "optim"), ("frozen", "no_shard"),
+             ("nothing", "optim_grads")]
 
 
 class Routed(nn.Module):
@@ -78,6 +85,95 @@ def program(seed: int, groups: dict[str, dist.ProcessGroup], plain: bool) -> tup
     return digest(model), norms
 
 
+# -- ranks that disagree -----------------------------------------------------------------------------------------------
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def built(strategy: str) -> tuple[nn.Module, MegatronOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    config = OptimizerConfig(lr=1e-2, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy)
+    return model, get_megatron_optimizer(config, model)
+
+
+def step_otherwise(what: str, strategy: str) -> dict[str, Any]:
+    """Two steps; before the second, the second rank does something that the others do not."""
+    odd = dist.get_rank() == 1
+    model, optimizer = built(strategy)
+    for step in range(2):
+        if what != "zero_grad" or step == 0 or not odd:
+            optimizer.zero_grad()
+        if what == "frozen" and step == 1 and odd:
+            model[2].weight.requires_grad_(False)
+        before = digest(model)
+        model(torch.ones(3, 8)).square().mean().backward()
+        told = error_of(optimizer.step)
+    return {"told": told, "kept": before == digest(model)}
+
+
+def fsdp_disagrees(what: str) -> dict[str, Any]:
+    """The same with FSDP2, where the last rank has other settings."""
+    odd = dist.get_rank() == RANKS - 1
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    settings: dict[str, Any] = {"lr": 1e-2, "clip_grad": 1.0}
+    if what == "config" and odd:
+        settings["clip_grad"] = 2.0
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
+    seconds, told = 0.0, []
+    for step in range(3):
+        optimizer.zero_grad()
+        if what == "lr" and step == 1 and odd:
+            optimizer.param_groups[0]["lr"] = 0.5
+        if what == "lr" and step == 2 and odd:
+            optimizer.param_groups[0]["lr"] = 1e-2
+        if what == "gradient" and odd:
+            model[2].bias.requires_grad_(False)
+        model(torch.ones(3, 8)).square().mean().backward() if what != "gradient" else _give(model)
+        began, before = time.monotonic(), _local(model)
+        told.append(error_of(optimizer.step))
+        seconds = max(seconds, time.monotonic() - began)
+        if told[-1] != "no error" and before != _local(model):
+            told.append("and was stepped all the same")
+    return {"told": told, "seconds": seconds}
+
+
+def _give(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+
+
+def _local(model: nn.Module) -> list[list[float]]:
+    return [param.to_local().reshape(-1).tolist() for param in model.parameters()]
+
+
+def called_twice() -> dict[str, Any]:
+    """The second rank steps twice where the others step once and go on with another pass."""
+    group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=3))
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, use_distributed_optimizer=True), model,
+                                       process_groups=ProcessGroups(dp=group))
+
+    def go() -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 8)).square().mean().backward()
+            optimizer.step()
+            if dist.get_rank() == 1 and step == 0:
+                optimizer.step()
+
+    return {"told": error_of(go)}
+
+
 def main(directory: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
@@ -86,6 +182,9 @@ def main(directory: str) -> None:
     found: dict[str, Any] = {}
     for seed in range(PROGRAMS):
         found[f"program {seed}"] = [program(seed, groups, plain) for plain in (True, False)]
+    found["otherwise"] = {(what, strategy): step_otherwise(what, strategy) for what, strategy in OTHERWISE}
+    found["fsdp"] = {what: fsdp_disagrees(what) for what in ("nothing", "lr", "config", "gradient")}
+    found["twice"] = called_twice()
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()
     sys.stdout.flush()
