@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mp_optim.config_checks import check_config
-from mp_optim.config_fields import nearest
+from mp_optim.config_fields import check_field, nearest
 
 __all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
 
@@ -227,7 +227,8 @@ def _init(self: OptimizerConfig, *positional: Any, **settings: Any) -> None:
     for name in settings:
         if name not in known:
             raise TypeError(f"OptimizerConfig has no field {name!r}{_elsewhere(name) or nearest(name, known, 0.6)}")
-    if settings.get("optimizer_cpu_offload") and "optimizer_offload_fraction" not in settings:
+    offloads = check_field("optimizer_cpu_offload", settings.get("optimizer_cpu_offload", False))
+    if offloads and "optimizer_offload_fraction" not in settings:
         raise ValueError("optimizer_cpu_offload=True without optimizer_offload_fraction: Megatron's default of 0 would "
                          "offload nothing; set the fraction (1.0 for everything)")
     if isinstance(rule := settings.get("optimizer"), str) and rule.lower() == "adamw":

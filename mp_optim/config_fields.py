@@ -166,10 +166,8 @@ def _timers(value: Any) -> Any:
         raise ValueError(rule)
     try:
         inspect.signature(value).bind("optimizer-inner-step", log_level=1)
-    except TypeError:
+    except (TypeError, ValueError):  # it takes something else, or does not say what
         raise ValueError(rule) from None
-    except ValueError:  # it does not say what it takes
-        pass
     return value
 
 
@@ -180,9 +178,9 @@ def _wrong_kind(value: Any, kind: str) -> str:
             number = float(value)
         except ValueError:
             return text
-        written = f"{number:e}"
-        short = written[: written.index("e")].rstrip("0").ljust(3, "0") + written[written.index("e"):]
-        why = f"YAML reads {value} as text, write {short}" if "e" in value.lower() else "leave the quotes away"
+        digits, exponent = f"{number:e}".split("e") if math.isfinite(number) else ("", "0")
+        written = f"{digits.rstrip('0').ljust(3, '0')}e{int(exponent):+d}"
+        why = f"YAML reads {value} as text, write {written}" if "e" in value.lower() else "leave the quotes away"
         return f"{text}: {why}"
     if isinstance(value, torch.Tensor):
         return f"{text}; give a number (value.item())"
