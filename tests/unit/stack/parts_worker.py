@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
+from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
 
 RANKS = 3
 PROGRAMS = 12
