@@ -191,6 +191,36 @@ class ChainedOptimizer(MegatronOptimizer):
         part, theirs = self._part(slot)
         part.write_state(theirs, state)
 
+    def check_remainders(self, slot: Slot | None = None) -> None:
+        if slot is None:
+            for part in self._parts:
+                part.check_remainders()
+        else:
+            part, theirs = self._part(slot)
+            part.check_remainders(theirs)
+
+    def requires_state(self, slot: Slot) -> bool:
+        part, theirs = self._part(slot)
+        return part.requires_state(theirs)
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self._parts[0].check_settings(group)  # the same rule in all
+
+    def write_model(self, slot: Slot) -> bool:
+        part, theirs = self._part(slot)
+        return part.write_model(theirs)
+
+    def param_checksums(self) -> list[int | None]:
+        return [value for part in self._parts for value in part.param_checksums()]
+
+    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        part, theirs = self._part(slot)
+        part.check_checksum(theirs, state, checksum)
+
+    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        part, theirs = self._part(slot)
+        part.expect_checksum(theirs, state, checksum)
+
     def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
         part, theirs = self._part(slot)
         return part.fit_slot_state(theirs, state, convert)

@@ -91,8 +91,7 @@ class DistributedOptimizer(MegatronOptimizer):
             check_agreement(self._group, self._description(model_chunks), "an optimizer")
         self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
         self._fragments = {slot: self._fragment(slot, p) for slot, p in iter_slots(self.param_groups)}
-        self._watched = Watched(self._params())
-        self._index = {slot: at for at, slot in enumerate(self._fragments)}
+        self._watched, self._index = Watched(self._params()), {slot: at for at, slot in enumerate(self._fragments)}
         self.shards = build(self._groups_of_fragments())
         self._adopt_settings()
         self._transport.reducer.on_reduced = self._tell_of_gradients
@@ -241,10 +240,8 @@ class DistributedOptimizer(MegatronOptimizer):
     @in_own_modes
     def follow_model(self, slot: Slot | None = None) -> None:
         self._transport.gatherer.finish()
-        if slot is not None:
-            param = self.param_groups[slot.group]["params"][slot.position]
-            if self._watched.is_same(self._index[slot], param):
-                return
+        if slot is not None and self._watched.is_same(self._index[slot], self._param(slot)):
+            return
         params = self._params()
         changed = self._watched.changed(params)
         slots = self.slots() if changed else []
@@ -379,6 +376,33 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def write_state(self, slot: Slot, state: dict[str, Any]) -> None:
         self.shards.load_slot_state(slot, self._fragments[slot].own_state(state))
+
+    def check_remainders(self, slot: Slot | None = None) -> None:
+        self.shards.check_remainders(slot)
+
+    def requires_state(self, slot: Slot) -> bool:
+        return self.shards.requires_state(slot)
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self.shards.check_settings(group)
+
+    @torch.no_grad()
+    def write_model(self, slot: Slot) -> bool:
+        """Of a parameter that ranks share out, what this rank owns; the rest comes with the next step."""
+        if written := self.shards.write_model(slot):
+            increment_version(self._param(slot))
+        return written
+
+    def param_checksums(self) -> list[int | None]:
+        return self.shards.param_checksums() if self._steps_everything else [None] * len(self._fragments)
+
+    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        if self._steps_everything:
+            self.shards.check_checksum(slot, state, checksum)
+
+    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        if self._steps_everything:
+            self.shards.expect_checksum(slot, state, checksum)
 
     def has_separate_main(self, slot: Slot) -> bool:
         return self.shards.has_separate_main(slot)

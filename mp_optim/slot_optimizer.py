@@ -7,20 +7,29 @@ and is written here once.
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mp_optim.broken_off import StepMark
-from mp_optim.checkpoint.state_dict import match_groups, plain_groups
-from mp_optim.host_memory import as_tensor, beside, zeros
+from mp_optim.checkpoint.state_dict import (
+    CHECKSUMS,
+    GroupMatch,
+    check_form,
+    match_groups,
+    names_in_words,
+    plain_groups,
+)
+from mp_optim.host_memory import beside, zeros
 from mp_optim.own_modes import in_own_modes
+from mp_optim.setting_rules import Rule, check_schedule, check_setting
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
 
-__all__ = ["Closure", "SlotOptimizer", "check_fits"]
+__all__ = ["Closure", "SlotOptimizer", "check_fits", "check_step"]
 
 Closure = Callable[[], Any]
 
@@ -179,7 +188,7 @@ class SlotOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
         """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
-        Tensors are the live ones, as torch's are: clone (or save) before the next step.
+        State tensors are the live ones, as torch's are: clone (or save) before the next step. Settings are copies.
 
         Args:
             full_precision: state that is stored in fewer bits as FP32 copies instead.
@@ -198,45 +207,130 @@ class SlotOptimizer(torch.optim.Optimizer):
             "state": {index: dict(state) for index, state in enumerate(states) if state},
             "param_groups": groups,
         }
+        if not full_precision:
+            _add_checksums(groups, self.param_checksums())
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             hooked = post_hook(self, result)
             result = result if hooked is None else hooked
         return result
 
-    @in_own_modes
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
 
-        State is copied into the tensors that exist, so placement and dtypes stay what they are
-        configured to be. The argument is not modified. Nothing is written before everything that can
-        be checked without writing has been checked.
+        State is copied into the tensors that exist, so placement and dtypes stay what they are configured to be, and
+        settings are copied. The argument is not modified. Nothing is written before everything has been checked, so
+        what is refused has changed nothing.
+
+        A parameter that does not round to the main param loaded for it is written from it, with a warning: load the
+        model's weights first. A remainder belongs to the weights it was saved with; if others are there when it is
+        first used (by a step, or by reading state), that raises.
 
         Args:
-            convert: round saved state to the dtypes configured here also where that loses bits.
+            convert: round saved state to the dtypes configured here also where that loses bits; take a remainder
+                beside any weights; keep the present loss scale if none was saved.
 
         Raises:
-            ValueError: a parameter is missing on either side, a tensor's shape or dtype does not fit, or bits
-                would be lost.
+            ValueError: a parameter or its state is missing on either side, a tensor's shape or dtype does not fit, a
+                setting, step or loss scale is out of range, or bits would be lost.
         """
+        if written := self.restore(state_dict, convert=convert):
+            warnings.warn(f"{len(written)} parameters did not have the values of the loaded main params, and were "
+                          f"written from them: {names_in_words(written)}. Were all of the model's weights loaded? "
+                          "(Where they are loaded after the optimizer's state, load them before it.)", stacklevel=2)
+
+    @in_own_modes
+    def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:
+        """As :meth:`load_state_dict`; returns the names of the parameters that were written, instead of warning."""
+        check_form(state_dict)
         state_dict = dict(state_dict)
         if self.step_mark.is_set:
             self.recover()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             hooked = pre_hook(self, state_dict)
             state_dict = state_dict if hooked is None else hooked
+        check_form(state_dict)
+        self.follow_model()
         match = match_groups(self.param_groups, state_dict["param_groups"])
-        saved_state = state_dict["state"]
-        loads = [(slot, saved_state[index]) for slot, index in match.index_of.items() if index in saved_state]
-        for slot, state in loads:
-            self.check_slot_state(slot, self.fit_slot_state(slot, state, convert))
+        loads = self._loads(match, state_dict["state"])
+        self._check_all(match, loads, state_dict, convert)
         self.step_mark.touch()
         for slot, state in loads:
             self.load_slot_state(slot, self.fit_slot_state(slot, state, convert))
         for group, saved in zip(self.param_groups, match.settings, strict=True):
             group.update(saved)
+        self.load_beside(state_dict)
+        for slot, state in loads:
+            self.expect_checksum(slot, state, None if convert else match.checksums.get(slot))
+        written = [self.slot_name(slot) for slot, _ in loads if self.write_model(slot)]
         self.step_mark.clear()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+        return written
+
+    def _loads(self, match: GroupMatch, saved: Mapping[Any, Any]) -> list[tuple[Slot, dict[str, Any]]]:
+        """What each slot is to be given. A slot whose state was never allocated had none to save."""
+        loads: list[tuple[Slot, dict[str, Any]]] = []
+        missing: list[str] = []
+        for slot, index in match.index_of.items():
+            state = saved.get(index) or {}
+            if not isinstance(state, dict):
+                raise ValueError(f"state of {self.slot_name(slot)} is a {type(state).__name__}, not a dict")
+            if not state and self.requires_state(slot):
+                missing.append(self.slot_name(slot))
+            elif state or self.slot_state(slot):
+                loads.append((slot, state))
+        if missing:
+            raise ValueError(f"the saved state has none for {len(missing)} of {len(match.index_of)} parameters: "
+                             f"{names_in_words(missing)}. Was it saved before the first step of an optimizer that "
+                             "has no state until then, or with these parameters frozen? Load a complete one, or none")
+        return loads
+
+    def _check_all(self, match: GroupMatch, loads: Sequence[tuple[Slot, dict[str, Any]]], state_dict: dict[str, Any],
+                   convert: bool) -> None:
+        for index, (group, saved) in enumerate(zip(self.param_groups, match.settings, strict=True)):
+            try:
+                self.check_settings({**group, **saved})
+            except ValueError as error:
+                raise ValueError(f"param group {index} of the saved state: {error}") from None
+        self.check_beside(state_dict, convert)
+        for slot, state in loads:
+            if not convert:
+                self.check_checksum(slot, state, match.checksums.get(slot))
+            self.check_slot_state(slot, self.fit_slot_state(slot, state, convert))
+
+    # -- what loading asks of a subclass ----------------------------------------------------------
+
+    def follow_model(self, slot: Slot | None = None) -> None:
+        """Make what is stepped agree with what it stands for, where somebody else writes that."""
+
+    def requires_state(self, slot: Slot) -> bool:
+        """Whether a saved state without any for this slot is incomplete."""
+        return bool(self.slot_state(slot))
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        """Raise ValueError naming a setting of a param group, and its value, if it cannot be stepped with."""
+        check_schedule(group)
+
+    def check_beside(self, state_dict: dict[str, Any], convert: bool) -> None:
+        """Raise ValueError if what a state dict holds beside slots does not fit; write nothing."""
+
+    def load_beside(self, state_dict: dict[str, Any]) -> None:
+        """Load what a state dict holds beside slots."""
+
+    def write_model(self, slot: Slot) -> bool:
+        """Give the model's parameter the value of a main param that was loaded; returns whether it had another."""
+        return False
+
+    def param_checksums(self) -> list[int | None]:
+        """For every slot, a checksum of the parameter that its remainder belongs to; None if there is no remainder, or
+        this rank does not have all of the parameter."""
+        return [None] * len(self.slots())
+
+    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        """Raise ValueError if a state has to be loaded beside the parameter it was saved with, and that is another."""
+
+    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        """A state was loaded that belongs to a parameter of this checksum."""
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         """Raise ValueError if ``state`` does not fit the slot; write nothing."""
@@ -247,14 +341,40 @@ class SlotOptimizer(torch.optim.Optimizer):
             raise ValueError(f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
                              f"{sorted(mine)}. Was the state saved by another optimizer?")
         for key, own in mine.items():
-            check_fits(f"{name}.{key}", own, state[key])
+            if key == "step":
+                check_step(name, state[key])
+            else:
+                check_fits(f"{name}.{key}", own, state[key])
+
+
+_STEPS = Rule(lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]")
+"""What an FP32 counter counts to."""
+
+
+def check_step(name: str, value: Any) -> None:
+    """Raise ValueError unless this is a number of steps."""
+    if isinstance(value, Tensor) and value.dim():
+        raise ValueError(f"{name}.step: saved shape {tuple(value.shape)}, expected ()")
+    check_setting(f"{name}.step", value, _STEPS)
 
 
 def check_fits(label: str, own: Tensor, saved: Any) -> None:
     """Raise ValueError unless ``saved`` can be copied into ``own`` without losing anything."""
-    saved = as_tensor(saved)
+    if not isinstance(saved, Tensor) or saved.is_meta:
+        raise ValueError(f"{label}: saved as a {'meta tensor' if isinstance(saved, Tensor) else type(saved).__name__}, "
+                         f"expected a tensor of shape {tuple(own.shape)}")
     if saved.shape != own.shape:
         raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(own.shape)}")
-    if own.is_floating_point() and torch.promote_types(saved.dtype, own.dtype) != own.dtype:
+    kinds = own.is_floating_point() == saved.is_floating_point()
+    if not kinds or saved.is_complex() or torch.promote_types(saved.dtype, own.dtype) != own.dtype:
         raise ValueError(f"{label}: saved as {saved.dtype}, which {own.dtype} cannot hold without loss; "
                          f"convert it explicitly, or configure this state as {saved.dtype}")
+
+
+def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:
+    start = 0
+    for group in groups:
+        own = list(checksums[start : start + len(group["params"])])
+        start += len(own)
+        if any(value is not None for value in own):
+            group[CHECKSUMS] = own

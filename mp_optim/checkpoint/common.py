@@ -14,6 +14,7 @@ import torch
 
 from mp_optim.checkpoint.manifest import Manifest, read_checked
 from mp_optim.checkpoint.ranks import Ranks
+from mp_optim.checkpoint.state_dict import with_params
 
 __all__ = ["COMMON", "packed", "read_common", "without_state"]
 
@@ -76,11 +77,11 @@ def _merged(groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]
     start = sum(len(group["params"]) for group in groups)
     for theirs in others:
         for group in theirs:
-            new = [name for name in group["param_names"] if name not in seen]
+            new = [at for at, name in enumerate(group["param_names"]) if name not in seen]
             if new:
-                result.append({**group, "param_names": new, "params": list(range(start, start + len(new)))})
+                result.append({**with_params(group, new), "params": list(range(start, start + len(new)))})
                 start += len(new)
-                seen |= set(new)
+                seen |= set(result[-1]["param_names"])
     return result
 
 

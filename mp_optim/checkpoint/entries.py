@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
 from mp_optim.checkpoint.index import Saved
+from mp_optim.checkpoint.state_dict import with_params
 from mp_optim.names import canonical_names, prefixed
 from mp_optim.slots import ParamGroups, Slot
 
@@ -168,10 +169,9 @@ def wanted_groups(groups: list[dict[str, Any]], names: set[str]) -> list[dict[st
     """Saved param groups without the parameters that this rank does not have."""
     result = []
     for group in groups:
-        kept = [(name, index) for name, index in zip(group["param_names"], group["params"], strict=True)
-                if name in names]
+        kept = [at for at, name in enumerate(group["param_names"]) if name in names]
         if kept or not group["params"]:
-            result.append({**group, "param_names": [name for name, _ in kept], "params": [at for _, at in kept]})
+            result.append(with_params(group, kept))
     return result
 
 

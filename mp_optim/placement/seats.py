@@ -21,9 +21,10 @@ from mp_optim.own_modes import in_own_modes
 from mp_optim.placement.arena import HostArena, aligned_bytes
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import Transfer, transfer_for
-from mp_optim.slot_optimizer import SlotOptimizer
+from mp_optim.slot_optimizer import SlotOptimizer, check_fits
 from mp_optim.slots import Slot, follow, iter_slots, local_tensor, same_memory
 from mp_optim.update import as_slot_optimizer
+from mp_optim.update.stored import as_master
 
 __all__ = ["Place", "SeatedOptimizer"]
 
@@ -327,18 +328,29 @@ class SeatedOptimizer(SlotOptimizer):
         sub, theirs = self._in_sub(slot)
         rest, master = self._split(slot, state)
         fit = sub.fit_slot_state(theirs, rest, convert)
-        return fit if master is None else {**fit, "master_param": master}
+        if master is None:
+            return fit
+        return {**fit, "master_param": as_master(self.slot_name(slot), local_tensor(master), convert)}
 
     def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         rest = dict(state)
         master = rest.pop("master_param", None) if self._own_master(slot) is not None else None
         return rest, master
 
+    def requires_state(self, slot: Slot) -> bool:
+        sub, theirs = self._in_sub(slot)
+        return self._own_master(slot) is not None or sub.requires_state(theirs)
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self._subs["device"].check_settings(group)
+
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         sub, theirs = self._in_sub(slot)
         rest, master = self._split(slot, state)
         if (own := self._own_master(slot)) is not None and master is None:
             raise ValueError(f"state of {self.slot_name(slot)}: master_param ({own.dtype}) is missing")
+        if own is not None:
+            check_fits(f"{self.slot_name(slot)}.master_param", own, master)
         sub.check_slot_state(theirs, rest)
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:

@@ -47,14 +47,23 @@ class StateDoor(SlotOptimizer):
     def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`named_main_params`."""
 
+    @abstractmethod
+    def check_remainders(self, slot: Slot | None = None) -> None:
+        """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter that it was not saved
+        with, naming the parameters."""
+
     # -- the door -----------------------------------------------------------------------------------
 
-    def slot_state(self, slot: Slot) -> dict[str, Any]:
+    def _ready(self, slot: Slot | None = None) -> None:
         self.follow_model(slot)
+        self.check_remainders(slot)
+
+    def slot_state(self, slot: Slot) -> dict[str, Any]:
+        self._ready(slot)
         return self.read_state(slot, full=False)
 
     def full_slot_state(self, slot: Slot) -> dict[str, Any]:
-        self.follow_model(slot)
+        self._ready(slot)
         return self.read_state(slot, full=True)
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
@@ -72,5 +81,5 @@ class StateDoor(SlotOptimizer):
             BrokenOffError: the last step or load was broken off half-way.
         """
         self.step_mark.check("named_main_params")
-        self.follow_model()
+        self._ready()
         return self.read_main_params()

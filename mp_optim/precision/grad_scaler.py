@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,17 @@ from torch import Tensor
 
 from mp_optim.host_memory import as_tensor
 from mp_optim.own_modes import in_own_modes
+from mp_optim.setting_rules import WHOLE, Rule, check_setting
 
 __all__ = ["ConstantGradScaler", "DynamicGradScaler", "MegatronGradScaler"]
 
 _LARGEST = 2.0**126
 """The largest power of two whose reciprocal is a normal FP32 number."""
+
+
+_SCALER_STATE = {"scale": Rule(lambda scale: 0.0 < scale <= _LARGEST, "positive and at most 2**126"),
+                 "growth_tracker": WHOLE, "hysteresis_tracker": WHOLE}
+"""What the state of a dynamic scale consists of, and may be."""
 
 
 class MegatronGradScaler(ABC):
@@ -74,6 +81,10 @@ class MegatronGradScaler(ABC):
     def state_dict(self) -> dict[str, Any]: ...
 
     @abstractmethod
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` can take this; write nothing."""
+
+    @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
@@ -85,6 +96,9 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Anything will do: the scale stays what it is."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
@@ -150,7 +164,16 @@ class DynamicGradScaler(MegatronGradScaler):
         return {"scale": self._scale.clone(), "growth_tracker": self._growth_tracker.clone(),
                 "hysteresis_tracker": self._hysteresis_tracker.clone()}
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        if not isinstance(state_dict, Mapping) or (missing := sorted({*_SCALER_STATE} - {*state_dict})):
+            lacks = f"it lacks {missing}" if isinstance(state_dict, Mapping) else f"it is {state_dict!r}"
+            raise ValueError(f"grad_scaler: {lacks}; was it saved with a constant loss scale, or without one? To go on "
+                             "with the present loss scale, load with convert=True")
+        for key, rule in _SCALER_STATE.items():
+            check_setting(f"grad_scaler.{key}", state_dict[key], rule)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.check_state_dict(state_dict)
         for key, own in (("scale", self._scale), ("growth_tracker", self._growth_tracker),
                          ("hysteresis_tracker", self._hysteresis_tracker)):
             own.copy_(as_tensor(state_dict[key]).reshape(1))

@@ -18,19 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.arguments import ModelParams
 from mp_optim.broken_off import StepMark
+from mp_optim.checkpoint.blocks import is_cut
 from mp_optim.layouts import Layout, layout_of, shard_groups_of
 from mp_optim.own_modes import in_own_modes
+from mp_optim.precision.agreement import Agreement, same_values, stands_for
 from mp_optim.precision.columns import SlotColumns
 from mp_optim.precision.doors import StateDoor
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
 from mp_optim.precision.parking import Parking
 from mp_optim.precision.sharded import as_local_state, as_sharded
 from mp_optim.process_groups import ProcessGroups
-from mp_optim.quantized import check_quantized, dequantized, forget_initial_values, holds, is_quantized
+from mp_optim.quantized import check_quantized, dequantized, forget_initial_values, holds, is_quantized, quantize_
+from mp_optim.slot_optimizer import check_fits
 from mp_optim.slots import Slot, follow, iter_slots, local_tensor, same_memory, stream_of, with_names
 from mp_optim.update import as_slot_optimizer
+from mp_optim.update.checksums import checksums_of
 from mp_optim.update.lists import REMAINDER, scale_key
-from mp_optim.update.stored import MASTER, joined
+from mp_optim.update.stored import MASTER, as_master, joined
 
 __all__ = ["MainParams"]
 
@@ -59,6 +63,7 @@ class MainParams(StateDoor):
         self._norm_groups: list[str] | None = None
         self._reloaded = 0
         self._parking = Parking()
+        self._agreement = Agreement()
         super().__init__([with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults))
         for index in range(len(self.param_groups)):
             self._bind_group(index)
@@ -162,9 +167,18 @@ class MainParams(StateDoor):
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
+    def _param(self, slot: Slot) -> Tensor:
+        """The model's parameter."""
+        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
+        return param
+
     def _main(self, slot: Slot) -> Tensor:
         main: Tensor = self.inner.param_groups[slot.group]["params"][slot.position]
         return main
+
+    def _local(self, slot: Slot) -> Tensor:
+        """The model's parameter, or what this rank has of it."""
+        return local_tensor(self._param(slot))
 
     def has_separate_main(self, slot: Slot) -> bool:
         """Whether a slot is stepped on a tensor other than the model's parameter."""
@@ -172,7 +186,7 @@ class MainParams(StateDoor):
 
     def _has_master(self, slot: Slot) -> bool:
         """Whether a slot of 16 bits is stepped on an FP32 tensor; else it is FP32 itself, or has a remainder."""
-        param = self.param_groups[slot.group]["params"][slot.position]
+        param = self._param(slot)
         return (self.has_separate_main(slot) and param.dtype != torch.float32
                 and self._main(slot).dtype == torch.float32)
 
@@ -182,7 +196,7 @@ class MainParams(StateDoor):
 
     @in_own_modes
     def follow_model(self, slot: Slot | None = None) -> None:
-        if slot is not None and self._seen.is_same(slot, self.param_groups[slot.group]["params"][slot.position]):
+        if slot is not None and self._seen.is_same(slot, self._param(slot)):
             return
         seen, params = self._seen, self._params()
         changed = seen.changed(params)
@@ -224,6 +238,7 @@ class MainParams(StateDoor):
         """Take the model's present values into the main params, dropping their extra bits.
 
         Needed only after writes that leave no trace (``param.data.copy_(...)``): others are noticed by themselves.
+        Loaded remainders that belong to other weights are dropped, too.
 
         Args:
             state_dict: full-precision values by FQN, used instead of the model's where given.
@@ -234,6 +249,7 @@ class MainParams(StateDoor):
             if seen.separate[index] or (seen.bound[index] and param.dtype != torch.float32):
                 source = (state_dict or {}).get(self.slot_name(slot), param)
                 self.inner.set_main_param(slot, dequantized(source) if is_quantized(source) else local_tensor(source))
+        self._agreement.expected.clear()
         seen.look(self._params())
 
     def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -256,7 +272,7 @@ class MainParams(StateDoor):
     # -- state ----------------------------------------------------------------------------------
 
     def read_state(self, slot: Slot, *, full: bool) -> dict[str, Any]:
-        param = self.param_groups[slot.group]["params"][slot.position]
+        param = self._param(slot)
         if not self.has_state(slot):
             return {}
         state = dict(self.inner.full_slot_state(slot) if full else self.inner.slot_state(slot))
@@ -276,31 +292,81 @@ class MainParams(StateDoor):
             return state
         state = as_local_state(state)
         if REMAINDER in state and self._has_master(slot):
-            param = local_tensor(self.param_groups[slot.group]["params"][slot.position])
-            state[MASTER] = joined(self.slot_name(slot), param, state.pop(REMAINDER))
+            state[MASTER] = joined(self.slot_name(slot), self._local(slot), state.pop(REMAINDER))
         rest, master = self._split(slot, state)
         fit = self.inner.fit_slot_state(slot, rest, convert)
-        return fit if master is None else {**fit, MASTER: master}
+        return fit if master is None else {**fit, MASTER: as_master(self.slot_name(slot), master, convert)}
 
     def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         rest = as_local_state(state)
         return rest, rest.pop(MASTER, None) if self._has_master(slot) else None
+
+    def requires_state(self, slot: Slot) -> bool:
+        return self.has_state(slot) and (self._has_master(slot) or self.inner.requires_state(slot))
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self.inner.check_settings(group)
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         if self._has_master(slot) and MASTER not in state:
             raise ValueError(f"state of {self.slot_name(slot)}: master_param is missing, so its full-precision value "
                              "is lost; to start from the model's values, add them to the state dict under that key")
         rest, master = self._split(slot, state)
-        if master is not None and master.shape != self._main(slot).shape:
-            raise ValueError(f"{self.slot_name(slot)}.master_param: saved shape {tuple(master.shape)}, expected "
-                             f"{tuple(self._main(slot).shape)}")
+        if self._has_master(slot):
+            check_fits(f"{self.slot_name(slot)}.{MASTER}", self._main(slot), master)
         self.inner.check_slot_state(slot, rest)
 
     def write_state(self, slot: Slot, state: dict[str, Any]) -> None:
         rest, master = self._split(slot, state)
+        self._agreement.forget(slot)
+        if MASTER in rest and not stands_for(rest[MASTER], self._local(slot)):
+            self._agreement.written.add(slot)  # as soon as it is split into parameter and remainder
         self.inner.load_slot_state(slot, rest)
         if master is not None:
             self._main(slot).copy_(master)
+
+    @torch.no_grad()
+    def write_model(self, slot: Slot) -> bool:
+        param = self._param(slot)
+        noted = slot in self._agreement.written
+        self._agreement.written.discard(slot)
+        if not self.has_separate_main(slot) or param.dtype == torch.float32:
+            return noted  # it is stepped itself, or says all that its main param says
+        if is_quantized(param):
+            if differs := not holds(param, self.inner.main_param(slot)):
+                quantize_(param, self.inner.main_param(slot))
+            return differs
+        main, local = self._main(slot), self._local(slot)
+        differs = main.dtype == torch.float32 and not stands_for(main, local)  # else noted when it was split
+        if not same_values(value := main.to(device=local.device, dtype=local.dtype), local):
+            local.copy_(value)
+        return differs or noted
+
+    # -- remainders belong to the parameters they were saved with ---------------------------------
+
+    def _remainder_slots(self) -> list[Slot]:
+        """Slots with a remainder, of which this rank has the whole parameter."""
+        slots = [slot for slot in self.slots() if self.has_state(slot) and self._main(slot).dtype == torch.bfloat16]
+        return [slot for slot in slots if REMAINDER in self.inner.slot_state(slot)
+                and not is_cut(self._param(slot))]
+
+    def param_checksums(self) -> list[int | None]:
+        slots = self._remainder_slots()
+        known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
+        return [known.get(slot) for slot in self.slots()]
+
+    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        if checksum is None or REMAINDER not in state or REMAINDER in self.inner.slot_state(slot):
+            return
+        self._agreement.check([(slot, checksum)], self._local, self.slot_name)
+
+    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        if checksum is not None and REMAINDER in state and REMAINDER in self.inner.slot_state(slot):
+            self._agreement.expected[slot] = checksum
+
+    def check_remainders(self, slot: Slot | None = None) -> None:
+        if self._agreement.expected:
+            self._agreement.check_expected(slot, self._local, self.slot_name)
 
     def _accelerator_tensors(self) -> Iterator[Tensor]:
         for slot in filter(self.has_state, self.slots()):

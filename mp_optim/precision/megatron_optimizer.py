@@ -205,6 +205,7 @@ class MegatronOptimizer(DuringBackward, MainParams):
         self._push_settings()
         self.inner.check_groups()
         self.follow_model()
+        self.check_remainders()
         self.backward_link.follow(self._seen.params)
         indices, _ = self._grads = self._seen.grads(self.slot_name)
         if not all(self._seen.bound):
@@ -359,12 +360,14 @@ class MegatronOptimizer(DuringBackward, MainParams):
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
         return state_dict
 
-    @in_own_modes
-    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
-        self.follow_model()
-        super().load_state_dict(state_dict, convert=convert)
-        if self.grad_scaler is not None and "grad_scaler" in state_dict:
+    def check_beside(self, state_dict: dict[str, Any], convert: bool) -> None:
+        if self.grad_scaler is not None and (state_dict.get("grad_scaler") or not convert):
+            self.grad_scaler.check_state_dict(state_dict.get("grad_scaler"))
+
+    def load_beside(self, state_dict: dict[str, Any]) -> None:
+        if self.grad_scaler is not None and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+            self.remember_scale()
 
     # -- what is going on -----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mp_optim.host_memory import as_tensor, empty_host_tensor
 from mp_optim.own_modes import in_own_modes
-from mp_optim.slot_optimizer import Closure, SlotOptimizer
+from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_step
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
 
 __all__ = ["ForeignOptimizer", "as_slot_optimizer"]
@@ -60,13 +60,23 @@ class ForeignOptimizer(SlotOptimizer):
                 for key, value in state.items() if isinstance(value, Tensor | int | float)}
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        """As the base class, but state that the foreign optimizer has not allocated yet fits anything."""
-        if self.slot_state(slot):
+        """As the base class, but state that the foreign optimizer has not allocated yet fits anything, and a slot it
+        has never stepped has none."""
+        if state and self.slot_state(slot):
             super().check_slot_state(slot, state)
+        elif "step" in state:
+            check_step(self.slot_name(slot), state["step"])
+
+    def requires_state(self, slot: Slot) -> bool:
+        """Never: a foreign optimizer allocates state when it steps a parameter for the first time."""
+        return False
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         self.check_slot_state(slot, state)
         param, group = self._param(slot), self.param_groups[slot.group]
+        if not state:
+            self.optimizer.state.pop(param, None)
+            return
         live = self.optimizer.state.get(param, {})
         step_on_device = group.get("fused") or group.get("capturable")
         loaded = {}

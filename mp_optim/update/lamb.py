@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.setting_rules import NOT_NEGATIVE, check_flags, check_setting
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LambScalars, TensorLists, fp32
-from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_not_negative
+from mp_optim.update.rule import RuleOptimizer, check_adam_settings
 from mp_optim.update.stored import StatePrecision
 from mp_optim.update.sums import index_on
 
@@ -54,7 +55,8 @@ class FusedLAMB(RuleOptimizer):
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_adam_settings(group)
-        check_not_negative(group, "max_grad_norm")
+        check_setting("max_grad_norm", group["max_grad_norm"], NOT_NEGATIVE)
+        check_flags(group, ("grad_averaging", "use_nvlamb"))
 
     def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
         limit = group["max_grad_norm"]

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mp_optim.setting_rules import check_betas, check_schedule
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import LionScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer, check_betas, check_not_negative
+from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.stored import StatePrecision
 
 __all__ = ["Lion"]
@@ -36,8 +37,8 @@ class Lion(RuleOptimizer):
         return ("exp_avg",)
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        check_not_negative(group, "lr", "weight_decay")
-        check_betas(group)
+        check_schedule(group)
+        check_betas(group["betas"])
 
     def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
               multiplier: float | Tensor, updates: SlotUpdates) -> None:

@@ -19,6 +19,7 @@ from mp_optim.muon_settings import (
     coefficients,
     scale_factor,
 )
+from mp_optim.setting_rules import FRACTION, POSITIVE, WHOLE, check_flags, check_setting
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.batches import piece_elements
@@ -82,8 +83,10 @@ class Muon(RuleOptimizer):
     def check_settings(self, group: dict[str, Any]) -> None:
         check_range(group, "optimizer", group["optimizer"] in ("muon", self.rule), f"'muon' or {self.rule!r}")
         check_adam_settings(group)
-        check_range(group, "momentum", 0.0 <= group["momentum"] < 1.0, "in [0, 1)")
-        check_range(group, "extra_scale_factor", group["extra_scale_factor"] > 0.0, "> 0")
+        check_setting("momentum", group["momentum"], FRACTION)
+        check_setting("extra_scale_factor", group["extra_scale_factor"], POSITIVE)
+        check_setting("num_ns_steps", group["num_ns_steps"], WHOLE)
+        check_flags(group, ("nesterov",))
         for name, choices in _CHOICES.items():
             check_range(group, name, group[name] in choices, f"one of {list(choices)}")
         coefficients(group["coefficient_type"], group["num_ns_steps"])

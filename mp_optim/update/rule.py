@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.capabilities import refusal
 from mp_optim.own_modes import in_own_modes
+from mp_optim.setting_rules import NOT_NEGATIVE, check_betas, check_flags, check_schedule, check_setting
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
     DeviceMultiplier,
@@ -38,7 +39,7 @@ from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
 from mp_optim.update.rule_state import RuleState
 from mp_optim.update.stored import StatePrecision
 
-__all__ = ["PlannedLaunch", "RuleOptimizer", "check_adam_settings", "check_betas", "check_not_negative", "check_range",
+__all__ = ["PlannedLaunch", "RuleOptimizer", "check_adam_settings", "check_range",
            "global_grad_norm", "settings_now"]
 
 
@@ -369,28 +370,9 @@ def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None
         raise ValueError(f"{name}={group[name]!r}: must be {rule}")
 
 
-def check_not_negative(group: dict[str, Any], *names: str) -> None:
-    """Raise ValueError naming the first of these settings that is no finite number >= 0."""
-    for name in names:
-        check_range(group, name, 0.0 <= _number(group[name]) < math.inf, ">= 0 and finite")
-
-
-def check_betas(group: dict[str, Any]) -> None:
-    """Raise ValueError unless ``betas`` is two numbers in [0, 1)."""
-    betas = group["betas"]
-    good = isinstance(betas, tuple | list) and len(betas) == 2 and all(0.0 <= _number(beta) < 1.0 for beta in betas)
-    check_range(group, "betas", good, "two numbers in [0, 1)")
-
-
-def _number(value: Any) -> float:
-    """A number, or a tensor of one, as a float; nan for anything else."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return math.nan
-
-
 def check_adam_settings(group: dict[str, Any]) -> None:
     """The settings Adam and LAMB share."""
-    check_not_negative(group, "lr", "eps", "weight_decay")
-    check_betas(group)
+    check_schedule(group)
+    check_betas(group["betas"])
+    check_setting("eps", group["eps"], NOT_NEGATIVE)
+    check_flags(group, ("bias_correction", "adam_w_mode"))

@@ -14,7 +14,7 @@ from mp_optim.host_memory import Form, as_tensor, beside, zeros
 from mp_optim.own_modes import in_own_modes
 from mp_optim.slot_optimizer import SlotOptimizer, check_fits
 from mp_optim.slots import Slot, local_tensor
-from mp_optim.update.formats import join, keep_valid, split_
+from mp_optim.update.formats import SECOND, join, keep_valid, split_
 from mp_optim.update.group_state import GroupState
 from mp_optim.update.lists import REMAINDER
 from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, moment_forms
@@ -138,6 +138,9 @@ class RuleState(SlotOptimizer):
         if master is not None:
             check_fits(f"{self.slot_name(slot)}.{MASTER}", self.main_param(slot), master)
         super().check_slot_state(slot, rest)
+        second = rest.get(SECOND)
+        if second is not None and second.is_floating_point() and bool((second < 0).any()):
+            raise ValueError(f"{self.slot_name(slot)}.{SECOND}: has negative elements; it is a mean of squares")
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         self.check_slot_state(slot, state)

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mp_optim.setting_rules import FINITE, NOT_NEGATIVE, check_flags, check_schedule, check_setting
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.lists import SgdScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer, check_not_negative, check_range
+from mp_optim.update.rule import RuleOptimizer, check_range
 from mp_optim.update.stored import StatePrecision
 
 __all__ = ["SGD"]
@@ -37,7 +38,10 @@ class SGD(RuleOptimizer):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        check_not_negative(group, "lr", "momentum", "weight_decay")
+        check_schedule(group)
+        check_setting("momentum", group["momentum"], NOT_NEGATIVE)
+        check_setting("dampening", group["dampening"], FINITE)
+        check_flags(group, ("nesterov",))
         nesterov_fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         check_range(group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0")
 

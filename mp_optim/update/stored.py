@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.host_memory import Form, zeros
+from mp_optim.slot_optimizer import check_fits
 from mp_optim.update.formats import (
     MOMENT_DTYPES,
     SECOND,
@@ -23,7 +24,7 @@ from mp_optim.update.formats import (
 )
 from mp_optim.update.lists import REMAINDER, scale_key
 
-__all__ = ["MASTER", "StatePrecision", "fitted", "full_precision", "joined", "moment_forms"]
+__all__ = ["MASTER", "StatePrecision", "as_master", "fitted", "full_precision", "joined", "moment_forms"]
 
 MASTER = "master_param"
 """Key of the FP32 main param in a slot's state."""
@@ -127,14 +128,37 @@ def fitted(label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str
             continue
         if theirs.dtype == own.dtype and _same_scales(saved.get(scale), mine.get(scale)):
             result |= {scale: saved[scale]} if scale in mine else {}
-        elif theirs.shape == own.shape and (convert or theirs.dtype != torch.float64):
+        elif theirs.shape == own.shape and _can_be_read(theirs, saved.get(scale), convert):
             result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key), convert)
     if REMAINDER in saved and (REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype):
         result[MASTER] = joined(label, main, result.pop(REMAINDER))
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)
+        result[MASTER] = as_master(label, result[MASTER], convert)
         _check_splits(label, mine[REMAINDER], result[MASTER], convert)
     return result
+
+
+def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
+    """Whether a saved moment has an FP32 form; what has none is left as it is, and refused as it is."""
+    if saved.is_complex() or saved.is_meta:
+        return False
+    return scale is not None or convert or (saved.is_floating_point() and saved.dtype != torch.float64)
+
+
+def as_master(label: str, saved: Any, convert: bool) -> Tensor:
+    """A saved main param in FP32.
+
+    Raises:
+        ValueError: it is none, or would lose bits and ``convert`` is false.
+    """
+    if not isinstance(saved, Tensor) or saved.is_complex() or saved.is_meta:
+        check_fits(f"{label}.{MASTER}", torch.empty(getattr(saved, "shape", ())), saved)
+    narrow = saved.is_floating_point() and saved.dtype != torch.float64
+    if not (narrow or convert):
+        check_fits(f"{label}.{MASTER}", torch.empty(saved.shape, device="meta"), saved)
+    value: Tensor = saved.float()
+    return value
 
 
 def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:

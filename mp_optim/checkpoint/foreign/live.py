@@ -30,7 +30,7 @@ class NamedOptimizer(Protocol):
     def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]: ...
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None: ...
-    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None: ...
+    def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]: ...
 
 
 @in_own_modes
@@ -66,9 +66,10 @@ def import_state(optimizer: NamedOptimizer, foreign: ForeignState, *, main_from_
             given.pop(MASTER, None)
         state[groups[slot.group]["params"][slot.position]] = given
     loaded: dict[str, Any] = {"param_groups": groups, "state": state}
-    if foreign.grad_scaler is not None:
-        loaded["grad_scaler"] = dict(foreign.grad_scaler)
-    optimizer.load_state_dict(loaded, convert=convert)
+    scaler = getattr(optimizer, "grad_scaler", None)
+    if scaler is not None:
+        loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
+    optimizer.restore(loaded, convert=convert)
     optimizer.reload_model_params(whole)  # FP32 parameters that are stepped elsewhere have a copy outside the state
     for name, value in whole.items():
         slot = slots[name]

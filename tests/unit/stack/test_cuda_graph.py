@@ -51,12 +51,15 @@ SHORT = {"moved": 5, "saved": 6, "loaded": 9, "added": 99, "end": 11}
 def story(precision: str, when: dict[str, int], **settings: Any) -> tuple[dict[str, Any], Any]:
     """A run in which everything changes that may: rates, weight decay, gradient memory, loaded state, a new group."""
     model, optimizer = small(precision, **settings)
-    results, replays, saved = [], 0, {}
+    results, replays, saved, weights = [], 0, {}, {}
     for step in range(when["end"]):
         if step == when["moved"]:
             for param in model.values():
                 param.grad = torch.zeros_like(param)
         if step == when["loaded"]:
+            with torch.no_grad():
+                for name, value in weights.items():
+                    model[name].copy_(value)
             optimizer.load_state_dict(saved)
         if step == when["added"]:
             late = nn.Parameter(torch.ones(5, dtype=model["mtp"].dtype))
@@ -69,6 +72,7 @@ def story(precision: str, when: dict[str, int], **settings: Any) -> tuple[dict[s
         results.append(optimizer.step())
         if step == when["saved"]:
             saved = copy.deepcopy(optimizer.state_dict())
+            weights = {name: param.detach().clone() for name, param in model.items()}
         replays = optimizer.metrics().get("graph_replays", 0)
     state = optimizer.state_dict(full_precision=True)["state"]
     metrics = {k: v for k, v in optimizer.metrics().items() if not k.startswith("graph")}

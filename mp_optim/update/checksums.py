@@ -1,0 +1,47 @@
+"""A checksum of a tensor's bits: the same on every device, with one number per tensor to bring to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.batches import piece_elements
+from mp_optim.update.formats import mix
+
+__all__ = ["checksums_of"]
+
+_WIDTH = 1024
+"""Elements of a row."""
+_PRIME = 0x01000193
+
+
+def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
+    """32 bits for each of some tensors of 2-byte elements, in row-major order; waits for their device once."""
+    sums = [_sum(tensor) for tensor in tensors]
+    if not sums:
+        return []
+    found: list[int] = torch.stack([value.to(sums[0].device) for value in sums]).tolist()
+    return [mix((value & 0xFFFFFFFF) ^ mix(tensor.numel() & 0xFFFFFFFF))
+            for value, tensor in zip(found, tensors, strict=True)]
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Sum of the elements, each times a number of its row and times one of its column: int64, shape ()."""
+    bits = tensor.detach().contiguous().view(torch.int16).view(-1)
+    columns = _weights(0, _WIDTH, tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    piece = max(_WIDTH, piece_elements(tensor.device) // _WIDTH * _WIDTH)
+    for start in range(0, bits.numel(), piece):
+        part = bits[start : start + piece]
+        rows = torch.nn.functional.pad(part, (0, -part.numel() % _WIDTH)).view(-1, _WIDTH)
+        by_row = (rows * columns).sum(1)
+        total += (by_row * _weights(start // _WIDTH, rows.shape[0], tensor.device)).sum()
+    return total
+
+
+def _weights(start: int, count: int, device: torch.device) -> Tensor:
+    """Odd numbers below 2^31, int64, shape (count,): a product with one loses nothing."""
+    index = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    return (index * _PRIME + 0x9E3779B9) % 0x7FFFFFFF | 1
