@@ -233,5 +233,5 @@ def test_a_tensor_setting_that_was_written_in_place_is_looked_at_again():
     optimizer.step()
     rate.fill_(-1.0)
     backward(model, optimizer, 1)
-    with pytest.raises(ValueError, match=r"param_groups\[\d\]: lr=.*must be >= 0.*nothing was stepped"):
+    with pytest.raises(ValueError, match=r"param_groups\[\d\]: lr=.*must be a finite number >= 0.*nothing was stepped"):
         optimizer.step()
