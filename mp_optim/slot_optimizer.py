@@ -250,9 +250,12 @@ class SlotOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if hooked is None else hooked
         check_form(state_dict)
         self.follow_model()
-        match = match_groups(self.param_groups, state_dict["param_groups"])
+        match = self.check_plain(state_dict, convert=convert)
         loads = self._loads(match, state_dict["state"])
-        self._check_all(match, loads, state_dict, convert)
+        for slot, state in loads:
+            if not convert:
+                self.check_checksum(slot, state, match.checksums.get(slot))
+            self.check_slot_state(slot, self.fit_slot_state(slot, state, convert))
         self.step_mark.touch()
         for slot, state in loads:
             self.load_slot_state(slot, self.fit_slot_state(slot, state, convert))
@@ -285,18 +288,20 @@ class SlotOptimizer(torch.optim.Optimizer):
                              "has no state until then, or with these parameters frozen? Load a complete one, or none")
         return loads
 
-    def _check_all(self, match: GroupMatch, loads: Sequence[tuple[Slot, dict[str, Any]]], state_dict: dict[str, Any],
-                   convert: bool) -> None:
+    def check_plain(self, state_dict: Mapping[str, Any], *, convert: bool = False) -> GroupMatch:
+        """What can be said of a state dict without its state: which parameters and settings go where.
+
+        Raises:
+            ValueError: parameters are missing on either side, or a setting or the loss scale is out of range.
+        """
+        match = match_groups(self.param_groups, state_dict["param_groups"])
         for index, (group, saved) in enumerate(zip(self.param_groups, match.settings, strict=True)):
             try:
                 self.check_settings({**group, **saved})
-            except ValueError as error:
-                raise ValueError(f"param group {index} of the saved state: {error}") from None
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"param group {index} of the saved state: {error}") from error
         self.check_beside(state_dict, convert)
-        for slot, state in loads:
-            if not convert:
-                self.check_checksum(slot, state, match.checksums.get(slot))
-            self.check_slot_state(slot, self.fit_slot_state(slot, state, convert))
+        return match
 
     # -- what loading asks of a subclass ----------------------------------------------------------
 
@@ -311,10 +316,10 @@ class SlotOptimizer(torch.optim.Optimizer):
         """Raise ValueError naming a setting of a param group, and its value, if it cannot be stepped with."""
         check_schedule(group)
 
-    def check_beside(self, state_dict: dict[str, Any], convert: bool) -> None:
+    def check_beside(self, state_dict: Mapping[str, Any], convert: bool) -> None:
         """Raise ValueError if what a state dict holds beside slots does not fit; write nothing."""
 
-    def load_beside(self, state_dict: dict[str, Any]) -> None:
+    def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         """Load what a state dict holds beside slots."""
 
     def write_model(self, slot: Slot) -> bool:

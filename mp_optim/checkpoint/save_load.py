@@ -45,7 +45,6 @@ from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.reading import Reading, plan_reading, read_index
 from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entries
 from mp_optim.checkpoint.replicas import check_replicas
-from mp_optim.checkpoint.state_dict import match_groups
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.own_modes import in_own_modes
 
@@ -192,7 +191,7 @@ def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
     def check() -> None:
         check_entries(version, saved, tensors, everybody)
         _check_scheduler(version, scheduler, common)
-        _check_groups(version, optimizer, common)
+        _check_groups(version, optimizer, common, convert)
         planned.append(plan_reading(tensors, version, index))
         planned[0].check()
 
@@ -222,13 +221,13 @@ def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -
         scheduler.check_state_dict(common["scheduler"])
 
 
-def _check_groups(version: Path, optimizer: SlotStateful | None, common: Mapping[str, Any]) -> None:
-    """What can be said of the groups before the tensors are replaced."""
+def _check_groups(version: Path, optimizer: SlotStateful | None, common: Mapping[str, Any], convert: bool) -> None:
+    """What can be said of the optimizer's state before the tensors are replaced."""
     if optimizer is None:
         return
     if common["optimizer"] is None:
         raise ValueError(f"{version} holds a model and no optimizer; load it with optimizer=None")
-    match_groups(optimizer.param_groups, _own_groups(optimizer, common))
+    optimizer.check_plain({**common["optimizer"], "param_groups": _own_groups(optimizer, common)}, convert=convert)
 
 
 def _own_groups(optimizer: SlotStateful, common: Mapping[str, Any]) -> list[dict[str, Any]]:

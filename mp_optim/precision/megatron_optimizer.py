@@ -360,11 +360,11 @@ class MegatronOptimizer(DuringBackward, MainParams):
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
         return state_dict
 
-    def check_beside(self, state_dict: dict[str, Any], convert: bool) -> None:
+    def check_beside(self, state_dict: Mapping[str, Any], convert: bool) -> None:
         if self.grad_scaler is not None and (state_dict.get("grad_scaler") or not convert):
             self.grad_scaler.check_state_dict(state_dict.get("grad_scaler"))
 
-    def load_beside(self, state_dict: dict[str, Any]) -> None:
+    def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         if self.grad_scaler is not None and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
             self.remember_scale()

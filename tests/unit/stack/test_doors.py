@@ -305,6 +305,18 @@ def test_a_refused_load_names_the_cause_and_changes_nothing(fraction):
                for index, state in good["state"].items() for key, value in state.items())
 
 
+def test_a_checkpoint_with_an_impossible_setting_replaces_nothing(tmp_path):
+    model, source = build("bf16")
+    source.param_groups[0]["lr"] = NAN
+    mp_optim.checkpoint.save(tmp_path, model, source)
+    other_model, other = build("bf16", seed=1)
+    before = everything(other_model, other)
+    with pytest.raises(ValueError, match="lr=nan"):
+        mp_optim.checkpoint.load(tmp_path, other_model, other)
+    after = everything(other_model, other)
+    assert all(same_bits(x, y) for x, y in zip(before[0], after[0], strict=True)) and str(before[1]) == str(after[1])
+
+
 def test_bits_are_lost_on_request_only():
     model, optimizer = build("fp16", initial_loss_scale=8.0)
     train(model, optimizer, 1)
