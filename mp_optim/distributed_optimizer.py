@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.broken_off import StepMark
 from mp_optim.config import OptimizerConfig
+from mp_optim.missing_ranks import learn_addresses, naming_missing_ranks
 from mp_optim.own_modes import in_own_modes
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.backward import BackwardLink
@@ -36,7 +37,6 @@ from mp_optim.sharding import (
     check_number,
     make_fragment,
     make_transport,
-    naming_missing_ranks,
 )
 from mp_optim.slots import Slot, SlotStateView, SlotUpdate, iter_slots, with_names
 
@@ -89,6 +89,7 @@ class DistributedOptimizer(MegatronOptimizer):
         torch.optim.Optimizer.__init__(self, [with_names(group) for group in param_groups], {})
         with self._guard("comparing the ranks' models and configs"):
             check_agreement(self._group, self._description(model_chunks), "an optimizer")
+            learn_addresses(self._group)
         self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
         self._fragments = {slot: self._fragment(slot, p) for slot, p in iter_slots(self.param_groups)}
         self._watched, self._index = Watched(self._params()), {slot: at for at, slot in enumerate(self._fragments)}

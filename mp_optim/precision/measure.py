@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.missing_ranks import call, learn_addresses, naming_missing_ranks, wait_for
 from mp_optim.slots import SteadyList
 from mp_optim.update.sums import index_on
 
@@ -124,6 +125,7 @@ def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, gro
 
     Raises:
         ValueError: a gradient counts in a norm group that is not among ``names``.
+        MissingRanksError: a rank is gone or stuck, naming it.
     """
     device = next((value.device for value in local.values()), torch.device("cpu"))
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
@@ -138,7 +140,7 @@ def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, gro
         packed = torch.stack([*([value] if zeros is None else [value, zeros[key]]),
                               *(torch.full_like(value, term) for term in mine)])
         for shard_group in key.shard_groups:
-            dist.all_reduce(packed, group=shard_group)
+            _reduce(packed, shard_group)
         for total, term in zip(packed[-2:], mine, strict=False):
             difference = (total - float(ranks * term)).abs()
             off = difference if off is None else off + difference
@@ -147,10 +149,15 @@ def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, gro
             zero_total += packed[1]
     if group is not None:
         packed = torch.stack([*totals.values(), zero_total])
-        dist.all_reduce(packed, group=group)
+        _reduce(packed, group)
         totals = dict(zip(names, packed, strict=False))
         zero_total = packed[-1]
     return Measurement(totals, None if zeros is None else zero_total, off)
+
+
+def _reduce(packed: Tensor, group: ProcessGroup) -> None:
+    with naming_missing_ranks(group)("agreeing on the gradient norm"):
+        wait_for(dist.all_reduce(packed, group=group, async_op=True), group, packed.device)
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
@@ -158,6 +165,8 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
     names = {MAIN, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
         found: list[set[str]] = [set()] * dist.get_world_size(group)
-        dist.all_gather_object(found, names, group=group)
+        with naming_missing_ranks(group)("comparing the names of norm groups"):
+            call(group, lambda: dist.all_gather_object(found, names, group=group))
+            learn_addresses(group)
         names = set().union(*found)
     return sorted(names)

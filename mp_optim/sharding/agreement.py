@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["check_agreement", "check_number", "difference", "difference_told", "naming_missing_ranks"]
+from mp_optim.missing_ranks import call, wait_for
+
+__all__ = ["check_agreement", "check_number", "difference", "difference_told"]
 
 _PATIENCE = 5.0
 """Seconds within which every rank that is still there has noticed a failure too."""
@@ -50,11 +49,12 @@ def check_agreement(group: ProcessGroup, lines: Sequence[str], what: str) -> Non
         ValueError: on every rank, naming those that differ and how.
     """
     digests: list[str] = [""] * group.size()
-    dist.all_gather_object(digests, hashlib.sha256("\n".join(lines).encode()).hexdigest(), group=group)
+    mine = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    call(group, lambda: dist.all_gather_object(digests, mine, group=group))
     if len(set(digests)) == 1:
         return
     described: list[Sequence[str]] = [()] * group.size()
-    dist.all_gather_object(described, list(lines), group=group)
+    call(group, lambda: dist.all_gather_object(described, list(lines), group=group))
     raise ValueError(f"the ranks that share {what} disagree: "
                      f"{difference(described, dist.get_process_group_ranks(group))}")
 
@@ -63,24 +63,10 @@ def check_number(group: ProcessGroup, text: Callable[[], Sequence[str]], device:
     """The same, for every step: one reduction of two numbers while ranks agree."""
     number = zlib.crc32("\n".join(text()).encode())
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    wait_for(dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True), group, device)
     most, least = extremes.tolist()
     if most != -least:
         check_agreement(group, text(), what)
-
-
-def _at_other_places(doings: dict[int, str]) -> str:
-    """Who was doing what, if that differs."""
-    if len(set(doings.values())) == 1:
-        return ""
-    where = "; ".join(f"{_numbered([rank for rank in doings if doings[rank] == doing])} was {doing}"
-                      for doing in dict.fromkeys(doings.values()))
-    return (f", at different places: {where}; did one of them call step(), backward() or zero_grad() more often than "
-            "the others?")
-
-
-def _numbered(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
 
 
 _told: Counter[tuple[int, ...]] = Counter()
@@ -106,58 +92,3 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
     how = difference([store.get(keys[rank]).decode().splitlines() for rank in told], told)
     quiet = f"ranks {silent} did not say what they have" if silent else ""
     return "; ".join(filter(None, (how, quiet))) or "they do not say how"
-
-
-def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
-    """A context for communication within a group; a failure in it says which ranks did not get there.
-
-    Every rank that fails leaves a note in the store through which the ranks found each other, with what it was doing;
-    those that leave none are the ones that are missing. If none is, the notes say who was at another place.
-    """
-
-    failures = itertools.count()
-
-    @contextmanager
-    def guard(doing: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if not _is_communication(error):
-                raise
-            who = _who_is_missing(group, next(failures), doing)
-            raise RuntimeError(f"{doing} failed: {who} ({_first_line(error)})") from error
-
-    return guard
-
-
-def _is_communication(error: RuntimeError) -> bool:
-    text = str(error)
-    return isinstance(error, dist.DistError) or any(sign in text for sign in (
-        "gloo", "Connection", "Timed out", "timed out", "NCCL", "monitoredBarrier"))
-
-
-def _first_line(error: RuntimeError) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
-
-
-def _who_is_missing(group: ProcessGroup, failure: int, doing: str) -> str:
-    ranks = dist.get_process_group_ranks(group)
-
-    def note(rank: int) -> str:
-        return f"mp_optim/failed/{group.group_name}/{failure}/{rank}"
-
-    try:
-        store = _get_default_store()
-        store.set(note(dist.get_rank()), doing)
-        deadline = time.monotonic() + _PATIENCE
-        missing = ranks
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not store.check([note(rank)])]
-            time.sleep(0.05 if missing else 0.0)
-        doings = {rank: store.get(note(rank)).decode() for rank in ranks if rank not in missing}
-    except RuntimeError:
-        return "the store is gone too, so rank 0, if it keeps it, has ended"
-    if not missing:
-        return f"all of ranks {ranks} noticed{_at_other_places(doings)}"
-    word = "rank" if len(missing) == 1 else "ranks"
-    return f"{word} {', '.join(map(str, missing))} of {ranks} did not take part (ended, stuck or doing something else)"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from mp_optim.missing_ranks import wait_for
 from mp_optim.sharding.buckets import Bucket, Entry
 from mp_optim.sharding.reduce import all_gather
 
@@ -71,7 +72,7 @@ class ParamGatherer:
         work = self._under_way.pop(index, None)
         if work is not None:
             with self._guard("gathering parameters"):
-                work.wait()
+                wait_for(work, self._group, self._buckets[index].params.device)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if self._waited_for is None:

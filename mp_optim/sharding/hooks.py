@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.missing_ranks import wait_for
 from mp_optim.own_modes import in_own_modes
 from mp_optim.sharding.buckets import Bucket, Entry
 from mp_optim.sharding.order import LaunchOrder
@@ -195,7 +196,7 @@ class GradReducer:
             with self._guard(f"gathering the gradients of {_named(bucket)}"):
                 work = all_gather(bucket.local_grads(), bucket.owned_grads, self.settings.group)
                 if work is not None:
-                    work.wait()
+                    wait_for(work, self.settings.group, bucket.params.device)
 
     @in_own_modes
     def collect_all(self) -> bool:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.missing_ranks import wait_for
+
 __all__ = ["Reduction", "all_gather", "broadcast", "start_reduction", "uses_exchange"]
 
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -68,7 +70,7 @@ class _Exchange:
 
     def wait(self) -> None:
         if self.work is not None:
-            self.work.wait()
+            wait_for(self.work, self.group, self.grads.device)
         rows = (self.grads if self.received is None else self.received).view(self.group.size(), -1)
         total = rows[0].to(torch.float32, copy=True)
         for row in rows[1:]:
@@ -95,7 +97,7 @@ class _Collective:
         self.work = _reduce_scatter(self.result, self.grads, op=op, group=self.group, async_op=True)
 
     def wait(self) -> None:
-        self.work.wait()
+        wait_for(self.work, self.group, self.grads.device)
         if self.add and self.result is not None:
             self.owned += self.result
 
@@ -122,7 +124,8 @@ def all_gather(flat: Tensor, owned: Tensor, group: ProcessGroup) -> Any:
 def broadcast(flat: Tensor, group: ProcessGroup) -> None:
     """Give every rank the first one's values."""
     if group.size() > 1:
-        dist.broadcast(_bytes(flat), src=dist.get_global_rank(group, 0), group=group)
+        work = dist.broadcast(_bytes(flat), src=dist.get_global_rank(group, 0), group=group, async_op=True)
+        wait_for(work, group, flat.device)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,232 @@
+"""Who is missing, where ranks communicate: an error that names the ranks that are gone, within seconds, and no others.
+
+In a ring only the neighbours of a dead process notice that it is gone. So whoever notices leaves a note in the store
+through which the processes found each other, whoever waits looks for such a note now and then, and who is gone is asked
+of the processes' kernels (:mod:`mp_optim.presence`), not inferred from who is late.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store
+
+from mp_optim.presence import Address, exists, own_address
+
+__all__ = ["MissingRanksError", "announce", "call", "learn_addresses", "naming_missing_ranks", "wait_for"]
+
+T = TypeVar("T")
+
+_PATIENCE = 5.0
+"""Seconds within which every rank that waits in the same place has noticed a failure too."""
+_TOGETHER = 0.5
+"""Seconds within which processes end that end together."""
+_LOOK = timedelta(seconds=1.0)
+"""Between two looks for a note of failure, while waiting."""
+_STORE = 3.0
+"""Seconds that the store may take beyond that."""
+
+_addresses: dict[int, Address] = {}
+_looks: list[threading.Thread] = []
+
+
+class MissingRanksError(RuntimeError):
+    """Communication failed; the message says who did not take part."""
+
+
+class _NoticedError(RuntimeError):
+    """Another rank left a note that communication failed."""
+
+
+def _failed(group: ProcessGroup, rank: int | str) -> str:
+    return f"mp_optim/failed/{group.group_name}/{rank}"
+
+
+def _present(rank: int) -> str:
+    return f"mp_optim/present/{rank}"
+
+
+def announce() -> None:
+    """Let other ranks ask whether this process exists. Not collective; cheap when repeated."""
+    store = _get_default_store()
+    address = own_address(_master(store))
+    rank = dist.get_rank()
+    if address is not None and _addresses.get(rank) != address:
+        _addresses.clear()  # a process group before this one may have had other ranks
+        _addresses[rank] = address
+        store.set(_present(rank), str(address))
+
+
+def _master(store: Any) -> tuple[str, int] | None:
+    """Host and port of the store, if it has some."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return None if host is None or port is None else (host, port)
+
+
+def learn_addresses(group: ProcessGroup) -> None:
+    """Look up where a group's processes listen, so that it is known when the store is gone. Every rank has announced
+    itself: this follows a communication of the group."""
+    _learn(_get_default_store(), dist.get_process_group_ranks(group))
+
+
+def _learn(store: Any, ranks: list[int]) -> None:
+    unknown = [rank for rank in ranks if rank not in _addresses and store.check([_present(rank)])]
+    for rank, text in zip(unknown, store.multi_get([_present(rank) for rank in unknown]) if unknown else (),
+                          strict=True):
+        _addresses[rank] = Address.parse(text.decode())
+
+
+# -- waiting ------------------------------------------------------------------------------------------------------
+
+
+def wait_for(work: Any, group: ProcessGroup, device: torch.device) -> None:
+    """Wait for communication of a group, or until another rank has found that it failed.
+
+    On backends whose waiting blocks the host (gloo) this looks for notes of failure once a second; it costs nothing
+    when the work is done sooner. Others watch over their communicators themselves.
+
+    Raises:
+        RuntimeError: the communication failed, here or elsewhere.
+    """
+    if group._get_backend(device).name() != "gloo":
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError as error:
+            if work.is_completed() or "timed out" not in str(error).lower():
+                raise
+            _raise_if_noticed(group)
+
+
+def call(group: ProcessGroup, communicate: Callable[[], T]) -> T:
+    """The same for what cannot be waited for in pieces, such as collectives of objects; in a thread of its own.
+
+    NOTE: after a failure the thread stays where it is; a process that goes on has to leave the group alone.
+    """
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(communicate())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="mp_optim-collective", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK.total_seconds())
+        if thread.is_alive():
+            _raise_if_noticed(group)
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
+def _raise_if_noticed(group: ProcessGroup) -> None:
+    """Look for a note in a thread: whoever keeps the store may be stopped, and then nobody answers."""
+    if any(look.is_alive() for look in _looks):
+        return
+    noticed: list[bool] = []
+    look = threading.Thread(target=lambda: noticed.append(_is_noticed(group)), daemon=True)
+    _looks[:] = [look]
+    look.start()
+    look.join(_STORE)
+    if noticed and noticed[0]:
+        raise _NoticedError("another rank found that communication failed")
+
+
+def _is_noticed(group: ProcessGroup) -> bool:
+    try:
+        found: bool = _get_default_store().check([_failed(group, "any")])
+        return found
+    except RuntimeError:  # the store is gone, and the rank that kept it
+        return True
+
+
+# -- naming ---------------------------------------------------------------------------------------------------------
+
+
+def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
+    """A context for communication within a group; a failure in it raises MissingRanksError, which says who is gone, or
+    did not get there."""
+    announce()
+
+    @contextmanager
+    def guard(doing: str) -> Iterator[None]:
+        try:
+            yield
+        except MissingRanksError:
+            raise
+        except RuntimeError as error:
+            if not _is_communication(error):
+                raise
+            who = _who_is_missing(group)
+            raise MissingRanksError(f"{doing} failed: {who} ({_first_line(error)})") from error
+
+    return guard
+
+
+def _is_communication(error: RuntimeError) -> bool:
+    text = str(error)
+    return isinstance(error, dist.DistError | _NoticedError) or any(sign in text for sign in (
+        "gloo", "Connection", "Timed out", "timed out", "NCCL", "monitoredBarrier"))
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def _who_is_missing(group: ProcessGroup) -> str:
+    """In words. The store is asked in a thread: the process that keeps it may be the one that is gone, or stopped."""
+    ranks = dist.get_process_group_ranks(group)
+    verdicts: list[str] = []
+    thread = threading.Thread(target=lambda: verdicts.append(_by_notes(group, ranks)), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE + _STORE)
+    if verdicts and verdicts[0]:
+        return verdicts[0]
+    gone = [rank for rank in ranks if rank in _addresses and exists(_addresses[rank]) is False]
+    if gone:
+        return _named(gone, ranks, "ended")
+    return "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, has ended or is stuck"
+
+
+def _by_notes(group: ProcessGroup, ranks: list[int]) -> str:
+    """Who is missing by the notes in the store; empty if it is gone."""
+    try:
+        store = _get_default_store()
+        store.set(_failed(group, "any"), "failed")
+        store.set(_failed(group, dist.get_rank()), "failed")
+        _learn(store, ranks)
+        until, gone, silent = time.monotonic() + _PATIENCE, list[int](), ranks
+        while silent and time.monotonic() < until:
+            silent = [rank for rank in silent if not store.check([_failed(group, rank)])]
+            found = [rank for rank in silent if rank in _addresses and exists(_addresses[rank]) is False]
+            if found and not gone:
+                until = min(until, time.monotonic() + _TOGETHER)
+            gone = found
+            time.sleep(0.1 if silent else 0.0)
+    except RuntimeError:
+        return ""
+    if gone:
+        return _named(gone, ranks, "ended")
+    return _named(silent, ranks, "stuck or doing something else") if silent else f"all of ranks {ranks} noticed"
+
+
+def _named(missing: list[int], ranks: list[int], how: str) -> str:
+    word = "rank" if len(missing) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, missing))} of {ranks} did not take part ({how})"

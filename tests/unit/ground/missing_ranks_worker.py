@@ -1,0 +1,160 @@
+"""Four processes of which one leaves, in several ways and places; the others write down what they were told.
+
+One process imports torch, and forks the ranks of all scenarios, which run side by side.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.missing_ranks import call, learn_addresses, naming_missing_ranks
+
+RANKS = 4
+TIMEOUT = 4.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who leaves how, while all others are where. ``busy`` computes for some seconds first, and is well."""
+
+    where: str
+    how: str = "kill"
+    gone: tuple[int, ...] = (3,)
+    busy: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.where}-{self.how}-{'+'.join(map(str, self.gone))}{'-busy' if self.busy is not None else ''}"
+
+
+SCENARIOS = [
+    Scenario("optim"), Scenario("optim", gone=(0,)), Scenario("optim", gone=(1, 2)), Scenario("optim_grads"),
+    Scenario("no_shard"), Scenario("fsdp2"), Scenario("objects"), Scenario("optim", "exit"),
+    Scenario("optim_grads", "raise"), Scenario("optim", "stop"), Scenario("optim", "stop", gone=(0,)),
+    Scenario("fsdp2", "stop"), Scenario("objects", "raise"), Scenario("optim", busy=1), Scenario("objects", busy=1),
+]
+
+
+def stepping(strategy: str) -> Callable[[], Any]:
+    """A trained model, and what is to be called next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    if strategy == "fsdp2":
+        fully_shard(model)
+        config = OptimizerConfig(lr=1e-3)
+    else:
+        config = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy,
+                                 overlap_grad_reduce=False)
+    optimizer = get_megatron_optimizer(config, model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).sum().backward()
+        if strategy == "optim_grads":
+            optimizer.step()
+    if strategy != "optim_grads":
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).sum().backward()
+    if strategy == "optim_grads":  # it reduces in backward
+        optimizer.zero_grad()
+        return lambda: model(torch.ones(2, 16)).sum().backward() or optimizer.step()
+    return optimizer.step
+
+
+def objects() -> Callable[[], Any]:
+    """What checkpoints do."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+    guard = naming_missing_ranks(group)
+
+    def gather() -> list[Any]:
+        found: list[Any] = [None] * RANKS
+        with guard("saving"):
+            call(group, lambda: dist.all_gather_object(found, dist.get_rank(), group=group))
+        return found
+
+    gather()
+    learn_addresses(group)
+    return gather
+
+
+def leave(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "raise":
+        raise ValueError("a bug in the training loop")
+    sys.exit(0)
+
+
+def run(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS,
+                            timeout=timedelta(seconds=TIMEOUT))
+    act = objects() if scenario.where == "objects" else stepping(scenario.where)
+    dist.barrier()
+    if rank in scenario.gone:
+        leave(scenario.how)
+    if rank == scenario.busy:
+        time.sleep(2.5)
+    began, told = time.monotonic(), "no error"
+    try:
+        act()
+    except RuntimeError as error:
+        told = f"{type(error).__name__}: {error}"
+    found = {"told": told, "seconds": time.monotonic() - began}
+    (folder / f"{scenario.name}-{rank}.json").write_text(json.dumps(found))
+    time.sleep(1.0)  # a program that handles the error does not end at once
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def start(scenario: Scenario, folder: Path) -> dict[int, int]:
+    """The processes of a scenario, and their ranks."""
+    port, children = free_port(), {}
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run(scenario, rank, port, folder)
+            finally:
+                os._exit(1)
+        children[pid] = rank
+    return children
+
+
+def main(folder: Path, together: int) -> None:
+    for first in range(0, len(SCENARIOS), together):
+        groups = [(scenario, start(scenario, folder)) for scenario in SCENARIOS[first : first + together]]
+        for scenario, children in groups:
+            for pid, rank in children.items():
+                if rank not in scenario.gone:
+                    os.waitpid(pid, 0)
+            for pid, rank in children.items():
+                if rank in scenario.gone:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
