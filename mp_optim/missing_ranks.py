@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 _PATIENCE = 5.0
 """Seconds within which every rank that waits in the same place has noticed a failure too."""
-_TOGETHER = 0.5
-"""Seconds within which processes end that end together."""
+_GRACE = 0.3
+"""Seconds for others to read the last notes, before a process ends that may keep the store."""
 _LOOK = timedelta(seconds=1.0)
 """Between two looks for a note of failure, while waiting."""
 _STORE = 3.0
@@ -174,7 +174,7 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
         except RuntimeError as error:
             if not _is_communication(error):
                 raise
-            who = _who_is_missing(group)
+            who = _who_is_missing(group, doing)
             raise MissingRanksError(f"{doing} failed: {who} ({_first_line(error)})") from error
 
     return guard
@@ -190,41 +190,80 @@ def _first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 
 
-def _who_is_missing(group: ProcessGroup) -> str:
+def _who_is_missing(group: ProcessGroup, doing: str) -> str:
     """In words. The store is asked in a thread: the process that keeps it may be the one that is gone, or stopped."""
     ranks = dist.get_process_group_ranks(group)
     verdicts: list[str] = []
-    thread = threading.Thread(target=lambda: verdicts.append(_by_notes(group, ranks)), daemon=True)
+    noticed: set[int] = {dist.get_rank()}
+    thread = threading.Thread(target=lambda: verdicts.append(_by_notes(group, doing, noticed)), daemon=True)
     thread.start()
     thread.join(_PATIENCE + _STORE)
     if verdicts and verdicts[0]:
         return verdicts[0]
-    gone = [rank for rank in ranks if rank in _addresses and exists(_addresses[rank]) is False]
-    if gone:
+    if gone := _gone(rank for rank in ranks if rank not in noticed):
         return _named(gone, ranks, "ended")
     return "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, has ended or is stuck"
 
 
-def _by_notes(group: ProcessGroup, ranks: list[int]) -> str:
-    """Who is missing by the notes in the store; empty if it is gone."""
+def _gone(ranks: Iterable[int]) -> list[int]:
+    """Those whose processes do not exist any more."""
+    return [rank for rank in ranks if rank in _addresses and exists(_addresses[rank]) is False]
+
+
+def _by_notes(group: ProcessGroup, doing: str, noticed: set[int]) -> str:
+    """Who is missing by the notes in the store; empty if it is gone.
+
+    A rank that is well and busy somewhere else gets time to come here: whoever ended earlier would look gone to it.
+
+    Args:
+        noticed: gets those who left a note.
+    """
+    ranks = dist.get_process_group_ranks(group)
     try:
         store = _get_default_store()
+        store.set(_failed(group, dist.get_rank()), doing)
         store.set(_failed(group, "any"), "failed")
-        store.set(_failed(group, dist.get_rank()), "failed")
         _learn(store, ranks)
-        until, gone, silent = time.monotonic() + _PATIENCE, list[int](), ranks
-        while silent and time.monotonic() < until:
-            silent = [rank for rank in silent if not store.check([_failed(group, rank)])]
-            found = [rank for rank in silent if rank in _addresses and exists(_addresses[rank]) is False]
-            if found and not gone:
-                until = min(until, time.monotonic() + _TOGETHER)
-            gone = found
-            time.sleep(0.1 if silent else 0.0)
+        if store.check([_failed(group, "verdict")]):  # of ranks that may have ended since
+            told: str = store.get(_failed(group, "verdict")).decode()
+            return told
+        verdict = _watch(group, ranks, noticed)
+        store.set(_failed(group, "verdict"), verdict)
+        time.sleep(_GRACE)
+        return verdict
     except RuntimeError:
         return ""
+
+
+def _watch(group: ProcessGroup, ranks: list[int], noticed: set[int]) -> str:
+    """Wait until every rank has left a note or is gone, or has had the time to; who is missing, in words."""
+    store, until, gone = _get_default_store(), time.monotonic() + _PATIENCE, list[int]()
+    silent = [rank for rank in ranks if rank not in noticed]
+    while set(silent) != set(gone) and time.monotonic() < until:
+        noticed.update(rank for rank in silent if store.check([_failed(group, rank)]))
+        silent = [rank for rank in silent if rank not in noticed]
+        gone = _gone(silent)
+        time.sleep(0.1 if set(silent) != set(gone) else 0.0)
     if gone:
         return _named(gone, ranks, "ended")
-    return _named(silent, ranks, "stuck or doing something else") if silent else f"all of ranks {ranks} noticed"
+    if silent:
+        return _named(silent, ranks, "stuck or doing something else")
+    doings = {rank: store.get(_failed(group, rank)).decode() for rank in ranks}
+    return f"all of ranks {ranks} noticed{_at_other_places(doings)}"
+
+
+def _at_other_places(doings: dict[int, str]) -> str:
+    """Who was doing what, if that differs."""
+    if len(set(doings.values())) == 1:
+        return ""
+    where = "; ".join(f"{_numbered([rank for rank in doings if doings[rank] == doing])} was {doing}"
+                      for doing in dict.fromkeys(doings.values()))
+    return (f", at different places: {where}; did one of them call step(), backward() or zero_grad() more often than "
+            "the others?")
+
+
+def _numbered(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
 
 
 def _named(missing: list[int], ranks: list[int], how: str) -> str:

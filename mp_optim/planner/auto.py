@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory import device_of, with_data_parallel
+from mp_optim.missing_ranks import call, naming_missing_ranks
 from mp_optim.names import named_params
 from mp_optim.param_groups import ParamKey, is_expert_param
 from mp_optim.planner.memory import MemoryPlan, plan_rank
@@ -78,11 +79,19 @@ def _agreed(choose: Callable[[], float], groups: Iterable[ProcessGroup | None]) 
         trouble = str(error)
     for group in groups:
         found: list[Any] = [None] * _size(group)
-        dist.all_gather_object(found, (own, trouble), group=group)
+        _gather(found, (own, trouble), group)
         own, trouble = max(fraction for fraction, _ in found), next((text for _, text in found if text), "")
     if trouble:
         raise ValueError(trouble)
     return own
+
+
+def _gather(found: list[Any], own: Any, group: ProcessGroup | None) -> None:
+    if group is None:
+        found[:] = [own]
+        return
+    with naming_missing_ranks(group)("agreeing on optimizer_offload_fraction"):
+        call(group, lambda: dist.all_gather_object(found, own, group=group))
 
 
 def _mesh_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.setting_rules import NOT_NEGATIVE, check_flags, check_setting
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
@@ -84,6 +85,7 @@ def _reduced(sums: Tensor, shard_groups: Sequence[tuple[ProcessGroup, ...]]) -> 
         where = index_on(sums.device, indices)
         part = sums[where]
         for group in groups:
-            dist.all_reduce(part, group=group)
+            with naming_missing_ranks(group)("adding up LAMB's norms"):
+                wait_for(dist.all_reduce(part, group=group, async_op=True), group, part.device)
         sums[where] = part
     return sums

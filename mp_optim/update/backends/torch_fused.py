@@ -55,7 +55,8 @@ class TorchBackend(ReferenceBackend):
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
             return torch.zeros(0, dtype=torch.float64, device="cpu")
-        norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+        # Row-major, as staged copies of gradients are: torch adds up in the order of memory.
+        norms = torch._foreach_norm([tensor.contiguous() for tensor in tensors], 2, dtype=torch.float64)
         return torch.stack(list(norms)).square()
 
 

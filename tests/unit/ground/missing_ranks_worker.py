@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
@@ -42,10 +43,9 @@ class Scenario:
 
 
 SCENARIOS = [
-    Scenario("optim"), Scenario("optim", gone=(0,)), Scenario("optim", gone=(1, 2)), Scenario("optim_grads"),
-    Scenario("no_shard"), Scenario("fsdp2"), Scenario("objects"), Scenario("optim", "exit"),
-    Scenario("optim_grads", "raise"), Scenario("optim", "stop"), Scenario("optim", "stop", gone=(0,)),
-    Scenario("fsdp2", "stop"), Scenario("objects", "raise"), Scenario("optim", busy=1), Scenario("objects", busy=1),
+    Scenario("optim", gone=(0,)), Scenario("optim", gone=(1, 2)), Scenario("optim_grads", "raise"), Scenario("fsdp2"),
+    Scenario("no_shard", "exit"), Scenario("objects"), Scenario("optim", "stop"), Scenario("optim", "stop", gone=(0,)),
+    Scenario("fsdp2", "stop"), Scenario("optim", busy=1), Scenario("objects", busy=1),
 ]
 
 
@@ -77,7 +77,7 @@ def stepping(strategy: str) -> Callable[[], Any]:
 
 def objects() -> Callable[[], Any]:
     """What checkpoints do."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     guard = naming_missing_ranks(group)
 
     def gather() -> list[Any]:
@@ -104,9 +104,10 @@ def leave(how: str) -> None:
 def run(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS,
-                            timeout=timedelta(seconds=TIMEOUT))
+                            timeout=timedelta(seconds=60))
     act = objects() if scenario.where == "objects" else stepping(scenario.where)
     dist.barrier()
+    _set_pg_timeout(timedelta(seconds=TIMEOUT))
     if rank in scenario.gone:
         leave(scenario.how)
     if rank == scenario.busy:
@@ -143,9 +144,9 @@ def start(scenario: Scenario, folder: Path) -> dict[int, int]:
     return children
 
 
-def main(folder: Path, together: int) -> None:
-    for first in range(0, len(SCENARIOS), together):
-        groups = [(scenario, start(scenario, folder)) for scenario in SCENARIOS[first : first + together]]
+def main(folder: Path, scenarios: list[Scenario], together: int) -> None:
+    for first in range(0, len(scenarios), together):
+        groups = [(scenario, start(scenario, folder)) for scenario in scenarios[first : first + together]]
         for scenario, children in groups:
             for pid, rank in children.items():
                 if rank not in scenario.gone:
@@ -157,4 +158,4 @@ def main(folder: Path, together: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), [scenario for scenario in SCENARIOS if sys.argv[2] in scenario.name], together=6)

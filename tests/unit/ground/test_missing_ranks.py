@@ -1,0 +1,64 @@
+"""Ranks that are gone are named within seconds, and nobody else: processes that are killed, stopped, or just end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from missing_ranks_worker import RANKS, SCENARIOS, TIMEOUT
+
+from mp_optim.presence import Address, exists, own_address
+
+HERE = Path(__file__).parent
+SECONDS = 10.0
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or not dist.is_gloo_available(), reason="forks gloo ranks")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each rank that stayed was told, by scenario and rank."""
+    folder = tmp_path_factory.mktemp("missing")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])}
+    done = subprocess.run([sys.executable, str(HERE / "missing_ranks_worker.py"), str(folder), ""], env=environment,
+                          capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_the_ranks_that_are_gone_are_named_and_no_others(told, scenario):
+    named = ", ".join(map(str, scenario.gone))
+    for rank in (rank for rank in range(RANKS) if rank not in scenario.gone):
+        found = told[f"{scenario.name}-{rank}"]
+        assert found["told"].startswith("MissingRanksError: "), found
+        if scenario.how == "stop" and scenario.gone == (0,):  # it keeps the store
+            assert "perhaps rank 0, has ended or is stuck" in found["told"], found
+        else:
+            how = "stuck or doing something else" if scenario.how == "stop" else "ended"
+            words = f"failed: ranks? {named} of [0, 1, 2, 3] did not take part ({how})"
+            assert re.search(re.escape(words).replace(r"ranks\\?", "ranks?"), found["told"]), found
+        waits = TIMEOUT if scenario.how == "stop" else 0.0
+        assert found["seconds"] < SECONDS + waits, found
+
+
+def test_a_process_is_there_until_it_ends():
+    program = ("from mp_optim.presence import own_address; import sys; print(own_address(None), flush=True); "
+               "sys.stdin.read()")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env=environment) as process:
+        address = Address.parse(process.stdout.readline().strip())
+        assert exists(address) is True
+        process.kill()
+        process.wait()
+        assert exists(address) is False
+
+
+def test_loopback_addresses_of_other_machines_say_nothing():
+    mine = own_address(None)
+    assert own_address(None) == mine and exists(mine) is True
+    assert exists(Address(mine.host, mine.port, "another")) is None
