@@ -57,7 +57,7 @@ class Try:
     survivors: bool = False
     """Of those, only the faults that survived or that no test covered."""
     budget: float = 40.0
-    """Seconds of tests that a fault is given; four times that for tests that start ranks."""
+    """Seconds of quick tests that a fault is given; four times that for slow ones, as those that start ranks."""
     patience: float = 60.0
     """Tests that take this many seconds more than six times as long as without the fault have noticed it, too."""
     warm: tuple[str, ...] = WARM

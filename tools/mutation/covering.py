@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from coverage import CoverageData
@@ -33,8 +34,9 @@ class Covering:
     """Who covers what.
 
     Attributes:
-        tests: for each file and line, the tests that run it in pytest's process.
-        ranks: for each file and line, test files that run it in other processes, mostly ranks.
+        tests: for each file and line, the tests that run it, in pytest's process or in one that they start.
+        ranks: for each file and line, the test files whose fixtures start processes that run it. No test of such a
+            file costs less than all of them.
         seconds: by test.
     """
 
@@ -57,11 +59,16 @@ class Covering:
                 relative = "mp_optim/" + path.rpartition("/mp_optim/")[2]
                 for line, contexts in data.contexts_by_lineno(path).items():
                     for context in filter(None, contexts):
-                        if "|" in context.rpartition("]")[2]:  # pytest-cov's, with the phase
-                            tests[relative][line].add(context.rpartition("|")[0])
+                        test, in_fixture = _test_of(context)
+                        if in_fixture:
+                            ranks[relative][line].add(test.partition("::")[0])
                         else:
-                            ranks[relative][line].add(context.partition("::")[0])
+                            tests[relative][line].add(test)
         return cls(tests, ranks, seconds)
+
+    @cached_property
+    def _with_ranks(self) -> set[str]:
+        return {file for lines in self.ranks.values() for files in lines.values() for file in files}
 
     def of(self, path: str, lines: Iterable[int]) -> tuple[set[str], set[str]]:
         """Tests, and test files with ranks, that run one of some lines."""
@@ -69,13 +76,22 @@ class Covering:
         tests: set[str] = set()
         files: set[str] = set()
         for line in lines:
-            tests |= mine.get(line, set()) & self.seconds.keys()
+            tests |= mine.get(line, set())
             files |= others.get(line, set())
-        return tests, files
+        apart = {test for test in tests if test.partition("::")[0] not in self._with_ranks}
+        return apart & self.seconds.keys(), files
 
     def file_seconds(self, file: str) -> float:
         """How long a whole test file takes."""
         return sum(took for test, took in self.seconds.items() if test.startswith(f"{file}::"))
+
+
+def _test_of(context: str) -> tuple[str, bool]:
+    """The test that a context of coverage is named for, and whether its fixtures started the process."""
+    if "|" in context.rpartition("]")[2]:  # pytest-cov's, with the phase
+        return context.rpartition("|")[0], False
+    test, _, phase = context.rpartition(" ")  # pytest's variable
+    return test, phase == "(setup)"
 
 
 def _seconds(report: Path) -> dict[str, float]:

@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from mutation.covering import Covering
@@ -23,6 +24,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "update": ("update",),
 }
 """What a report has a row for. Triton's kernels are left out: what runs there is not Python."""
+_QUICK = 10.0
+"""Seconds that a quick test may take."""
 _LEFT_OUT = "update/backends/triton/kernels"
 
 
@@ -73,8 +76,8 @@ class Chooser:
     """Chooses tests by what covers a fault and what they cost.
 
     Args:
-        root: the checkout. budget: seconds of tests in one process that a fault is given; the same again, four times,
-            for test files that start ranks.
+        root: the checkout. budget: seconds of quick tests that a fault is given; four times that for the slow ones,
+            such as those that start ranks.
     """
 
     def __init__(self, root: Path, covering: Covering, budget: float) -> None:
@@ -90,13 +93,17 @@ class Chooser:
         for path, lines in self._users(mutant):
             more, more_files = self._covering.of(path, lines)
             tests, files = tests | more, files | more_files
-        arguments, spent = self._within(sorted(tests, key=self._covering.seconds.__getitem__))
-        rank_seconds = 0.0
-        for took, file in sorted((self._covering.file_seconds(file), file) for file in files):
-            if took and rank_seconds + took <= 4 * self._budget:
-                rank_seconds += took
-                arguments.append(file)
-        return Chosen(arguments, spent + rank_seconds, len(tests) + len(files))
+        seconds = {test: self._covering.seconds[test] for test in tests}
+        quick = sorted((test for test in tests if seconds[test] <= _QUICK), key=seconds.__getitem__)
+        arguments, spent = self._within(quick)
+        slow = {file: self._covering.file_seconds(file) for file in files}
+        slow |= {test: took for test, took in seconds.items() if took > _QUICK}
+        spent_slowly = 0.0
+        for test, took in sorted(slow.items(), key=itemgetter(1)):
+            if took and spent_slowly + took <= 4 * self._budget:
+                spent_slowly += took
+                arguments.append(test)
+        return Chosen(arguments, spent + spent_slowly, len(tests) + len(files))
 
     def _within(self, tests: Sequence[str]) -> tuple[list[str], float]:
         """The fastest test of each file, then the second ones, and so on, within the budget."""
