@@ -9,6 +9,7 @@ from __future__ import annotations
 import compileall
 import importlib
 import importlib.util
+import io
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +82,20 @@ class Workshop:
                 importlib.import_module(name)
             if name == "torch" and not sys.modules["torch"].cuda.is_available():
                 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+        self._load_plugins()
         loaded = [name for name in sys.modules if name.partition(".")[0] == "mp_optim"]
         if loaded:
             raise RuntimeError(f"{loaded[0]} is imported before its fault is made")
+
+    def _load_plugins(self) -> None:
+        """Have pytest import its plugins, which take as long as a small test; nothing is run."""
+        import pytest
+
+        before = Path.cwd()
+        os.chdir(self._tree.parent)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            pytest.main(["--version", "-p", "no:cacheprovider"])
+        os.chdir(before)
 
     def attempt(self, mutant: Mutant, chosen: Chosen) -> Outcome:
         """Run the chosen tests with a fault."""
