@@ -29,7 +29,7 @@ from mp_optim.slots import Multiplier, Slot, SlotStateView, SlotUpdate, local_te
 __all__ = ["ChainedOptimizer"]
 
 _SUMMED = ("reloaded_params", "copy_wait_ms", "worker_wait_ms", "host_ms", "hidden_ms", "speculation_hits",
-           "speculation_redone")
+           "speculation_redone", "speculation_stale")
 
 
 class ChainedOptimizer(MegatronOptimizer):

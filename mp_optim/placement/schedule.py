@@ -6,6 +6,7 @@ then the caller of ``step()``.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,8 +72,8 @@ class HostSchedule:
         enabled: whether arriving gradients start work; off on all but the last micro-batch.
         settle_settings: called before ``open_round``: brings settings down from whoever holds them.
         predicted: the multiplier that the next verdict will have if nothing is clipped or skipped.
-        counts: how many buckets were published as they had been speculated on, how many were stepped again, and in
-            how many steps speculation paused.
+        counts: how many buckets were published as they had been speculated on, how many were stepped again, in
+            how many steps speculation paused, and of how many buckets the gradients were written after backward.
     """
 
     def __init__(self, host: SlotOptimizer, slots: Sequence[tuple[Slot, int]], transfer: Transfer, *, mode: OffloadMode,
@@ -84,7 +85,8 @@ class HostSchedule:
         self.predicted: Callable[[], float] = lambda: 1.0
         self.settle_settings: Callable[[], None] = lambda: None
         self.traffic = Traffic()
-        self.counts = Counter({"speculation_hits": 0, "speculation_redone": 0, "speculation_paused": 0})
+        self.counts = Counter({"speculation_hits": 0, "speculation_redone": 0, "speculation_paused": 0,
+                               "speculation_stale": 0})
         self._host = host
         self._bucket_bytes, self._pins, self._pipelined = bucket_bytes, (pin_staging, pin_mains), pipelined
         self._open, self._touch = open_round, touch
@@ -283,6 +285,8 @@ class HostSchedule:
         for index, mine in sorted(members.items()):
             bucket = self._buckets[index]
             job = bucket.job if bucket.job is not None and self._is_fresh(bucket.job, mine) else None
+            if job is None and bucket.job is not None:
+                self._note_stale(bucket.job, mine)
             staged = bucket.stage(mine) if job is None else [
                 update._replace(grad=there.grad, output=there.output)
                 for there, update in zip(job.staged, mine, strict=True)]
@@ -295,6 +299,19 @@ class HostSchedule:
         return job.sums is not None and list(job.stamps) == [update.slot for update in updates] and all(
             job.stamps[u.slot].matches(u.grad, self._arrivals[u.slot]) and _output_form(there) == _output_form(u)
             for there, u in zip(job.staged, updates, strict=True))
+
+    def _note_stale(self, job: EarlyJob, updates: Sequence[SlotUpdate]) -> None:
+        """Count a job that is of no use because somebody wrote the gradients it was given; say so the first time."""
+        stamped = [(job.stamps[u.slot], u) for u in updates if u.slot in job.stamps]
+        if job.sums is None or any(stamp.arrivals != self._arrivals[u.slot] for stamp, u in stamped):
+            return
+        self.counts["speculation_stale"] += 1
+        if self.counts["speculation_stale"] == 1:
+            warnings.warn(
+                f"offload_mode={self.mode!r}: gradients were written after backward, so what was begun on them is done "
+                "again in step(), and nothing is gained. torch's clip_grad_norm_ writes all of them, also where it "
+                "clips nothing: leave clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0, and a "
+                "_get_grad_norm that does not call it; Lightning: gradient_clip_val=None)", stacklevel=2)
 
     def _start(self, pieces: Sequence[_Piece]) -> None:
         for piece in pieces:

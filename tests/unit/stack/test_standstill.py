@@ -284,3 +284,26 @@ def test_mixed_precision_of_a_model_without_any_is_said() -> None:
 def test_a_likely_mistake_names_its_cure(work: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         work()
+
+
+# -- work during backward that is for nothing ------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_gradients_that_are_clipped_outside_are_counted_and_said_once(mode: str) -> None:
+    model = regression()
+    stack = get_megatron_optimizer(OptimizerConfig(
+        lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, offload_mode=mode), model)
+
+    def work(clip: bool) -> None:
+        for seed in range(4):
+            stack.zero_grad()
+            for part in (2 * seed, 2 * seed + 1):  # a later micro-batch is nobody's fault
+                (loss_of(model, part) / 2).backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            stack.step()
+
+    assert warned(lambda: work(False)) == [] and stack.metrics()["speculation_stale"] == 0
+    message, = warned(lambda: work(True))
+    assert "clip_grad_norm_" in message and stack.metrics()["speculation_stale"] >= 4
