@@ -68,7 +68,8 @@ def chunks_of(model: Any) -> list[nn.Module]:
 def check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_groups: Any) -> None:
     """Raise if there is nothing to train yet; warn if the config asks for mixed precision of a model without any.
 
-    A process of a job of several may hold nothing that is trained (a stage, an expert's rank); alone it may not.
+    A process of a job of several may hold nothing that is trained (a stage, an expert's rank); alone it may not, unless
+    the caller's own groups say so.
 
     Raises:
         ValueError: naming the parameter, and what to do.
@@ -76,10 +77,10 @@ def check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_grou
     named = list(named_params(chunks))
     trained = [(name, param) for name, param in named if param.requires_grad]
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if not trained and not param_groups and alone:
+    if not trained and param_groups is None and alone:
         raise ValueError(f"the model has no trainable parameter ({len(named)} are frozen): unfreeze some with "
-                         "requires_grad_(True), or add adapters (peft) before the optimizer is built; or pass those to "
-                         "be trained later as param_groups=")
+                         "requires_grad_(True), or add adapters (peft) before the optimizer is built. To begin "
+                         "with nothing and add groups later, pass param_groups=[]")
     if (meta := next((name for name, param in trained if param.device.type == "meta"), None)) is not None:
         raise ValueError(f"{meta} is on the meta device, without values: call model.to_empty(device=...) and "
                          "initialise or load the weights, then build the optimizer")

@@ -128,13 +128,13 @@ class MainParams(StateDoor):
         if self.model_params is None or "params" not in group:
             return group
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        if any(isinstance(param, tuple) for param in params) or "param_names" in group:
-            for groups in (self.param_groups, self.inner.param_groups):  # a stub's group is empty, and has no names
-                if not any(own["params"] for own in groups):
-                    groups[0].setdefault("param_names", [])
-            return {**group, "params": params}
-        names = self.model_params.names_of(params)
-        if not any("param_names" in own for own in self.param_groups):
+        is_stub = not any(own["params"] for own in self.param_groups)
+        named = any(isinstance(param, tuple) for param in params)
+        names = [] if named else self.model_params.names_of(params)
+        if is_stub and None not in names:
+            for groups in (self.param_groups, self.inner.param_groups):
+                groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
+        if named or not any("param_names" in own for own in self.param_groups):
             return {**group, "params": params}
         if None in names:
             lost = params[names.index(None)]

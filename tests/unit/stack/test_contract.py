@@ -240,7 +240,7 @@ def test_meta_parameters_count_as_their_own_device():
 
 
 def test_without_parameters_there_is_nothing_to_do():
-    optimizer = get_megatron_optimizer(config_for("bf16", 0.5), nn.Identity())
+    optimizer = get_megatron_optimizer(config_for("bf16", 0.5), nn.Identity(), param_groups=[])
     assert optimizer.is_stub_optimizer and optimizer.step() == (True, 0.0, None)
     optimizer.load_state_dict(optimizer.state_dict())
 
