@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from mp_optim.checkpoint.foreign.neutral import MASTER, STEP, ForeignGroup, ForeignState
 from mp_optim.checkpoint.state_dict import plain_groups
+from mp_optim.names import matched_names
 from mp_optim.own_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, local_tensor
 
@@ -49,6 +50,7 @@ def import_state(optimizer: NamedOptimizer, foreign: ForeignState, *, main_from_
         ValueError: names or shapes do not fit, or bits would be lost, listing what; nothing was written.
     """
     slots = {optimizer.slot_name(slot): slot for slot in optimizer.slots() if optimizer.slot_state(slot)}
+    foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
     missing, unknown = sorted(slots.keys() - set(foreign.names)), sorted(set(foreign.names) - slots.keys())
     if missing or unknown:
         raise ValueError(f"names do not fit this optimizer: missing {missing}, unknown {unknown}; rename with "
