@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +28,7 @@ from mp_optim.precision.measure import (
     norm_groups,
 )
 from mp_optim.precision.pending import Formed, PendingVerdict, decide_on_device, form
-from mp_optim.precision.standstill import StandstillWatch, named_gradients
+from mp_optim.precision.standstill import StandstillWatched
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.quantized import quantize_
@@ -47,7 +46,7 @@ from mp_optim.update import choose_backend
 __all__ = ["MegatronOptimizer"]
 
 
-class MegatronOptimizer(DuringBackward, MainParams):
+class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
     """Common part of the precision wrappers.
 
     Args:
@@ -109,27 +108,12 @@ class MegatronOptimizer(DuringBackward, MainParams):
                 self.step_mark.touch()
                 self.grad_scaler.update(verdict.found_inf)
                 self.remember_scale()
-        if isinstance(verdict, PendingVerdict):
-            verdict.when_settled(self._judged)
-        else:
-            self._judged(verdict)
+        self.take_note(verdict)
         return verdict.result if closure is None else loss
-
-    @cached_property
-    def watch(self) -> StandstillWatch:
-        """Notices steps that cannot have trained anything."""
-        return StandstillWatch()
-
-    def _judged(self, verdict: Verdict) -> None:
-        self.watch.judged(self, verdict)
 
     def has_gradients(self) -> bool:
         """Whether :meth:`gather` found any."""
         return self._grads is not None and bool(self._grads[0])
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The local gradients there are now, by name."""
-        return named_gradients(self)
 
     def _eagerly(self) -> Verdict | PendingVerdict:
         inv_scale = self._inv_scale

@@ -6,7 +6,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.arguments import ModelParams
+from mp_optim.precision.pending import PendingVerdict
 from mp_optim.precision.verdict import Verdict
-from mp_optim.slots import current_grad, iter_slots, local_tensor
+from mp_optim.slots import ParamGroups, current_grad, iter_slots, local_tensor, slot_name
 
 if TYPE_CHECKING:
     from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 
-__all__ = ["StandstillWatch", "named_gradients"]
+__all__ = ["StandstillWatch", "StandstillWatched"]
 
 _SHOWN = 5
 
@@ -110,11 +112,31 @@ class StandstillWatch:
             warnings.warn(f"{times} skipped, and nothing was trained: {_culprit(stack)}", stacklevel=4)
 
 
-def named_gradients(stack: MegatronOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """The local gradients there are now, by name."""
-    for slot, param in iter_slots(stack.param_groups):
-        if (grad := current_grad(param)) is not None:
-            yield stack.slot_name(slot), local_tensor(grad)
+class StandstillWatched:
+    """What a precision wrapper has of it."""
+
+    param_groups: ParamGroups
+
+    @cached_property
+    def watch(self) -> StandstillWatch:
+        """Notices steps that cannot have trained anything."""
+        return StandstillWatch()
+
+    def take_note(self, verdict: Verdict | PendingVerdict) -> None:
+        """Judge a step by its verdict, as soon as the host knows it."""
+        if isinstance(verdict, PendingVerdict):
+            verdict.when_settled(self._judged)
+        else:
+            self._judged(verdict)
+
+    def _judged(self, verdict: Verdict) -> None:
+        self.watch.judged(cast("MegatronOptimizer", self), verdict)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The local gradients there are now, by name."""
+        for slot, param in iter_slots(self.param_groups):
+            if (grad := current_grad(param)) is not None:
+                yield slot_name(self.param_groups, slot), local_tensor(grad)
 
 
 def _first_gradient(stack: MegatronOptimizer) -> Tensor | None:

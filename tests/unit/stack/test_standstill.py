@@ -2,7 +2,11 @@
 
 import copy
 import math
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +263,22 @@ def test_a_threshold_that_skips_everything_is_said() -> None:
 
     message, = warned(work)
     assert "10 steps in a row" in message and "over grad_norm_skip_threshold=1e-09" in message
+
+
+# -- ranks -------------------------------------------------------------------------------------------
+
+
+def test_stages_of_a_pipeline_compare_notes(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               str(here / "standstill_worker.py"), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}:{here.parents[2]}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    for rank, found in enumerate(torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)):
+        assert found["norm"] == pytest.approx(math.sqrt(8)) and found["refused"] is True and found["stub"] is True
+        culprit = "the gradient of stage1 holds" if rank == 1 else "on another rank"
+        assert len(found["said"]) == 1 and culprit in found["said"][0]
 
 
 # -- what is said before the first step --------------------------------------------------------------

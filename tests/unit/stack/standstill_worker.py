@@ -1,0 +1,59 @@
+"""Two pipeline stages: the first gets scaled gradients from the second, and never asks for the scale itself."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
+from mp_optim.process_groups import ProcessGroups
+
+
+def stage(rank: int, **settings: object) -> tuple[nn.Module, object]:
+    model = nn.ParameterDict({f"stage{rank}": nn.Parameter(torch.ones(4, dtype=torch.float16))})
+    overrides = {ParamKey(name="stage0"): {"max_lr": 1e-3}}  # matches on one rank only
+    groups = ProcessGroups(grad_stats=dist.group.WORLD)
+    return model, get_megatron_optimizer(OptimizerConfig(lr=0.1, fp16=True, **settings), model, overrides,
+                                         process_groups=groups)
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found: dict[str, object] = {}
+
+    model, stack = stage(rank, initial_loss_scale=2.0**10)
+    for _ in range(3):
+        loss = model[f"stage{rank}"].sum()
+        stack.zero_grad()
+        (stack.scale_loss(loss) if rank == 1 else loss * 2.0**10).backward()
+        found["norm"] = stack.step().grad_norm
+
+    model, stack = stage(rank)
+    model[f"stage{rank}"].sum().backward()
+    try:
+        stack.step()
+    except RuntimeError as error:
+        found["refused"] = "were not scaled" in str(error)
+
+    model, stack = stage(rank, loss_scale=8.0)
+    stack.scale_loss(model[f"stage{rank}"].sum()).backward()
+    if rank == 1:
+        model["stage1"].grad[0] = torch.nan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stack.step()
+    found["said"] = [str(warning.message) for warning in caught]
+
+    empty = get_megatron_optimizer(OptimizerConfig(lr=0.1), nn.Identity(),
+                                   process_groups=ProcessGroups(grad_stats=dist.group.WORLD))
+    found["stub"] = bool(empty.step().success)
+    torch.save(found, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
