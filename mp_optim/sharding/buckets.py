@@ -159,7 +159,7 @@ def _filled(plan: BucketPlan, params: Sequence[Tensor], names: Sequence[str], ra
     like = params[plan.placed[0].param]
     grads = torch.zeros(plan.numel, dtype=grad_dtype, device=like.device) if keep_grads else None
     first, last = plan.owned(rank)
-    owned = torch.zeros(plan.shard, dtype=grad_dtype, device=like.device) if grads is None else grads[first:last]
+    owned = torch.zeros(last - first, dtype=grad_dtype, device=like.device) if grads is None else grads[first:last]
     bucket = Bucket(plan, rank, torch.zeros(plan.numel, dtype=like.dtype, device=like.device), grad_dtype, grads, owned)
     for item in plan.placed:
         param = params[item.param]

@@ -29,7 +29,8 @@ class Fragment:
     Attributes:
         name: FQN of the parameter. shape: its shape.
         start, stop: owned elements, [start, stop) of the row-major flattened parameter.
-        tensor: these elements, a view of the bucket: 1-D, or of the parameter's shape if all of it is stepped here.
+        tensor: these elements, a view of the bucket: 1-D, or where parameters stay whole, of the parameter's shape if
+            all of it is stepped here, and of no rows if nothing is.
         grad: where their reduced gradient is; None if the parameter was frozen.
         shown_whole: every rank steps all of the parameter, so state is shown as plain tensors of its shape.
     """
@@ -87,7 +88,7 @@ def make_fragment(name: str, param: Tensor, found: tuple[Bucket, Entry] | None, 
         found: where the parameter is; None if it is in no bucket (frozen, or without elements).
         shard_groups: over which its norms are added up.
         everything: all of it is stepped here, whoever owns its gradients.
-        keeps_shape: the tensor has the parameter's shape if it is all of it.
+        keeps_shape: the tensor has the parameter's shape if it is all of it, and as many dimensions if it is nothing.
         placed_alike: ranks place and cut by the parameter's size rather than by what they own of it.
     """
     if found is None:
@@ -97,7 +98,11 @@ def make_fragment(name: str, param: Tensor, found: tuple[Bucket, Entry] | None, 
         start, stop = (0, param.numel()) if everything else (entry.start, entry.stop)
         first = entry.placed.start + start
         flat = bucket.params.data[first : first + stop - start]
-    tensor: Any = flat.view(param.shape) if keeps_shape and flat.numel() == param.numel() else flat
+    tensor: Any = flat
+    if keeps_shape and flat.numel() == param.numel():
+        tensor = flat.view(param.shape)
+    elif keeps_shape and not flat.numel() and param.dim():
+        tensor = flat.view(0, *param.shape[1:])
     tensor.requires_grad_(param.requires_grad)
     tensor.first_element, tensor.shard_groups = start, shard_groups
     for attribute in ATTRIBUTES:

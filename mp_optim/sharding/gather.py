@@ -54,7 +54,7 @@ class ParamGatherer:
             bucket = self._buckets[index]
             self.bytes_gathered += bucket.params.nbytes
             with self._guard("gathering parameters"):
-                work = all_gather(bucket.params, bucket.owned_params, self._group)
+                work = all_gather(bucket.params, bucket.plan.bounds, self._group)
             if work is not None:
                 self._under_way[index] = work
         if self._overlaps:

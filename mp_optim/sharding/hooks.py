@@ -162,8 +162,8 @@ class GradReducer:
         grads = bucket.local_grads()
         self.bytes_reduced += grads.nbytes
         with self._guard(f"reducing the gradients of {_named(bucket)}"):
-            work = start_reduction(grads, bucket.owned_grads, how.group, divisor=how.divisor, exchange=exchange,
-                                   add=self._reduced[index])
+            work = start_reduction(grads, bucket.owned_grads, how.group, bucket.plan.bounds, divisor=how.divisor,
+                                   exchange=exchange, add=self._reduced[index])
         if not how.keep_grads:
             bucket.grads = None  # the reduction holds them for as long as it needs them
         self._reduced[index], self._waiting[index] = True, False
@@ -194,7 +194,7 @@ class GradReducer:
         for bucket in self.buckets:
             self.bytes_gathered += bucket.local_grads().nbytes
             with self._guard(f"gathering the gradients of {_named(bucket)}"):
-                work = all_gather(bucket.local_grads(), bucket.owned_grads, self.settings.group)
+                work = all_gather(bucket.local_grads(), bucket.plan.bounds, self.settings.group)
                 if work is not None:
                     wait_for(work, self.settings.group, bucket.params.device)
 

@@ -65,7 +65,7 @@ def _bucket(buffer: Any, theirs: Any, members: Sequence[Tensor], name_of: Mappin
                          f"process_groups has {ranks}; pass the groups that the model was wrapped with")
     starts = {id(param): buffer.param_index_map[param][0] - theirs.offset for param in members}
     placed = [Placed(index, starts[id(param)], param.numel()) for index, param in enumerate(members)]
-    plan = BucketPlan(tuple(placed), theirs.param_data.numel() // ranks, ranks)
+    plan = BucketPlan.even(placed, theirs.param_data.numel() // ranks, ranks)
     first, last = plan.owned(rank)
     bucket = Bucket(plan, rank, theirs.param_data, theirs.grad_data.dtype, theirs.grad_data,
                     theirs.grad_data[first:last])

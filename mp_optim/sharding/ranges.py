@@ -1,11 +1,12 @@
 """Which rank owns which elements: whole numbers in, whole numbers out.
 
-Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many equal shards as there are
-ranks, and a rank owns one of them. Every parameter and every shard starts at a multiple of :data:`ALIGNMENT` elements.
+Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards as there are ranks,
+equal ones or between parameters, and a rank owns one of them. Every parameter and every shard starts at a multiple of :data:`ALIGNMENT` elements.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,18 +32,31 @@ class BucketPlan:
 
     Attributes:
         placed: the parameters, in the order of their places; they do not overlap.
-        shard: elements that each rank owns, padding included.
-        ranks: how many ranks share the bucket.
+        bounds: where each rank's shard begins, and where the last one ends.
     """
 
     placed: tuple[Placed, ...]
-    shard: int
-    ranks: int
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def even(cls, placed: Sequence[Placed], shard: int, ranks: int) -> BucketPlan:
+        """Shards of one size."""
+        return cls(tuple(placed), tuple(range(0, shard * ranks + 1, shard)))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the bucket."""
+        return len(self.bounds) - 1
 
     @property
     def numel(self) -> int:
         """Elements of the bucket, padding included."""
-        return self.shard * self.ranks
+        return self.bounds[-1]
+
+    @property
+    def shard(self) -> int:
+        """Elements of the fullest shard, padding included."""
+        return max(last - first for first, last in itertools.pairwise(self.bounds))
 
     @property
     def payload(self) -> int:
@@ -51,7 +65,7 @@ class BucketPlan:
 
     def owned(self, rank: int) -> tuple[int, int]:
         """First element of a rank's shard, and the one after its last."""
-        return rank * self.shard, (rank + 1) * self.shard
+        return self.bounds[rank], self.bounds[rank + 1]
 
     def fragment(self, item: Placed, rank: int) -> tuple[int, int]:
         """What a rank owns of a parameter, as [start, stop) within the parameter; (0, 0) if nothing."""
@@ -85,10 +99,10 @@ def plan_flat(sizes: Sequence[int], ranks: int, bucket_size: int | None = None) 
         placed.append(Placed(index, filled, sizes[index]))
         filled += aligned(sizes[index])
         if bucket_size is not None and filled >= bucket_size:
-            buckets.append(BucketPlan(tuple(placed), aligned(-(-filled // ranks)), ranks))
+            buckets.append(BucketPlan.even(placed, aligned(-(-filled // ranks)), ranks))
             placed, filled = [], 0
     if placed:
-        buckets.append(BucketPlan(tuple(placed), aligned(-(-filled // ranks)), ranks))
+        buckets.append(BucketPlan.even(placed, aligned(-(-filled // ranks)), ranks))
     return buckets
 
 
@@ -96,7 +110,8 @@ def plan_whole(sizes: Sequence[int], ranks: int) -> list[BucketPlan]:
     """One bucket in which every parameter lies in a single shard, for rules that need whole matrices.
 
     The largest parameter left goes to the rank that holds least (Graham's LPT rule: the fullest shard is at most 4/3
-    of the best possible); shards are padded to the fullest.
+    of the best possible). Shards are as large as what is in them: one of an embedding beside those of small layers
+    costs nobody else anything.
 
     Args:
         sizes: elements of each parameter. One without elements lies in no shard.
@@ -109,14 +124,13 @@ def plan_whole(sizes: Sequence[int], ranks: int) -> list[BucketPlan]:
             rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
             loads[rank] += aligned(sizes[index])
             members[rank].append(index)
-    shard = max(loads)
     placed = []
-    for rank, indices in enumerate(members):
-        start = rank * shard
+    bounds = (0, *itertools.accumulate(loads))
+    for start, indices in zip(bounds, members, strict=False):
         for index in sorted(indices, reverse=True):
             placed.append(Placed(index, start, sizes[index]))
             start += aligned(sizes[index])
-    return [BucketPlan(tuple(placed), shard, ranks)] if placed else []
+    return [BucketPlan(tuple(placed), bounds)] if placed else []
 
 
 def _check(ranks: int, bucket_size: int | None) -> None:

@@ -219,6 +219,8 @@ def _orthogonal(rule: _Rule, local: Tensor, layout: Layout | None) -> Tensor:
 
 def _scaled(rule: _Rule, whole: Tensor) -> Tensor:
     """Each matrix orthogonalised, part by part where it is several in one, and scaled; FP32."""
+    if not whole.numel():
+        return whole.float()
     if rule.parts is None:
         return _part(rule, whole)
     rows, columns = whole.shape[-2:]

@@ -29,9 +29,9 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
         The same shape, in ``dtype``; zeros for zeros. On a CPU each matrix by itself, so that the bits do not depend
         on which others are in the stack; elsewhere all matrices of a stack in one product.
     """
-    stack = matrices.reshape(-1, *matrices.shape[-2:])
-    if not stack.numel():
+    if not matrices.numel():
         return torch.zeros_like(matrices, dtype=dtype)
+    stack = matrices.reshape(-1, *matrices.shape[-2:])
     with _full_precision(dtype), without_autocast(stack.device):
         if stack.device.type == "cpu":
             done = torch.stack([_iterate(matrix.to(dtype, copy=True), polynomials) for matrix in stack])

@@ -255,7 +255,8 @@ def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[
         every = [(torch.randn(ranks * 64, generator=torch.Generator().manual_seed(r)) * 10**r).to(dtype)
                  for r in range(ranks)]
         owned = torch.ones(64, dtype=dtype)
-        start_reduction(every[rank], owned, group, divisor=divisor, exchange=True, add=add).wait()
+        bounds = range(0, ranks * 64 + 1, 64)
+        start_reduction(every[rank], owned, group, bounds, divisor=divisor, exchange=True, add=add).wait()
         mine = [grad[rank * 64 : (rank + 1) * 64].float() for grad in every]
         total = ((mine[0] + mine[1]) + mine[2] + mine[3]) / divisor
         found[f"{dtype} {divisor}"] = torch.equal(owned, (total + 1.0 if add else total).to(dtype))

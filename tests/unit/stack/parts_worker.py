@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
+from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
+from mp_optim.sharding.ranges import plan_whole
+from mp_optim.sharding.reduce import start_reduction
 
+FOLDER = ""
 RANKS = 3
 PROGRAMS = 12
 STEPS = 3
@@ -83,6 +86,91 @@ def program(seed: int, groups: dict[str, dist.ProcessGroup], plain: bool) -> tup
                     model(x, used).backward()
         norms.append(optimizer.step().grad_norm)
     return digest(model), norms
+
+
+# -- whole parameters on one rank --------------------------------------------------------------------------------------
+
+
+class Uneven(nn.Module):
+    """One matrix is most of the model; one is empty, and there are stacks, vectors and a number."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator) * 0.3)
+
+        self.table = weight(chance.choice((20, 400, 3000)), 16)
+        self.layers = nn.ParameterList(weight(16, 16) for _ in range(chance.randint(1, 5)))
+        self.stack, self.bias, self.scale = weight(2, 16, 24), weight(16), weight()
+        self.empty = nn.Parameter(torch.zeros(0, 8))
+        self.frozen = nn.Parameter(torch.ones(16), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table[tokens] * self.frozen
+        for layer in self.layers:
+            x = torch.tanh(x @ layer.to(x.dtype) + self.bias)
+        return (x @ self.stack).float().square().mean() * self.scale.float() + self.empty.sum()
+
+
+WHOLE = {
+    "muon": {"optimizer": "muon"}, "muon on the host": {"optimizer": "muon", "optimizer_cpu_offload": True,
+                                                       "optimizer_offload_fraction": 0.5, "offload_mode": "overlap"},
+    "adam": {"optimizer": "adam"}, "lamb": {"optimizer": "lamb"}}
+SHARED = {"plain": {"data_parallel_sharding_strategy": "no_shard"},
+          "whole": {"use_layer_wise_distributed_optimizer": True},
+          "whole, ZeRO-2": {"use_layer_wise_distributed_optimizer": True, "overlap_grad_reduce": True,
+                            "data_parallel_sharding_strategy": "optim_grads"},
+          "whole, overlap": {"use_layer_wise_distributed_optimizer": True, "overlap_grad_reduce": True,
+                             "overlap_param_gather": True}}
+
+
+def whole(seed: int, rule: str, how: str, folder: str = "") -> dict[str, Any]:
+    """Train with parameters whole on one rank, or on all; perhaps from a checkpoint on."""
+    dtype = (torch.float32, torch.bfloat16)[seed % 2]
+    model = Uneven(seed).to(dtype)
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    config = OptimizerConfig(lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0, bf16=dtype == torch.bfloat16,
+                             **WHOLE[rule], **SHARED[how])
+    optimizer: Any = get_megatron_optimizer(config, model)
+    start = 2 if folder else 0
+    if folder:
+        checkpoint.load(folder, model, optimizer)
+    norms = []
+    for step in range(start, start + 2 if not folder else 4):
+        optimizer.zero_grad()
+        tokens = torch.randint(0, 20, (6,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(tokens).backward()
+        norms.append(optimizer.step().grad_norm)
+    optimizer.finish_param_sync()
+    if not folder:
+        checkpoint.save(f"{FOLDER}/{seed}-{rule}-{how}", model, optimizer)
+    return {"bits": digest(model), "norms": norms, "buffer": model.table.untyped_storage().nbytes()
+            / (size * dtype.itemsize)}
+
+
+def largest_exchange(numels: list[int]) -> float:
+    """Most elements that one collective of a reduction moves here, for each element of the bucket."""
+    moved = []
+    real = dist.all_to_all_single
+
+    def counting(output: Tensor, given: Tensor, *rest: Any, **more: Any) -> Any:
+        moved.append(output.numel() + (0 if given.numel() == total * 4 else given.numel()))
+        return real(output, given, *rest, **more)
+
+    plan, = plan_whole(numels, RANKS)
+    total = plan.numel
+    grads = torch.ones(total)
+    first, last = plan.owned(dist.get_rank())
+    dist.all_to_all_single = counting
+    try:
+        start_reduction(grads, grads[first:last], dist.group.WORLD, plan.bounds, divisor=1, exchange=True,
+                        add=False).wait()
+    finally:
+        dist.all_to_all_single = real
+    assert bool((grads[first:last] == RANKS).all())
+    return max(moved) / (total * 4)
 
 
 # -- ranks that disagree -----------------------------------------------------------------------------------------------
@@ -185,6 +273,15 @@ def main(directory: str) -> None:
     found["otherwise"] = {(what, strategy): step_otherwise(what, strategy) for what, strategy in OTHERWISE}
     found["fsdp"] = {what: fsdp_disagrees(what) for what in ("nothing", "lr", "config", "gradient")}
     found["twice"] = called_twice()
+    global FOLDER
+    FOLDER = directory
+    for seed in range(3):
+        for rule in WHOLE:
+            runs = {how: whole(seed, rule, how) for how in SHARED}
+            runs |= {f"{how}, resumed": whole(seed, rule, how, f"{directory}/{seed}-{rule}-{other}")
+                     for how, other in (("plain", "whole"), ("whole", "plain"))}
+            found[f"whole {seed} {rule}"] = runs
+    found["exchange"] = [largest_exchange(sizes) for sizes in ([100_000, 300, 5], [5000] * 7, [9000])]
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()
     sys.stdout.flush()
