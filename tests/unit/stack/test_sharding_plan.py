@@ -53,6 +53,7 @@ def test_whole_shards_own_parameters_and_are_balanced(sizes, ranks):
         for item in plan.placed:
             assert (0, item.numel) in [plan.fragment(item, rank) for rank in range(ranks)]
         filled = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        assert plan.numel == filled  # no shard is padded to another's size
         assert plan.shard <= filled / ranks + (1 - 1 / ranks) * max(-(-s // ALIGNMENT) * ALIGNMENT for s in sizes)
 
 

@@ -214,3 +214,18 @@ def test_full_precision_is_not_the_processs_choice():
     finally:
         torch.set_float32_matmul_precision("highest")
     assert torch.equal(rough, orthogonalize(random(64, 64), coefficients("quintic", 5), torch.float32))
+
+
+@pytest.mark.parametrize("parts", [None, (2, 1, 1)])
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0), (3, 0, 8), (0, 4, 4), (2, 8, 0)], ids=str)
+def test_empty_matrices_are_stepped(shape, parts):
+    """They count the step, decay nothing, and leave the others alone."""
+    empty, other = nn.Parameter(torch.zeros(shape)), nn.Parameter(random(8, 8))
+    alone = nn.Parameter(random(8, 8))
+    both = Muon([empty, other], lr=0.1, qkv_split_shapes=parts)
+    one = Muon([alone], lr=0.1, qkv_split_shapes=parts)
+    empty.grad, other.grad, alone.grad = torch.zeros(shape), random(8, 8, seed=3), random(8, 8, seed=3)
+    both.step()
+    one.step()
+    assert torch.equal(other, alone) and empty.shape == shape
+    assert float(both.state[empty]["step"]) == 1.0
