@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from mp_optim.presence import Address, exists, own_address
 
-__all__ = ["MissingRanksError", "announce", "call", "learn_addresses", "naming_missing_ranks", "wait_for"]
+__all__ = ["MissingRanksError", "announce", "call", "learn_addresses", "naming_missing_ranks", "wait_for", "wait_for_all"]
 
 T = TypeVar("T")
 
@@ -109,6 +109,12 @@ def wait_for(work: Any, group: ProcessGroup, device: torch.device) -> None:
             if work.is_completed() or "timed out" not in str(error).lower():
                 raise
             _raise_if_noticed(group)
+
+
+def wait_for_all(works: Sequence[Any], group: ProcessGroup, device: torch.device) -> None:
+    """The same for several."""
+    for work in works:
+        wait_for(work, group, device)
 
 
 def call(group: ProcessGroup, communicate: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from mp_optim.missing_ranks import wait_for
+from mp_optim.missing_ranks import wait_for_all
 from mp_optim.sharding.buckets import Bucket, Entry
 from mp_optim.sharding.reduce import all_gather
 
@@ -54,9 +54,7 @@ class ParamGatherer:
             bucket = self._buckets[index]
             self.bytes_gathered += bucket.params.nbytes
             with self._guard("gathering parameters"):
-                work = all_gather(bucket.params, bucket.plan.bounds, self._group)
-            if work is not None:
-                self._under_way[index] = work
+                self._under_way[index] = all_gather(bucket.params, bucket.plan.bounds, self._group)
         if self._overlaps:
             self._waited_for = set()
         else:
@@ -69,10 +67,9 @@ class ParamGatherer:
         self._waited_for = None
 
     def _wait(self, index: int) -> None:
-        work = self._under_way.pop(index, None)
-        if work is not None:
-            with self._guard("gathering parameters"):
-                wait_for(work, self._group, self._buckets[index].params.device)
+        works = self._under_way.pop(index, [])
+        with self._guard("gathering parameters"):
+            wait_for_all(works, self._group, self._buckets[index].params.device)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if self._waited_for is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.missing_ranks import wait_for
+from mp_optim.missing_ranks import wait_for_all
 from mp_optim.own_modes import in_own_modes
 from mp_optim.sharding.buckets import Bucket, Entry
 from mp_optim.sharding.order import LaunchOrder
@@ -194,9 +194,8 @@ class GradReducer:
         for bucket in self.buckets:
             self.bytes_gathered += bucket.local_grads().nbytes
             with self._guard(f"gathering the gradients of {_named(bucket)}"):
-                work = all_gather(bucket.local_grads(), bucket.plan.bounds, self.settings.group)
-                if work is not None:
-                    wait_for(work, self.settings.group, bucket.params.device)
+                works = all_gather(bucket.local_grads(), bucket.plan.bounds, self.settings.group)
+                wait_for_all(works, self.settings.group, bucket.params.device)
 
     @in_own_modes
     def collect_all(self) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.missing_ranks import wait_for
+from mp_optim.missing_ranks import wait_for, wait_for_all
 
 __all__ = ["Reduction", "all_gather", "broadcast", "start_reduction", "uses_exchange"]
 
@@ -151,8 +151,7 @@ class _ToOwners:
                       for rank, (first, last) in enumerate(itertools.pairwise(self.bounds)) if last > first]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        wait_for_all(self.works, self.group, self.grads.device)
         rank = self.group.rank()
         mine = self.grads[self.bounds[rank] : self.bounds[rank + 1]]
         if self.add:
@@ -193,32 +192,23 @@ def _finish(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
     owned.copy_(total)
 
 
-def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> Any:
+def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list[Any]:
     """Start to fill a flat buffer with all ranks' shards, of which this rank has its own.
 
     Args:
         bounds: where each rank's shard begins, and where the last one ends.
 
     Returns:
-        Work to wait for, or None if there is nothing to wait for.
+        Work to wait for.
     """
     if group.size() == 1:
-        return None
+        return []
     data, width = _bytes(flat), flat.element_size()
     parts = [data[first * width : last * width] for first, last in itertools.pairwise(bounds)]
     if _are_even(bounds):
-        return _gather_into(data, parts[group.rank()], group=group, async_op=True)
-    return _Works([dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
-                   for rank, part in enumerate(parts) if len(part)])
-
-
-@dataclass(frozen=True, slots=True)
-class _Works:
-    works: list[Any]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        return [_gather_into(data, parts[group.rank()], group=group, async_op=True)]
+    return [dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
+                   for rank, part in enumerate(parts) if len(part)]
 
 
 def broadcast(flat: Tensor, group: ProcessGroup) -> None:
