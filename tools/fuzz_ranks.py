@@ -1,54 +1,86 @@
-"""Try random layouts of ranks for as long as is wanted: ``python tools/fuzz_ranks.py --layouts 300 --seed 1``.
+#!/usr/bin/env python
+"""Try random layouts of ranks, each against one process that steps the summed gradients.
 
-Each case is a number. A failure prints its number, the case, and what is wrong; ``--case NUMBER`` runs it again.
+python tools/fuzz_ranks.py --layouts 300 --seed 1
+
+A case is a number. A failure prints it with the whole case and what is wrong; ``--case`` runs it again.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from layout_fuzz.case import grouped
+import tyro
+
+from layout_fuzz.case import Case, grouped
 from layout_fuzz.drawing import draw
 from layout_fuzz.pool import Pool
 from layout_fuzz.trying import attempt
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layouts", type=int, default=100, help="how many cases; with --minutes, at most so many")
-    parser.add_argument("--seed", type=int, default=0, help="number of the first")
-    parser.add_argument("--minutes", type=float, help="stop after so long")
-    parser.add_argument("--case", type=int, help="run this one alone, and print it")
-    parser.add_argument("--first", action="store_true", help="stop at the first failure")
-    parser.add_argument("--verbose", action="store_true", help="a line for each case")
-    options = parser.parse_args()
-    seeds = range(options.seed, options.seed + options.layouts) if options.case is None else [options.case]
-    began, failed, refused, tried = time.monotonic(), [], 0, 0
+@dataclass
+class Options:
+    """How many, and from where."""
+
+    layouts: int = 100
+    """Cases to try; with --minutes, at most so many."""
+    seed: int = 0
+    """Number of the first case; each other is one more."""
+    minutes: float | None = None
+    """Stop after so long."""
+    case: int | None = None
+    """Try this one alone, and print it."""
+    stop: bool = False
+    """Stop at the first failure."""
+    verbose: bool = False
+    """A line for each case."""
+
+
+@dataclass
+class Tally:
+    """What came of the cases so far."""
+
+    tried: int = 0
+    refused: int = 0
+    failed: tuple[int, ...] = ()
+
+
+def explore(pool: Pool, cases: Iterable[Case], options: Options) -> Tally:
+    """Try one case after the other, and print what is wrong."""
+    tally, began = Tally(), time.monotonic()
+    for case in cases:
+        started = time.monotonic()
+        if options.minutes is not None and started - began > options.minutes * 60:
+            break
+        verdict = attempt(pool, case)
+        tally.tried += 1
+        tally.refused += verdict.refused
+        if verdict.faults:
+            tally.failed += (case.seed,)
+            print(f"FAILED after {time.monotonic() - began:.1f} s: {grouped(case)}\n{case}", flush=True)
+            print("\n".join(f"  {fault}" for fault in verdict.faults[:12]), flush=True)
+        elif options.verbose:
+            note = "  (torch refuses the model)" if verdict.refused else ""
+            print(f"{time.monotonic() - started:6.2f} s  {grouped(case)}{note}", flush=True)
+        if tally.failed and options.stop:
+            break
+    return tally
+
+
+def main(options: Options) -> int:
+    numbers = range(options.seed, options.seed + options.layouts) if options.case is None else [options.case]
+    if options.case is not None:
+        print(draw(options.case))
+    began = time.monotonic()
     with Pool() as pool:
-        for seed in seeds:
-            if options.minutes is not None and time.monotonic() - began > options.minutes * 60:
-                break
-            case, started = draw(seed), time.monotonic()
-            if options.case is not None:
-                print(case)
-            verdict = attempt(pool, case)
-            tried += 1
-            refused += verdict.refused
-            if verdict.faults:
-                failed.append(seed)
-                print(f"FAILED after {time.monotonic() - began:.1f} s: {grouped(case)}\n{case}")
-                print("\n".join(f"  {fault}" for fault in verdict.faults[:12]), flush=True)
-            elif options.verbose:
-                print(f"{time.monotonic() - started:6.2f} s  {grouped(case)}"
-                      f"{'  (torch refuses the model)' if verdict.refused else ''}", flush=True)
-            if failed and options.first:
-                break
-    print(f"{tried} layouts from seed {options.seed}: {len(failed)} failed {failed or ''}, {refused} refused by torch, "
-          f"{time.monotonic() - began:.0f} s, {pool.restarts} restarts")
-    return 1 if failed else 0
+        tally = explore(pool, map(draw, numbers), options)
+    print(f"{tally.tried} layouts from {numbers[0]}: {len(tally.failed)} failed {list(tally.failed) or ''}, "
+          f"{tally.refused} that torch refuses, {time.monotonic() - began:.0f} s, {pool.restarts} restarts")
+    return 1 if tally.failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

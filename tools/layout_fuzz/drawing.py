@@ -68,9 +68,14 @@ class _Draw:
         most = 4 if world == "processes" else 6
         if simple or self.often(0.7):
             return (("dp", self.random.randint(2, most)),)
-        return self.random.choice(((("dp", 2), ("ep", 2)), (("ep", 2),), (("dp", 1), ("ep", 3)),
-                                   (("dp", 2), ("tp", 2)), (("dp", 1), ("tp", 2))) if rule != "lamb"
-                                  else ((("dp", 2), ("ep", 2)), (("ep", 2),)))
+        meshes = [(("dp", 2), ("ep", 2)), (("ep", 2),), (("dp", 1), ("ep", 3)), (("dp", 2), ("pp", 2)),
+                  (("dp", 1), ("pp", 3))]
+        if rule != "lamb":  # its ratios are those of the parts, as Megatron's are
+            meshes += [(("dp", 2), ("tp", 2)), (("dp", 1), ("tp", 2))]
+        if world == "threads":
+            meshes += [(("dp", 2), ("ep", 2), ("pp", 2))]
+            meshes += [(("dp", 2), ("ep", 2), ("tp", 2))] if rule != "lamb" else []
+        return self.random.choice(meshes)
 
     def fsdp_mesh(self, world: str) -> tuple[tuple[str, int], ...]:
         small = self.random.choice((
@@ -79,7 +84,8 @@ class _Draw:
         if world == "processes" or self.often(0.8):
             return small
         return self.random.choice(((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)), (("dp", 4), ("tp", 2)),
-                                   (("dp", 3), ("tp", 2)), (("dp", 2), ("ep", 3)), (("dp", 6),)))
+                                   (("dp", 3), ("tp", 2)), (("dp", 2), ("ep", 3)), (("dp", 6),),
+                                   (("dp", 2), ("ep", 2), ("tp", 2))))
 
     def copies_settings(self, rule: str, rough: bool) -> Settings:
         strategies = ("no_shard", "layer-wise") if rule == "muon" else (

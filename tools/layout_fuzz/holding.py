@@ -27,7 +27,7 @@ class Place:
         """The place among the ranks that see different data, if it were this one along ``ep``."""
         found = 0
         for name, size in self.layout.mesh:
-            if name != "tp":
+            if name not in ("tp", "pp"):
                 found = found * size + (ep if name == "ep" else self.at[name])
         return found
 
@@ -51,10 +51,12 @@ class Place:
 
     def holds(self, layer: Layer) -> bool:
         """Whether any part of a layer is here."""
-        ranks = self.layout.size("ep")
-        if self.layout.kind != "copies" or not layer.is_expert or ranks == 1:
+        if self.layout.kind != "copies":
             return True
-        return int(layer.name.partition(".")[2]) % ranks == self.at["ep"]
+        number = int(layer.name.partition(".")[2])
+        if number % self.layout.size("pp") != self.at.get("pp", 0):
+            return False
+        return not layer.is_expert or number % self.layout.size("ep") == self.at.get("ep", 0)
 
     def cuts(self, param: Param) -> bool:
         """Whether tensor parallelism of plain tensors cuts a parameter."""

@@ -5,13 +5,17 @@ They are forked from a server that has imported everything once, so a new one is
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -29,13 +33,25 @@ class WorldLostError(RuntimeError):
     """A rank hung or died; the message says which, and what it last said."""
 
 
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """A started process would import the program's main module again: pytest, say."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 class _Worker:
     def __init__(self, context: Any, kind: str, log: Path) -> None:
         self.log = log
         self.pipe: Connection
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(kind, theirs, str(log)), daemon=True)
-        self.process.start()
+        with _no_main_module():
+            self.process.start()
         theirs.close()
 
     def last_words(self) -> str:
@@ -53,11 +69,12 @@ class Pool:
 
     Args:
         patience: seconds that a phase of a case may take before it counts as hung.
-        timeout: of the process groups, in seconds.
+        timeout: of the process groups, in seconds. short_timeout: of those whose ranks disagree, and may wait for
+            each other.
     """
 
-    def __init__(self, patience: float = 40.0, timeout: float = 6.0) -> None:
-        self.patience, self.timeout = patience, timeout
+    def __init__(self, patience: float = 100.0, timeout: float = 30.0, short_timeout: float = 6.0) -> None:
+        self.patience, self.timeout, self.short_timeout = patience, timeout, short_timeout
         paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)))
         self._context = multiprocessing.get_context("forkserver")
@@ -84,9 +101,10 @@ class Pool:
         """
         kind, ranks = case.world, case.layouts[phase].ranks
         workers = self._started(kind, 1 if kind == "threads" else ranks)
-        job = {"case": case, "phase": phase, "folder": folder, "ranks": ranks, "timeout": self.timeout,
+        timeout = self.timeout if case.disagreement is None else self.short_timeout
+        job = {"case": case, "phase": phase, "folder": folder, "ranks": ranks, "timeout": timeout,
                "name": f"world{next(self._numbers)}", "store": ("127.0.0.1", self._store.port),
-               "patience": self.patience - 5.0}
+               "patience": 0.7 * self.patience}
         try:
             for rank, worker in enumerate(workers):
                 send(worker.pipe, {**job, "rank": rank})

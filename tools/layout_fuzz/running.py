@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 import traceback
 import warnings
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from layout_fuzz.case import Case, Layer, Layout, Param
 from layout_fuzz.holding import Place, placements_of
@@ -157,13 +159,20 @@ class _Run:
             assert self.mesh is not None
             return distribute_tensor(whole, self.mesh, placements_of(self.layout, layer, param), src_data_rank=None)
         if self.layout.kind == "fsdp" and self.mesh is not None:
-            split = None if param.splits is None or whole.shape[param.splits] % self.layout.size("tp") else param.splits
-            if "tp" in self.place.at:
-                where = [Replicate() if split is None else Shard(split)]
-                return distribute_tensor(whole, self.mesh["tp"], where, src_data_rank=None)
-            if "ep" in self.place.at and layer.is_expert and whole.dim() == 3:
-                return distribute_tensor(whole, self.mesh["ep"], [Shard(0)], src_data_rank=None)
+            where = self._before_fsdp(layer, param, whole)
+            return distribute_tensor(whole, self.mesh[tuple(where)], list(where.values()),
+                                     src_data_rank=None) if where else whole
         return self.place.part(param, whole)
+
+    def _before_fsdp(self, layer: Layer, param: Param, whole: Tensor) -> dict[str, Placement]:
+        """What tensor and expert parallelism make of a parameter, by mesh dimension."""
+        where: dict[str, Placement] = {}
+        if "ep" in self.place.at and layer.is_expert:
+            where["ep"] = Shard(0)  # a stack of experts
+        if "tp" in self.place.at:
+            even = param.splits is not None and whole.shape[param.splits] % self.layout.size("tp") == 0
+            where["tp"] = Shard(param.splits) if even and param.splits is not None else Replicate()
+        return where
 
     def _fully_shard(self, model: Network) -> None:
         assert self.mesh is not None
@@ -194,6 +203,10 @@ class _Run:
             self.optimizer.param_groups[-1]["lr"] *= 0.75
         if not self._differs("zero_grad", step):
             self.optimizer.zero_grad()
+        if self._differs("dies", step):
+            os.abort()
+        if self._differs("sleeps", step):
+            time.sleep(3600.0)
         if self._differs("freeze", step):
             next(p for group in self.optimizer.param_groups for p in group["params"]).requires_grad_(False)
 

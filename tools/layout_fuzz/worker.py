@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo  # torch.optim imports it at its first use, which takes a second: once is enough
 import torch.distributed as dist
 
 from layout_fuzz.running import Outcome, perform

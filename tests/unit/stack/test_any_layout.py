@@ -1,0 +1,70 @@
+"""Random layouts of ranks against one process: the first cases of ``tools/fuzz_ranks.py``, and that it sees faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+from layout_fuzz.case import Case, Disagreement, Layer, Layout, Param, grouped
+from layout_fuzz.drawing import draw
+from layout_fuzz.pool import Pool
+from layout_fuzz.trying import attempt
+
+LAYOUTS = 60
+ADAM = Case(0, "processes", "adam", "bf16", (Layer("blocks.0", (Param("w", (300,)), Param("b", (6,)))),),
+            (Layout("copies", (("dp", 2),)),), streams=2)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("first", range(0, LAYOUTS, 10))
+def test_any_layout_trains_like_one_process(pool, first):
+    """Rules, dtypes, ZeRO, FSDP2, tensor, expert and pipeline parallelism, places, checkpoints between them, bad
+    gradients, ranks that disagree: ``python tools/fuzz_ranks.py --case NUMBER`` tries one again."""
+    for case in map(draw, range(first, first + 10)):
+        verdict = attempt(pool, case)
+        assert not verdict.faults, "\n".join((grouped(case), repr(case), *verdict.faults))
+
+
+def test_a_number_is_a_case():
+    cases = [draw(number) for number in range(300)]
+    assert cases == [draw(number) for number in range(300)]
+    assert eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math}) == cases[7]
+    assert {case.world for case in cases} == {"threads", "processes"}
+    assert {layout.kind for case in cases for layout in case.layouts} == {"alone", "copies", "fsdp", "placed"}
+
+
+@pytest.mark.parametrize(("world", "rule"), [("threads", "adam"), ("processes", "sgd")])
+def test_one_bit_too_many_is_seen(pool, world, rule, monkeypatch):
+    """Ranks that compute with another learning rate than they should, by a last bit."""
+    from layout_fuzz import alone
+
+    case = ADAM.with_(world=world, rule=rule)
+    assert not attempt(pool, case).faults
+    config_of = alone.config_of
+    monkeypatch.setattr(alone, "config_of", lambda *given: dataclasses.replace(
+        config_of(*given), lr=2.0**-6 * (1 + 2.0**-22)))
+    assert any("differ" in fault for fault in attempt(pool, case).faults)
+
+
+@pytest.mark.parametrize(("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
+def test_a_rank_that_dies_or_hangs_is_a_fault_of_its_case(what, said):
+    """And the next case finds new processes."""
+    with Pool(short_timeout=2.0) as fragile:
+        assert not attempt(fragile, ADAM).faults
+        patience, fragile.patience = fragile.patience, 4.0
+        faults = attempt(fragile, ADAM.with_(disagreement=Disagreement(what, 1, 1))).faults
+        assert len(faults) == 1 and said in faults[0] and "1]" in faults[0]
+        assert fragile.restarts == 1
+        fragile.patience = patience
+        assert not attempt(fragile, ADAM).faults
