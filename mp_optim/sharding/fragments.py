@@ -106,8 +106,8 @@ def make_fragment(name: str, param: Tensor, found: tuple[Bucket, Entry] | None, 
     tensor.requires_grad_(param.requires_grad)
     tensor.first_element, tensor.shard_groups = start, shard_groups
     for attribute in ATTRIBUTES:
-        if hasattr(param, attribute):
-            setattr(tensor, attribute, getattr(param, attribute))
+        if hasattr(param, attribute) and (attribute != "partition_dim" or tensor.shape == param.shape):
+            setattr(tensor, attribute, getattr(param, attribute))  # a flat piece has not the parameter's dimensions
     if placed_alike:
         tensor.offload_share = param.numel()
     grad = None

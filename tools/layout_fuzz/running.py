@@ -171,6 +171,7 @@ class _Run:
             where["ep"] = Shard(0)  # a stack of experts
         if "tp" in self.place.at:
             even = param.splits is not None and whole.shape[param.splits] % self.layout.size("tp") == 0
+            even = even and ("ep" not in where or param.splits != 0)  # FSDP2 has no empty parts
             where["tp"] = Shard(param.splits) if even and param.splits is not None else Replicate()
         return where
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 from layout_fuzz.case import Case, Disagreement, Layer, Layout, Param, grouped
 from layout_fuzz.drawing import draw
 from layout_fuzz.pool import Pool
-from layout_fuzz.trying import attempt
+from layout_fuzz.trying import Verdict, attempt
 
 LAYOUTS = 60
 ADAM = Case(0, "processes", "adam", "bf16", (Layer("blocks.0", (Param("w", (300,)), Param("b", (6,)))),),
@@ -34,6 +34,17 @@ def test_any_layout_trains_like_one_process(pool, first):
     for case in map(draw, range(first, first + 10)):
         verdict = attempt(pool, case)
         assert not verdict.faults, "\n".join((grouped(case), repr(case), *verdict.faults))
+
+
+@pytest.mark.parametrize("settings", [
+    {"data_parallel_sharding_strategy": "optim"}, {"data_parallel_sharding_strategy": "optim_grads"},
+    {"data_parallel_sharding_strategy": "no_shard"}, {"use_layer_wise_distributed_optimizer": True}], ids=str)
+def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(pool, settings):
+    """Megatron's ``partition_dim`` is one of the parameter, not of the flat piece that a rank owns of it."""
+    layers = tuple(Layer(f"blocks.{dim}", (Param("w", (40, 20, 8), splits=dim),)) for dim in range(3))
+    case = Case(0, "threads", "adam", "bf16", layers, (Layout(
+        "copies", (("dp", 2), ("tp", 2)), settings=tuple(settings.items())),), streams=2)
+    assert attempt(pool, case) == Verdict()
 
 
 def test_a_number_is_a_case():
