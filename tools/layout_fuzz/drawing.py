@@ -60,7 +60,8 @@ class _Draw:
             found = dataclasses.replace(found, mesh=mesh, placements=self.random.randrange(1000))
         if self.often(0.6):
             fraction = self.random.choice((0.3, 0.5, 1.0))
-            modes = ("sync", "overlap") if rule == "lamb" else ("sync", "overlap", "speculative")
+            parts = rule == "muon" and kind in ("fsdp", "placed")  # gathered during backward by nobody
+            modes = ("sync", "overlap") if rule == "lamb" or parts else ("sync", "overlap", "speculative")
             found = dataclasses.replace(found, fraction=fraction, mode=self.random.choice(modes))
         return found
 
