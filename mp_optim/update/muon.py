@@ -111,7 +111,7 @@ class Muon(RuleOptimizer):
         elif group["optimizer"] == "lion":
             backend.lion(lists, LionScalars.at(group, step), multiplier)
         else:
-            rule = _Rule.of(group)
+            rule, lists = _Rule.of(group), lists.in_place()  # the backend may read a source; this does not
             for index in range(len(lists.main)):
                 _step(rule, _Matrices.of(lists, index), float(multiplier), updates[index].layout)
 

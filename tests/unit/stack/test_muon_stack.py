@@ -45,6 +45,16 @@ def assert_same(found, expected):
         assert same_bits(found[1][name], value), name
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-8bit8"])
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_matrices_are_stepped_during_backward_with_the_same_bits(precision, mode):
+    """The other halves that a speculated step writes begin with the values there are."""
+    settings = {"clip_grad": 0.0, "muon_use_nesterov": True}
+    model, optimizer = build(precision, 1.0, offload_mode=mode, **settings)
+    assert_same(outcome(model, optimizer), outcome(*build(precision, 1.0, **settings)))
+    assert (optimizer.metrics()["speculation_hits"] > 0) == (mode == "speculative")
+
+
 def test_matrices_are_muons_and_the_rest_is_adams():
     _, optimizer = build()
     rules = {name: group["optimizer"] for group in optimizer.param_groups
