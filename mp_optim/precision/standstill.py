@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.arguments import ModelParams
+from mp_optim.missing_ranks import call, naming_missing_ranks
 from mp_optim.precision.pending import PendingVerdict
 from mp_optim.precision.verdict import Verdict
 from mp_optim.slots import ParamGroups, current_grad, iter_slots, local_tensor, slot_name
@@ -62,7 +63,9 @@ class StandstillWatch:
             return
         else:
             notes: list[tuple[bool, bool]] = [(False, False)] * ranks.size()
-            dist.all_gather_object(notes, (scaler.was_asked, is_new), group=ranks)
+            own = scaler.was_asked, is_new
+            with naming_missing_ranks(ranks)("comparing whether gradients were scaled"):
+                call(ranks, lambda: dist.all_gather_object(notes, own, group=ranks))
             suspect = not any(asked for asked, _ in notes) and any(new for _, new in notes)
         if suspect and (scale := float(scaler.present_scale)) != 1.0:
             raise RuntimeError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.capabilities import refusal
+from mp_optim.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.own_modes import in_own_modes
 from mp_optim.setting_rules import NOT_NEGATIVE, check_betas, check_flags, check_schedule, check_setting
 from mp_optim.slot_optimizer import Closure
@@ -359,7 +360,8 @@ def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
     for (device, groups), grads in alike.items():
         part = choose_backend("auto", device)[0].sum_of_squares(grads).sum()
         for group in groups:
-            dist.all_reduce(part, group=group)
+            with naming_missing_ranks(group)("agreeing on the gradient norm"):
+                wait_for(dist.all_reduce(part, group=group, async_op=True), group, part.device)
         total += float(part)
     return math.sqrt(total)
 
