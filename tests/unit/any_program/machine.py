@@ -1,0 +1,463 @@
+"""AnyProgram: the operations that programs are made of, each carried out and compared with the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from any_program import gradients, leaving, nonsense
+from any_program.arithmetic import F
+from any_program.oracle import Group, Oracle, Scaler, Slot
+from any_program.setups import PARAMS, REMAINDERS, SETTINGS, Param, Place, Settings, Setup, places, setups
+from any_program.subject import (
+    Model,
+    NotNow,
+    Subject,
+    as_tensor,
+    as_values,
+    dtype_of,
+    name_of,
+    need,
+    random_values,
+)
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch import nn
+
+from mp_optim import OptimizerParamScheduler
+
+Rule = TypeVar("Rule", bound=Callable[..., None])
+
+INDEX = st.integers(0, 5)
+SEED = st.integers(0, 99)
+VALUES = ("random", "same", "zero", "one", "nan", "inf", "subnormal", "fine")
+
+
+def operation(**strategies: Any) -> Callable[[Rule], Any]:
+    """A rule that is named for its function, is counted, and can be left out of programs."""
+
+    def decorate(function: Rule) -> Any:
+        name = function.__name__
+        return precondition(lambda self: name not in self.without)(rule(**strategies)(counted(function)))
+
+    return decorate
+
+
+def counted(function: Rule) -> Rule:
+    def call(self: AnyProgram, **arguments: Any) -> None:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        self.lines.append(f"state.{function.__name__}({given})")
+        with self.watched(), contextlib.suppress(NotNow):
+            function(self, **arguments)
+            self.counts["operations"] += 1
+            self.counts[function.__name__] += 1
+            self.subject.check_model(self.oracle)
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    return call  # type: ignore[return-value]
+
+
+class AnyProgram(RuleBasedStateMachine):
+    """A program over the public API.
+
+    Attributes:
+        without: operations that are left out, or ``operation:kind``.
+        counts: operations carried out by all programs, and programs.
+        on_failure: called with the error and the program so far, when a program fails.
+    """
+
+    without: ClassVar[frozenset[str]] = frozenset()
+    counts: ClassVar[Counter[str]] = Counter()
+    on_failure: ClassVar[Callable[[Exception, list[str]], None] | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.failed = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take note of a failure; warnings are not what is looked for."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        except Exception as error:
+            self.failed = True
+            if type(self).on_failure is not None:
+                type(self).on_failure(error, self.lines)
+            raise
+
+    @initialize(setup=setups())
+    def begin(self, setup: Setup) -> None:
+        """Build the model and its optimizer."""
+        self.counts["programs"] += 1
+        self.lines.append(f"state.begin(setup={setup!r})")
+        first, *rest = setup.params  # something has to be trainable
+        setup = replace(setup, params=(replace(first, frozen=False), *rest))
+        self.setup, self.transposed = setup, {}
+        self.threads = torch.get_num_threads()
+        self.serial = len(setup.params)
+        self.remembered: tuple[Any, Any, Oracle] | None = None
+        self.scheduler: OptimizerParamScheduler | None = None
+        model, slots = Model(), {}
+        for index, param in enumerate(setup.params):
+            name = name_of(index, param)
+            slots[name] = self.new_param(model, name, param, setup.seed + index)
+        self.oracle = self.predicted(slots)
+        explicit = self.oracle.groups if setup.groups else None
+        with self.watched():
+            self.subject = Subject(setup, setup.place, model, explicit)
+
+    def new_param(self, model: Model, name: str, param: Param, seed: int) -> Slot:
+        """A parameter of the model, and the same for the oracle."""
+        dtype = dtype_of(param, self.setup.precision)
+        values = random_values(seed, param.shape, dtype).reshape(-1)
+        self.transposed[name] = param.transposed
+        tensor = as_tensor(values, param.shape, dtype, param.transposed)
+        model.add(name, nn.Parameter(tensor, requires_grad=not param.frozen))
+        return Slot(name, param.shape, dtype, values, bound=not param.frozen)
+
+    def predicted(self, slots: dict[str, Slot]) -> Oracle:
+        """What the optimizer of a new model holds."""
+        setup, groups = self.setup, self.predicted_groups(slots)
+        grouped = {name for group in groups for name in group.names}
+        scaler = None
+        if setup.precision == "fp16":
+            scaler = Scaler(setup.scale, setup.window, setup.hysteresis, setup.constant)
+        oracle = Oracle(setup.rule, {name: slot for name, slot in slots.items() if name in grouped}, groups, scaler,
+                        setup.clip, setup.threshold, setup.count_zeros)
+        oracle.outside = {name: slot.model for name, slot in slots.items() if name not in grouped}
+        oracle.deal_out()
+        oracle.keep_as(setup.place)
+        return oracle
+
+    def predicted_groups(self, slots: dict[str, Slot]) -> list[Group]:
+        """One group for each combination that occurs, in the order of named_parameters."""
+        setup = self.setup
+        found: dict[tuple[bool, int], Group] = {}
+        of = {name_of(index, param): param for index, param in enumerate(setup.params)}
+        for name in sorted(of, key=lambda name: of[name].expert):
+            param = of[name]
+            if setup.groups:
+                given = setup.groups[param.group]
+                group = Group([], param.expert, self.settings(given, explicit=True))
+                key = (param.expert, param.group)
+            else:
+                if param.frozen:
+                    continue
+                decay = 0.0 if len(param.shape) <= 1 else 0.1
+                group = Group([], param.expert, self.settings(Settings(0.01, decay), explicit=False))
+                key = (param.expert, int(decay == 0.0))
+            found.setdefault(key, group).names.append(name)
+        return list(found.values())
+
+    def settings(self, given: Settings, explicit: bool) -> dict[str, Any]:
+        """All settings of a group: what is given, and the rule's defaults under the program's config."""
+        rule, variant = self.setup.rule, self.setup.variant
+        common = {"lr": given.lr, "weight_decay": given.weight_decay}
+        if rule in ("adam", "lamb"):
+            betas, eps = (given.betas, given.eps) if explicit else ((0.9, 0.999), 1e-8)
+            more: dict[str, Any] = {"betas": betas, "eps": eps, "bias_correction": True,
+                                    "adam_w_mode": not (rule == "adam" and variant)}
+            if rule == "lamb":
+                more |= {"grad_averaging": not variant, "use_nvlamb": variant}
+        elif rule == "lion":
+            more = {"betas": (0.5 if variant else 0.95, 0.98)}
+        else:
+            more = {"momentum": 0.0 if variant else 0.9, "dampening": 0.0, "nesterov": False}
+        return {**common, **more}
+
+    # -- who is meant -----------------------------------------------------------------------------
+
+    def pick(self, index: int) -> Slot:
+        slots = [slot for _, slot in self.oracle.order()]
+        need(slots)
+        return slots[index % len(slots)]
+
+    def leave(self) -> None:
+        """State is about to leave; the oracle follows the model as the optimizer has to."""
+        if "pending" in self.without:
+            need(not any(slot.touched for slot in self.oracle.slots.values()))
+        self.oracle.follow()
+
+    def only(self, kind: str) -> None:
+        """Leave out a kind of an operation that the program is to be without."""
+        need(kind not in self.without)
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    @operation(seed=SEED, micro=st.integers(1, 3), unused=st.sets(INDEX, max_size=2), hold=st.booleans(),
+               size=st.sampled_from(gradients.SIZES))
+    def train(self, seed: int, micro: int, unused: set[int], hold: bool, size: str) -> None:
+        """zero_grad, backward and step."""
+        self.subject.optimizer.zero_grad()
+        self.go_backward(seed, micro, unused, hold, size)
+        self.take_step(closure=False)
+
+    @operation(seed=SEED, unused=st.sets(INDEX, max_size=3), size=st.sampled_from(gradients.SIZES))
+    def backward(self, seed: int, unused: set[int], size: str) -> None:
+        """Gradients that are added to those that are there."""
+        self.go_backward(seed, 1, unused, False, size)
+
+    def go_backward(self, seed: int, micro: int, unused: set[int], hold: bool, size: str) -> None:
+        optimizer = self.subject.optimizer
+        gradients.own_memory(self.subject)
+        for number in range(micro):
+            loss = gradients.loss(self.subject, seed + number, unused, size)
+            if loss is None:
+                return
+            hold_now = hold and number < micro - 1 and hasattr(optimizer, "no_sync")
+            with optimizer.no_sync() if hold_now else contextlib.nullcontext():
+                optimizer.scale_loss(loss).backward()
+
+    @operation(kinds=st.lists(st.sampled_from(gradients.KINDS), min_size=1, max_size=6), seed=SEED)
+    def hand(self, kinds: list[str], seed: int) -> None:
+        """Gradients made by hand."""
+        self.subject.optimizer.get_loss_scale()
+        for index, (name, param) in enumerate(self.subject.params()):
+            if param.requires_grad and name in self.oracle.slots:
+                gradients.put(param, kinds[index % len(kinds)], seed + index)
+
+    @operation(index=INDEX, how=st.sampled_from(("times", "other", "none", "untraced")))
+    def touch(self, index: int, how: str) -> None:
+        """Change a gradient between backward and step."""
+        self.only(f"touch:{how}")
+        param = self.subject.model.param(self.pick(index).name)
+        need(param.grad is not None)
+        gradients.own_memory(self.subject)
+        gradients.change(param, how)
+        if how == "untraced":
+            self.subject.optimizer.discard_early_work()
+
+    @operation(to_none=st.booleans())
+    def zero_grad(self, to_none: bool) -> None:
+        gradients.own_memory(self.subject)
+        self.subject.optimizer.zero_grad(set_to_none=to_none)
+        for _, param in self.subject.params():
+            if getattr(param, "main_grad", None) is not None:
+                del param.main_grad  # it belongs to whoever made it
+
+    @operation(closure=st.booleans())
+    def step(self, closure: bool) -> None:
+        self.take_step(closure)
+
+    def take_step(self, closure: bool) -> None:
+        grads = {name: grad for name, grad in self.subject.grads().items() if name in self.oracle.slots}
+        expected = self.oracle.step(grads, self.subject.place)
+        if closure:
+            assert self.subject.optimizer.step(lambda: 7.0) == 7.0
+        else:
+            result = self.subject.optimizer.step()
+            assert tuple(result) == (expected.success, expected.norm, expected.zeros)
+        now = self.subject.grads()
+        assert all(np.array_equal(grad, now[name], equal_nan=True) for name, grad in grads.items()), "a changed gradient"
+        if self.oracle.scaler:
+            assert float(self.subject.optimizer.get_loss_scale()) == self.oracle.scaler.scale
+
+    # -- outside writes -----------------------------------------------------------------------------
+
+    def values(self, slot: Slot, kind: str, seed: int) -> Any:
+        """Values that somebody else writes, of the parameter's dtype."""
+        values = random_values(seed, slot.shape, slot.dtype).reshape(-1)
+        if kind == "same":
+            return as_values(self.subject.model.param(slot.name))
+        special = {"zero": 0.0, "one": 1.0, "nan": np.nan, "inf": np.inf, "subnormal": 1e-41}
+        if kind in special and values.size:
+            values[seed % values.size :: 3] = special[kind]
+        if kind == "fine":  # more bits than 16, where the parameter has them
+            values = values + F(2.0**-20)
+        return as_values(as_tensor(values, slot.shape, slot.dtype))
+
+    @operation(index=INDEX, kind=st.sampled_from(VALUES), seed=SEED)
+    def write(self, index: int, kind: str, seed: int) -> None:
+        """Values written from outside, where that leaves a trace."""
+        slot = self.pick(index)
+        values = self.values(slot, kind, seed)
+        with torch.no_grad():
+            self.subject.model.param(slot.name).copy_(as_tensor(values, slot.shape, slot.dtype))
+        self.oracle.wrote(slot.name, values)
+
+    @operation(index=INDEX, how=st.sampled_from(("data", "parameter", "swap")), kind=st.sampled_from(VALUES), seed=SEED)
+    def replace_param(self, index: int, how: str, kind: str, seed: int) -> None:
+        """Another tensor where a parameter was."""
+        self.only(f"replace_param:{how}")
+        slot, model = self.pick(index), self.subject.model
+        param, values = model.param(slot.name), self.values(slot, kind, seed)
+        fresh = as_tensor(values, slot.shape, slot.dtype, self.transposed[slot.name] ^ (seed % 2 == 1))
+        if how == "data":
+            param.data = fresh
+        elif how == "parameter":
+            new = nn.Parameter(fresh, requires_grad=param.requires_grad)
+            group, position = self.subject.place_of(slot.name)
+            group["params"][position] = new
+            model.add(slot.name, new)
+        else:
+            new = nn.Parameter(fresh, requires_grad=param.requires_grad)
+            try:
+                torch.utils.swap_tensors(param, new)
+            except RuntimeError:  # torch refuses while something else refers to the tensor
+                need(False)
+        self.oracle.wrote(slot.name, values)
+
+    @operation(indices=st.lists(INDEX, max_size=3), moved=st.booleans(), seed=SEED)
+    def reload(self, indices: list[int], moved: bool, seed: int) -> None:
+        """Writes through ``.data``, and what has to be called after them."""
+        for index in indices:
+            slot = self.pick(index)
+            values = self.values(slot, "random", seed + index)
+            param, fresh = self.subject.model.param(slot.name), as_tensor(values, slot.shape, slot.dtype)
+            if moved:
+                param.data = fresh
+            else:
+                param.data.copy_(fresh)
+            self.oracle.wrote(slot.name, values)
+        self.subject.optimizer.reload_model_params()
+        self.oracle.reload()
+
+    @operation(index=INDEX, frozen=st.booleans())
+    def freeze(self, index: int, frozen: bool) -> None:
+        self.subject.model.param(self.pick(index).name).requires_grad_(not frozen)
+
+    # -- groups and settings --------------------------------------------------------------------------
+
+    @operation(param=PARAMS, settings=SETTINGS, left_out=st.booleans())
+    def add_group(self, param: Param, settings: Settings, left_out: bool) -> None:
+        """A group of a new parameter, or of one that was left out because it was frozen."""
+        model = self.subject.model
+        if left_out and self.oracle.outside:
+            name = min(self.oracle.outside)
+            values = self.oracle.outside.pop(name)
+            tensor = model.param(name).requires_grad_(True)
+            dtype = "fp32" if tensor.dtype == torch.float32 else self.setup.precision
+            slot = Slot(name, tuple(tensor.shape), dtype, values)
+        else:
+            name = name_of(self.serial, param)
+            slot = self.new_param(model, name, param, 50 + self.serial)
+            self.serial += 1
+        expert = name.startswith("experts")
+        group = Group([name], expert, self.settings(settings, explicit=True))
+        self.oracle.slots[name] = slot
+        self.oracle.add_group(group)
+        self.oracle.keep_slot_as(slot, self.subject.place)
+        self.subject.add_group(group)
+
+    @operation(index=INDEX, setting=st.sampled_from(("lr", "weight_decay", "betas", "eps", "clip", "threshold")),
+               given=SETTINGS, limit=st.sampled_from((1.0, 0.0, 0.01, 1e6)))
+    def set(self, index: int, setting: str, given: Settings, limit: float) -> None:
+        """Another setting."""
+        if setting == "clip":
+            self.oracle.clip = self.subject.optimizer.config.clip_grad = limit
+        elif setting == "threshold":
+            limit = limit or float("inf")
+            self.oracle.threshold = self.subject.optimizer.config.grad_norm_skip_threshold = limit
+        else:
+            group = self.oracle.groups[index % len(self.oracle.groups)]
+            need(setting in group.settings)
+            value = getattr(given, setting)
+            group.settings[setting] = self.subject.live_group(group)[setting] = value
+            group.tensor = group.tensor and setting != "lr"
+
+    @operation(value=st.sampled_from((0.5, 0.0, 0.001)), shared=st.booleans())
+    def tensor_lr(self, value: float, shared: bool) -> None:
+        """Learning rates in tensors; filled where there are some, as graphed loops do."""
+        one = torch.tensor(value)
+        for group in self.oracle.groups:
+            live = self.subject.live_group(group)
+            if group.tensor:
+                live["lr"].fill_(value)
+            else:
+                live["lr"] = one if shared else torch.tensor(value)
+            group.tensor, group.settings["lr"] = True, float(one)
+
+    @operation(increment=st.integers(0, 4))
+    def schedule(self, increment: int) -> None:
+        """A scheduler's step; its numbers are its own tests' affair."""
+        if self.scheduler is None:
+            self.scheduler = OptimizerParamScheduler(self.subject.optimizer, 0.0, 0.01, 0.0, 2, 12, "cosine", 0.0, 0.1,
+                                                     10, "linear")
+        self.scheduler.step(increment)
+        for group in self.oracle.groups:
+            live = self.subject.live_group(group)
+            group.settings |= {"lr": float(live["lr"]), "weight_decay": float(live["weight_decay"])}
+
+    @operation(how=st.sampled_from(("threads", "park", "numbers")), count=st.integers(1, 3))
+    def between(self, how: str, count: int) -> None:
+        """What happens between the steps of a loop and concerns no number."""
+        if how == "threads":
+            torch.set_num_threads(count)
+        elif how == "park":
+            self.subject.optimizer.offload_to_cpu()
+            self.subject.optimizer.restore_from_cpu()
+        else:
+            assert str(self.subject.optimizer.describe()) and self.subject.optimizer.metrics()["steps"] >= 0
+
+    # -- state leaves and comes -----------------------------------------------------------------------
+
+    @operation(how=st.sampled_from(leaving.LOOKS))
+    def look(self, how: str) -> None:
+        """State leaves by one of its doors."""
+        self.only(f"look:{how}")
+        self.leave()
+        leaving.look(self.subject, self.oracle, how)
+
+    @operation(how=st.sampled_from(leaving.WAYS), place=places("bf16"), seed=SEED)
+    def resume(self, how: str, place: Place, seed: int) -> None:
+        """Save, and go on in a new model and optimizer somewhere else."""
+        self.only(f"resume:{how}")
+        if self.setup.precision != "bf16" and place.form in REMAINDERS:
+            place = replace(place, form="8bit")
+        self.leave()
+        self.scheduler = None
+        self.subject = leaving.resumed(self.subject, self.oracle, how, place, seed, self.transposed)
+
+    @operation()
+    def remember(self) -> None:
+        """Keep a copy of all state."""
+        self.leave()
+        self.remembered = (copy.deepcopy(self.subject.model.state_dict()),
+                           copy.deepcopy(self.subject.optimizer.state_dict()), copy.deepcopy(self.oracle))
+
+    @operation()
+    def rewind(self) -> None:
+        """Go back to it, in the optimizer that is there."""
+        need(self.remembered is not None)
+        assert self.remembered is not None
+        model, state, oracle = self.remembered
+        need([group.names for group in oracle.groups] == [group.names for group in self.oracle.groups])
+        need(all(slot.bound == self.oracle.slots[name].bound for name, slot in oracle.slots.items()))
+        leaving.rewound(self.subject, self.oracle, copy.deepcopy(model), copy.deepcopy(state), oracle)
+
+    @operation(kind=st.sampled_from(nonsense.KINDS), index=INDEX)
+    def load_nonsense(self, kind: str, index: int) -> None:
+        """A state dict that cannot be loaded is refused, and nothing has changed."""
+        self.only(f"load_nonsense:{kind}")
+        self.leave()
+        nonsense.load(self.subject, self.oracle, kind, self.pick(index))
+
+    def teardown(self) -> None:
+        """Every program ends with a step, and with a look at all state."""
+        if self.failed or not self.lines:
+            return
+        torch.set_num_threads(self.threads)
+        with self.watched():
+            if self.setup.seed % 2:
+                self.check_state()
+            self.go_backward(self.setup.seed, 1, set(), False, "normal")
+            self.take_step(closure=False)
+            self.subject.check_model(self.oracle)
+            self.check_state()
+
+    def check_state(self) -> None:
+        if "pending" in self.without and any(slot.touched for slot in self.oracle.slots.values()):
+            return
+        self.oracle.follow()
+        self.subject.check_state_dict(self.oracle, self.subject.optimizer.state_dict())
+        self.subject.check_main_params(self.oracle)

@@ -1,0 +1,15 @@
+"""Any program over the public API leaves what the promises say, bit for bit; ``python tools/fuzz.py`` for hours of it."""
+
+from __future__ import annotations
+
+import pytest
+from any_program.machine import AnyProgram
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+
+@pytest.mark.parametrize(("operations", "programs"), [(6, 60), (15, 60), (40, 40)])
+def test_any_program_leaves_what_the_promises_say(operations, programs):
+    run_state_machine_as_test(AnyProgram, settings=settings(
+        max_examples=programs, stateful_step_count=operations, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink), print_blob=False))
