@@ -69,7 +69,7 @@ class _Alone:
     @torch.no_grad()
     def _losses(self, step: int, layout: Layout) -> list[Any]:
         """What each data rank's forward gives for each micro-batch; nothing where a rank has only parts."""
-        if layout.kind != "copies" or len(layout.mesh) > 1:
+        if not layout.has_whole_model:
             return []
         found = []
         for rank in range(layout.data_ranks):

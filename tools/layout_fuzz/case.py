@@ -77,6 +77,11 @@ class Layout:
         """How many ranks compute gradients of different data."""
         return self.size("dp", "dp_replicate", "dp_shard", "ep") if self.kind in ("copies", "fsdp") else 1
 
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether each rank computes the loss of a whole model, which can be compared."""
+        return self.kind == "copies" and [name for name, _ in self.mesh] == ["dp"]
+
     def setting(self, name: str, default: Any = None) -> Any:
         return dict(self.settings).get(name, default)
 

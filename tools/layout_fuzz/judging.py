@@ -58,12 +58,13 @@ def _unnoticed(case: Case, outcomes: list[Outcome]) -> list[str]:
 
 def _differences(case: Case, layout: Layout, rank: int, wanted: Outcome, outcome: Outcome) -> list[str]:
     place, found = Place(case, layout, rank), []
-    for what, mine, theirs in (("success", outcome.successes, wanted.successes), ("zeros", outcome.zeros, wanted.zeros)):
-        if list(mine) != list(theirs):
-            found.append(f"{what} of each step: {mine}, expected {theirs}")
+    if outcome.successes != wanted.successes:
+        found.append(f"success of each step: {outcome.successes}, expected {wanted.successes}")
+    if outcome.zeros != wanted.zeros:
+        found.append(f"zeros of each step: {outcome.zeros}, expected {wanted.zeros}")
     if len(outcome.norms) != len(wanted.norms) or not all(map(_norms_agree(case), outcome.norms, wanted.norms)):
         found.append(f"norms {outcome.norms}, expected {wanted.norms}")
-    if layout.kind == "copies" and len(layout.mesh) == 1:
+    if layout.has_whole_model:
         losses = [step[rank] for step in wanted.losses]
         pairs = [pair for mine, theirs in zip(outcome.losses, losses, strict=True)
                  for pair in zip(mine, theirs, strict=True)]
@@ -120,12 +121,12 @@ def _difference(mine: Tensor, theirs: Tensor, exact: bool) -> str:
     if torch.equal(mine, theirs) or not mine.numel():
         return ""
     a, b = mine.double(), theirs.double()
-    apart = (a - b).abs()
-    same = torch.isclose(a, b, rtol=_tolerance(mine), atol=_tolerance(mine), equal_nan=True)
-    if not exact and bool(same.all()):
+    tolerance = 0.0 if exact else _tolerance(mine)
+    if bool(torch.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True).all()):
         return ""
-    count = int((~((a == b) | (a.isnan() & b.isnan()))).sum())
-    return f"{count} of {mine.numel()} elements differ by up to {float(apart.nan_to_num(math.inf).max()):.3g}" * (count > 0)
+    count = int((~torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)).sum())
+    apart = float((a - b).abs().nan_to_num(math.inf).max())
+    return f"{count} of {mine.numel()} elements differ by up to {apart:.3g}"
 
 
 def _tolerance(tensor: Tensor) -> float:
