@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from mp_optim.precision.measure import Measurement, NormKey
 from mp_optim.precision.pending import PendingVerdict
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.sharding import (
-    ATTRIBUTES,
     Fragment,
     Reducer,
     Transport,
@@ -37,6 +35,7 @@ from mp_optim.sharding import (
     check_number,
     make_fragment,
     make_transport,
+    statements,
 )
 from mp_optim.slots import Slot, SlotStateView, SlotUpdate, iter_slots, with_names
 
@@ -44,7 +43,6 @@ __all__ = ["DistributedOptimizer"]
 
 Build = Callable[[list[dict[str, Any]]], MegatronOptimizer]
 _NOT_PUSHED = ("params", "param_names")
-_OF_ONE_RANK = ("timers", "host_threads", "host_cores")
 
 
 class DistributedOptimizer(MegatronOptimizer):
@@ -88,7 +86,8 @@ class DistributedOptimizer(MegatronOptimizer):
         self._built = False
         torch.optim.Optimizer.__init__(self, [with_names(group) for group in param_groups], {})
         with self._guard("comparing the ranks' models and configs"):
-            check_agreement(self._group, self._description(model_chunks), "an optimizer")
+            check_agreement(self._group, statements.of_construction(
+                config, self.param_groups, [slot for _, slot, _ in self._in_forward(model_chunks)]), "an optimizer")
             learn_addresses(self._group)
         self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
         self._fragments = {slot: self._fragment(slot, p) for slot, p in iter_slots(self.param_groups)}
@@ -102,30 +101,9 @@ class DistributedOptimizer(MegatronOptimizer):
 
     # -- building -------------------------------------------------------------------------------
 
-    def _description(self, chunks: Sequence[nn.Module]) -> list[str]:
-        """What all ranks have to agree on, as text."""
-        lines = [f"{spec.name}={getattr(self.config, spec.name)!r}" for spec in fields(self.config)
-                 if spec.name not in _OF_ONE_RANK]
-        lines += self._settings()
-        for slot, param in iter_slots(self.param_groups):
-            said = {name: str(getattr(param, name)) for name in ATTRIBUTES if getattr(param, name, None)}
-            lines.append(f"group {slot.group} position {slot.position}: {self.slot_name(slot)} "
-                         f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
-                         f"{said or ''}")
-        return [*lines, *(f"place {at} in forward: {self.slot_name(slot)}"
-                          for at, (_, slot, _) in enumerate(self._in_forward(chunks)))]
-
-    def _settings(self) -> list[str]:
-        return [f"group {index}: " + ", ".join(f"{key}={_plain(value)!r}" for key, value in sorted(group.items())
-                                               if key not in _NOT_PUSHED)
-                for index, group in enumerate(self.param_groups)]
-
     def _said_each_step(self) -> list[str]:
-        """What ranks have to agree on at every step."""
-        rounds = getattr(self.grad_reducer, "rounds", 0)
-        frozen = [f"{self.slot_name(slot)} was frozen since the optimizer was built" for slot in self._frozen]
-        return [*self._settings(), f"step {self._counts['steps'] + 1}", *frozen,
-                f"gradients of {rounds} backward passes reduced since zero_grad()"]
+        return statements.of_step(self.param_groups, self._counts["steps"] + 1,
+                                  getattr(self.grad_reducer, "rounds", 0), self._frozen)
 
     @property
     def _steps_everything(self) -> bool:
@@ -440,7 +418,3 @@ class DistributedOptimizer(MegatronOptimizer):
         """As of every optimizer; and bytes of gradients and parameters that were reduced and gathered in the last step,
         counted once each, whatever way they took."""
         return {**self.shards.metrics(), **self._bytes}
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value

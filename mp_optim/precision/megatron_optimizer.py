@@ -28,11 +28,11 @@ from mp_optim.precision.measure import (
     norm_groups,
 )
 from mp_optim.precision.pending import Formed, PendingVerdict, decide_on_device, form
+from mp_optim.precision.settings_alike import disagreement
 from mp_optim.precision.standstill import StandstillWatched
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.quantized import quantize_
-from mp_optim.sharding.agreement import difference_told
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
     Multiplier,
@@ -150,14 +150,10 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         return self._last
 
     def _raise_disagreement(self) -> NoReturn:
-        """Say how the ranks that share split parameters differ in what they step them with. Nothing was stepped."""
+        """Nothing was stepped."""
         self.forget_grads()
         self.discard_early_work()
-        parts = [part._seen.settings for part in self.chained_optimizers]
-        said = [line for settings in parts for line in settings.said]
-        ranks = sorted({rank for settings in parts for rank in settings.ranks})
-        how = difference_told(said, ranks)
-        raise ValueError(f"the ranks that share split parameters disagree: {how}; nothing was stepped")
+        raise disagreement([part._seen.settings for part in self.chained_optimizers])
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -1,6 +1,7 @@
-"""Ranks that hold parts of the same parameters compare what they step them with, inside the reduction of the norm.
+"""Ranks that hold parts of the same parameters compare what they step them with.
 
-Here what they compare is put into a number; :func:`~mp_optim.precision.measure.agree` compares the numbers.
+Here it is put into a number; :func:`~mp_optim.precision.measure.agree` compares the numbers, in the
+reduction of the norm.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.layouts import ranks_that_split
 from mp_optim.precision.measure import NormKey
+from mp_optim.sharding.agreement import difference_told
 from mp_optim.slots import ParamGroups, Slot, slot_name
 
-__all__ = ["SettingsAlike"]
+__all__ = ["SettingsAlike", "disagreement"]
 
 _NOT_COMPARED = ("params", "param_names", "fqns")
 _OF_CONFIG = ("optimizer", "clip_grad", "grad_norm_skip_threshold")
@@ -30,7 +32,9 @@ class SettingsAlike:
         slots, params, keys: of the model's parameters, as parallel lists.
     """
 
-    def __init__(self, slots: Sequence[Slot], params: Sequence[Tensor], keys: Sequence[NormKey]) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], params: Sequence[Tensor], keys: Sequence[NormKey]
+    ) -> None:
         self._groups: dict[NormKey, dict[int, None]] = {}
         self._ranks: dict[int, None] = {}
         self._said: list[str] = []
@@ -40,8 +44,9 @@ class SettingsAlike:
                     self._ranks |= dict.fromkeys(ranks_that_split(param))
                 self._groups.setdefault(key, {})[slot.group] = None
 
-    def numbers(self, config: Any, groups: ParamGroups, keys: Sequence[NormKey],
-                all_keys: Sequence[NormKey]) -> dict[NormKey, int]:
+    def numbers(
+        self, config: Any, groups: ParamGroups, keys: Sequence[NormKey], all_keys: Sequence[NormKey]
+    ) -> dict[NormKey, int]:
         """A number for each norm key of split parameters, made of the settings of this step.
 
         Args:
@@ -70,14 +75,32 @@ class SettingsAlike:
         return sorted(self._ranks)
 
 
+def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
+    """How the ranks that hold the same parameters differ in what they would step them with; for
+    all that noticed to ask, each when it does."""
+    said = [line for settings in parts for line in settings.said]
+    ranks = sorted({rank for settings in parts for rank in settings.ranks})
+    how = difference_told(said, ranks)
+    return ValueError(
+        f"the ranks that share split parameters disagree: {how}; nothing was stepped"
+    )
+
+
 def _settings(groups: ParamGroups, index: int) -> list[str]:
     first = slot_name(groups, Slot(index, 0))
-    return [f"{name}={_plain(value)!r} of the group of {first}" for name, value in sorted(groups[index].items())
-            if name not in _NOT_COMPARED]
+    return [
+        f"{name}={_plain(value)!r} of the group of {first}"
+        for name, value in sorted(groups[index].items())
+        if name not in _NOT_COMPARED
+    ]
 
 
 def _plain(value: Any) -> Any:
     """A value to compare; what lies on a device is not waited for."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else "on a device"
-    return value if isinstance(value, (bool, int, float, str, tuple, list, torch.dtype, Mapping)) else type(value)
+    return (
+        value
+        if isinstance(value, (bool, int, float, str, tuple, list, torch.dtype, Mapping))
+        else type(value)
+    )

@@ -1,5 +1,6 @@
 """Which rank: who owns which elements, and how gradients and parameters travel between ranks."""
 
+from mp_optim.sharding import statements
 from mp_optim.sharding.agreement import check_agreement, check_number
 from mp_optim.sharding.buckets import Bucket, Entry
 from mp_optim.sharding.fragments import ATTRIBUTES, Fragment, Watched, make_fragment
@@ -21,4 +22,5 @@ __all__ = [
     "make_fragment",
     "make_transport",
     "reduce_in_one_order",
+    "statements",
 ]

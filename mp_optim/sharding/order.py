@@ -1,8 +1,9 @@
-"""One order for all reductions of a process, whichever part of the optimizer and whichever ranks they belong to.
+"""One order for all reductions of a process, whichever part of the optimizer they belong to.
 
-Parts (dense parameters, experts) often share a communicator, where the n-th collective of one rank meets the n-th of
-another; and where they do not, communicators that share a device may wait for each other if ranks launch in different
-orders (NCCL). Which gradients a rank has must therefore not decide what is launched first.
+Parts (dense parameters, experts) often share a communicator, where the n-th collective of one rank
+meets the n-th of another; and where they do not, communicators that share a device may wait for
+each other if ranks launch in different orders (NCCL). Which gradients a rank has must therefore not
+decide what is launched first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mp_optim.sharding.reduce import Reduction
 __all__ = ["LaunchOrder", "Member", "reduce_in_one_order"]
 
 _IN_FLIGHT = 2
-"""Buckets whose reduction may be under way while their gradients are not kept: so much memory ZeRO-2 takes."""
+"""Buckets whose reduction may be under way while their gradients are not kept: so much memory
+ZeRO-2 takes."""
 
 
 class Member(Protocol):
@@ -52,10 +54,15 @@ class LaunchOrder:
     """
 
     def __init__(self, members: Sequence[Member], again: bool) -> None:
-        places = [(place, at, index) for at, member in enumerate(members)
-                  for index, place in enumerate(member.first_used)]
+        places = [
+            (place, at, index)
+            for at, member in enumerate(members)
+            for index, place in enumerate(member.first_used)
+        ]
         self._members, self._again = tuple(members), again
-        self._sequence = [(at, index) for _, at, index in sorted(places, key=lambda item: (-item[0], *item[1:]))]
+        self._sequence = [
+            (at, index) for _, at, index in sorted(places, key=lambda item: (-item[0], *item[1:]))
+        ]
         self._under_way: deque[tuple[Member, int, Reduction]] = deque()
         self._next = 0
         self._in_backward = False
@@ -91,7 +98,7 @@ class LaunchOrder:
             self._next += 1
 
     def _end_of_backward(self) -> None:
-        """Reduce what is left, with zeros for parameters that this rank did not use: others may have."""
+        """Reduce what is left, with zeros for parameters that this rank did not use: others may."""
         self._in_backward = False
         if self._synchronizes:
             self._launch_rest()
@@ -149,7 +156,8 @@ def reduce_in_one_order(members: Sequence[Member], again: bool) -> None:
     groups = list(dict.fromkeys(member.group for member in members))
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
     for group, mine in zip(groups, ranks, strict=True):
-        # Ranks of a group inside all others see the same parts; those outside have parts of their own between.
+        # Ranks of a group inside all others see the same parts; those outside may have other
+        # parts of their own between the common ones.
         inside = all(mine <= other for other in ranks)
         if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
             check_agreement(group, order.pattern, "the order in which gradients are reduced")

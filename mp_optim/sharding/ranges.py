@@ -1,7 +1,8 @@
 """Which rank owns which elements: whole numbers in, whole numbers out.
 
-Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards as there are ranks,
-equal ones or between parameters, and a rank owns one of them. Every parameter and every shard starts at a multiple of :data:`ALIGNMENT` elements.
+Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards as there are
+ranks, equal ones or between parameters, and a rank owns one of them. Every parameter and every shard starts at a
+multiple of :data:`ALIGNMENT` elements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Four gloo processes: parameters split by tensor parallelism and by FSDP2, evenly or not, on nested meshes."""
+"""Four gloo processes: parameters split by tensor parallelism and by FSDP2, on nested meshes."""
 
 import math
 import os
@@ -25,9 +25,16 @@ from mp_optim.update import FusedLAMB
 STEPS = 4
 NAN_AT = 2
 RULES: dict[str, dict[str, Any]] = {
-    "sgd": {"clip_grad": 0.01}, "adam": {"clip_grad": 0.5}, "lamb": {"clip_grad": 0.5},
+    "sgd": {"clip_grad": 0.01},
+    "adam": {"clip_grad": 0.5},
+    "lamb": {"clip_grad": 0.5},
     "muon": {"clip_grad": 0.5, "muon_fp32_matmul_prec": "highest"},
-    "adam on the host": {"clip_grad": 0.5, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}}
+    "adam on the host": {
+        "clip_grad": 0.5,
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+    },
+}
 MESHES = {"tp, fsdp": (2, 2), "tp, hsdp": (1, 2, 2), "tp, copies": (2, 1, 2)}
 HIDDEN = (16, 13, 3)
 """Rows that four ranks share evenly; that they do not; of which one rank has none."""
@@ -47,7 +54,7 @@ class Net(nn.Module):
 
 def spread(model: Net, shape: tuple[int, ...]) -> DeviceMesh:
     """Tensor parallelism, then FSDP2 over what is left of a mesh of this shape."""
-    names = ("copy", "dp", "tp")[-len(shape):]
+    names = ("copy", "dp", "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"] if len(shape) == 2 else mesh["copy", "dp"])
@@ -55,7 +62,13 @@ def spread(model: Net, shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def built(model: nn.Module, rule: str, **more: Any) -> MegatronOptimizer:
-    settings = {"lr": 1e-2, "weight_decay": 0.1, "optimizer": rule.split()[0], **RULES.get(rule, {}), **more}
+    settings = {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "optimizer": rule.split()[0],
+        **RULES.get(rule, {}),
+        **more,
+    }
     return get_megatron_optimizer(OptimizerConfig(**settings), model)
 
 
@@ -70,7 +83,8 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
         return value
     copies = [Replicate()] * like.device_mesh.ndim
     return DTensor.from_local(value, like.device_mesh, copies, run_check=False).redistribute(
-        placements=like.placements)
+        placements=like.placements
+    )
 
 
 def whole(value: Tensor) -> Tensor:
@@ -87,7 +101,10 @@ def steps(model: Net, rule: str) -> dict[str, Any]:
         grad = model.up.weight.grad
         if step == NAN_AT and not isinstance(grad, DTensor):
             grad[0, 0] = math.nan
-        elif step == NAN_AT and list(grad.device_mesh.get_coordinate())[-2:] == [0, 0]:  # and in its copies
+        elif step == NAN_AT and list(grad.device_mesh.get_coordinate())[-2:] == [
+            0,
+            0,
+        ]:  # and in its copies
             grad.to_local()[0, 0] = math.nan
         result = optimizer.step()
         norms.append(result.grad_norm)
@@ -104,11 +121,11 @@ def bare_lamb(model: Net) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in model.named_parameters()}
 
 
-# -- gradients that backward leaves ------------------------------------------------------------------------------------
+# -- gradients that backward leaves ----------------------------------------------------------------
 
 
 class Sequence(nn.Module):
-    """Tensor parallelism over the sequence leaves gradients of the norm that are still to be added up."""
+    """Tensor parallelism over the sequence leaves gradients that are still to be added up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,16 +144,32 @@ def sequence_parallel(mode: str | None = None, sharded: bool = True) -> dict[str
     model = Sequence()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)) if sharded else None
     if mesh is not None:
-        parallelize_module(model, mesh, {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
-                                         "down": RowwiseParallel(output_layouts=Replicate())})
-    host = {} if mode is None else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0,
-                                    "offload_mode": mode}
+        parallelize_module(
+            model,
+            mesh,
+            {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Replicate()),
+            },
+        )
+    host = (
+        {}
+        if mode is None
+        else {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+            "offload_mode": mode,
+        }
+    )
     optimizer = built(model, "adam", **host)
     norms = []
     for step in range(3):
         optimizer.zero_grad()
         x = sequence_inputs(step)
-        model(x if mesh is None else distribute_tensor(x, mesh, [Shard(1)])).square().mean().backward()
+        model(
+            x if mesh is None else distribute_tensor(x, mesh, [Shard(1)])
+        ).square().mean().backward()
         norms.append(optimizer.step().grad_norm)
     return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
 
@@ -149,8 +182,14 @@ def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
     else:
         spread(model, shape)
     try:
-        optimizer = built(model, "muon", optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, clip_grad=0.0,
-                          offload_mode=mode)
+        optimizer = built(
+            model,
+            "muon",
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=1.0,
+            clip_grad=0.0,
+            offload_mode=mode,
+        )
     except ValueError as error:
         return str(error)
     for step in range(5):
@@ -167,8 +206,14 @@ def checkpoints(directory: str) -> bool:
     for turn in range(2):
         model = Net(13).bfloat16()
         spread(model, (2, 2))
-        optimizer = built(model, "adam", bf16=True, use_precision_aware_optimizer=True, exp_avg_dtype="uint8",
-                          exp_avg_sq_dtype="uint8")
+        optimizer = built(
+            model,
+            "adam",
+            bf16=True,
+            use_precision_aware_optimizer=True,
+            exp_avg_dtype="uint8",
+            exp_avg_sq_dtype="uint8",
+        )
         for step in range(2 if turn == 0 else 0):
             for index, param in enumerate(model.parameters()):
                 param.grad = part_of(gradient(step, index, param).bfloat16(), param)
@@ -177,7 +222,11 @@ def checkpoints(directory: str) -> bool:
             checkpoint.save(directory, model, optimizer)
         else:
             checkpoint.load(directory, model, optimizer)
-        state = [value for slot in optimizer.slots() for value in optimizer.full_slot_state(slot).values()]
+        state = [
+            value
+            for slot in optimizer.slots()
+            for value in optimizer.full_slot_state(slot).values()
+        ]
         mains.append([value.to_local() if isinstance(value, DTensor) else value for value in state])
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
@@ -196,8 +245,11 @@ def main(directory: str) -> None:
     spread(model, (2, 2))
     found["bare lamb"] = bare_lamb(model)
     found["sequence"] = {str(mode): sequence_parallel(mode) for mode in (None, "overlap")}
-    found["early"] = {(mode, shape): early(mode, shape) for shape in ((4,), (2, 2))
-                      for mode in ("sync", "overlap", "speculative")}
+    found["early"] = {
+        (mode, shape): early(mode, shape)
+        for shape in ((4,), (2, 2))
+        for mode in ("sync", "overlap", "speculative")
+    }
     found["checkpoint"] = checkpoints(f"{directory}/eight_bit")
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()

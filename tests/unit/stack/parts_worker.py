@@ -1,4 +1,4 @@
-"""Three gloo processes: models of several parts, of whose gradients each rank has others, and ranks that disagree."""
+"""Three gloo processes: models of several parts, whole parameters on one rank, disagreement."""
 
 import hashlib
 import os
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
+from mp_optim import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ProcessGroups,
+    checkpoint,
+    get_megatron_optimizer,
+)
 from mp_optim.sharding.ranges import plan_whole
 from mp_optim.sharding.reduce import start_reduction
 
@@ -24,8 +30,13 @@ FOLDER = ""
 RANKS = 3
 PROGRAMS = 12
 STEPS = 3
-OTHERWISE = [("zero_grad", "optim_grads"), ("frozen", "optim_grads"), ("frozen", "optim"), ("frozen", "no_shard"),
-             ("nothing", "optim_grads")]
+OTHERWISE = [
+    ("zero_grad", "optim_grads"),
+    ("frozen", "optim_grads"),
+    ("frozen", "optim"),
+    ("frozen", "no_shard"),
+    ("nothing", "optim_grads"),
+]
 
 
 class Routed(nn.Module):
@@ -56,24 +67,41 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def program(seed: int, groups: dict[str, dist.ProcessGroup], plain: bool) -> tuple[str, list[float]]:
+def program(
+    seed: int, groups: dict[str, dist.ProcessGroup], plain: bool
+) -> tuple[str, list[float]]:
     """Train a random model; ``plain`` without anything that overlaps or is sharded."""
     chance = random.Random(seed)
     widths = [chance.choice((4, 16, 40)) for _ in range(chance.randint(2, 5))]
     mixed, apart = chance.random() < 0.3, chance.random() < 0.4
-    strategy, overlap = chance.choice((("optim", True), ("optim_grads", False), ("optim_grads", True),
-                                       ("no_shard", True)))
-    settings = {"bucket_size": chance.choice((None, 256, 600)), "overlap_grad_reduce": overlap,
-                "data_parallel_sharding_strategy": strategy}
+    strategy, overlap = chance.choice(
+        (("optim", True), ("optim_grads", False), ("optim_grads", True), ("no_shard", True))
+    )
+    settings = {
+        "bucket_size": chance.choice((None, 256, 600)),
+        "overlap_grad_reduce": overlap,
+        "data_parallel_sharding_strategy": strategy,
+    }
     passes = chance.choice((1, 1, 2))
     if plain:
         settings |= {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "no_shard"}
     model = Routed(widths, mixed)
-    ranks = ProcessGroups(dp=groups["dp"], expert_dp=groups["expert_dp"], expert_grad_stats=groups["alone"]) \
-        if apart else ProcessGroups(dp=groups["dp"])
-    config = OptimizerConfig(lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0, bf16=mixed, **settings)
-    optimizer: Any = get_megatron_optimizer(config, model, process_groups=ranks,
-                                            expert_predicate=lambda p, name: name.startswith("experts"))
+    ranks = (
+        ProcessGroups(
+            dp=groups["dp"], expert_dp=groups["expert_dp"], expert_grad_stats=groups["alone"]
+        )
+        if apart
+        else ProcessGroups(dp=groups["dp"])
+    )
+    config = OptimizerConfig(
+        lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0, bf16=mixed, **settings
+    )
+    optimizer: Any = get_megatron_optimizer(
+        config,
+        model,
+        process_groups=ranks,
+        expert_predicate=lambda p, name: name.startswith("experts"),
+    )
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -88,7 +116,7 @@ def program(seed: int, groups: dict[str, dist.ProcessGroup], plain: bool) -> tup
     return digest(model), norms
 
 
-# -- whole parameters on one rank --------------------------------------------------------------------------------------
+# -- whole parameters on one rank ------------------------------------------------------------------
 
 
 class Uneven(nn.Module):
@@ -115,16 +143,31 @@ class Uneven(nn.Module):
 
 
 WHOLE = {
-    "muon": {"optimizer": "muon"}, "muon on the host": {"optimizer": "muon", "optimizer_cpu_offload": True,
-                                                       "optimizer_offload_fraction": 0.5, "offload_mode": "overlap"},
-    "adam": {"optimizer": "adam"}, "lamb": {"optimizer": "lamb"}}
+    "muon": {"optimizer": "muon"},
+    "muon on the host": {
+        "optimizer": "muon",
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "offload_mode": "overlap",
+    },
+    "adam": {"optimizer": "adam"},
+    "lamb": {"optimizer": "lamb"},
+}
 KEPT_WHOLE = [*((1, rule) for rule in WHOLE), (0, "muon")]
-SHARED = {"plain": {"data_parallel_sharding_strategy": "no_shard"},
-          "whole": {"use_layer_wise_distributed_optimizer": True},
-          "whole, ZeRO-2": {"use_layer_wise_distributed_optimizer": True, "overlap_grad_reduce": True,
-                            "data_parallel_sharding_strategy": "optim_grads"},
-          "whole, overlap": {"use_layer_wise_distributed_optimizer": True, "overlap_grad_reduce": True,
-                             "overlap_param_gather": True}}
+SHARED = {
+    "plain": {"data_parallel_sharding_strategy": "no_shard"},
+    "whole": {"use_layer_wise_distributed_optimizer": True},
+    "whole, ZeRO-2": {
+        "use_layer_wise_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "data_parallel_sharding_strategy": "optim_grads",
+    },
+    "whole, overlap": {
+        "use_layer_wise_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+}
 
 
 def whole(seed: int, rule: str, how: str, folder: str = "") -> dict[str, Any]:
@@ -132,8 +175,14 @@ def whole(seed: int, rule: str, how: str, folder: str = "") -> dict[str, Any]:
     dtype = (torch.float32, torch.bfloat16)[seed % 2]
     model = Uneven(seed).to(dtype)
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    config = OptimizerConfig(lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0, bf16=dtype == torch.bfloat16,
-                             **WHOLE[rule], **SHARED[how])
+    config = OptimizerConfig(
+        lr=1e-2,
+        use_distributed_optimizer=True,
+        clip_grad=0.0,
+        bf16=dtype == torch.bfloat16,
+        **WHOLE[rule],
+        **SHARED[how],
+    )
     optimizer: Any = get_megatron_optimizer(config, model)
     start = 2 if folder else 0
     if folder:
@@ -141,18 +190,23 @@ def whole(seed: int, rule: str, how: str, folder: str = "") -> dict[str, Any]:
     norms = []
     for step in range(start, start + 2 if not folder else 4):
         optimizer.zero_grad()
-        tokens = torch.randint(0, 20, (6,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        tokens = torch.randint(
+            0, 20, (6,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+        )
         model(tokens).backward()
         norms.append(optimizer.step().grad_norm)
     optimizer.finish_param_sync()
     if not folder:
         checkpoint.save(f"{FOLDER}/{seed}-{rule}-{how}", model, optimizer)
-    return {"bits": digest(model), "norms": norms, "buffer": model.table.untyped_storage().nbytes()
-            / (size * dtype.itemsize)}
+    return {
+        "bits": digest(model),
+        "norms": norms,
+        "buffer": model.table.untyped_storage().nbytes() / (size * dtype.itemsize),
+    }
 
 
 def largest_exchange(numels: list[int]) -> float:
-    """Most elements that one collective of a reduction moves here, for each element of the bucket."""
+    """Most elements that one collective moves here, for each element of the bucket."""
     moved = []
     real = dist.all_to_all_single
 
@@ -160,21 +214,28 @@ def largest_exchange(numels: list[int]) -> float:
         moved.append(output.numel() + (0 if given.numel() == total * 4 else given.numel()))
         return real(output, given, *rest, **more)
 
-    plan, = plan_whole(numels, RANKS)
+    (plan,) = plan_whole(numels, RANKS)
     total = plan.numel
     grads = torch.ones(total)
     first, last = plan.owned(dist.get_rank())
     dist.all_to_all_single = counting
     try:
-        start_reduction(grads, grads[first:last], dist.group.WORLD, plan.bounds, divisor=1, exchange=True,
-                        add=False).wait()
+        start_reduction(
+            grads,
+            grads[first:last],
+            dist.group.WORLD,
+            plan.bounds,
+            divisor=1,
+            exchange=True,
+            add=False,
+        ).wait()
     finally:
         dist.all_to_all_single = real
     assert bool((grads[first:last] == RANKS).all())
     return max(moved) / (total * 4)
 
 
-# -- ranks that disagree -----------------------------------------------------------------------------------------------
+# -- ranks that disagree ---------------------------------------------------------------------------
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -188,7 +249,9 @@ def error_of(call: Callable[[], Any]) -> str:
 def built(strategy: str) -> tuple[nn.Module, MegatronOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    config = OptimizerConfig(lr=1e-2, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy)
+    config = OptimizerConfig(
+        lr=1e-2, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy
+    )
     return model, get_megatron_optimizer(config, model)
 
 
@@ -249,8 +312,11 @@ def called_twice() -> dict[str, Any]:
     group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=3))
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, use_distributed_optimizer=True), model,
-                                       process_groups=ProcessGroups(dp=group))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=1e-2, use_distributed_optimizer=True),
+        model,
+        process_groups=ProcessGroups(dp=group),
+    )
 
     def go() -> None:
         for step in range(2):
@@ -266,12 +332,17 @@ def called_twice() -> dict[str, Any]:
 def main(directory: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    groups = {"dp": dist.group.WORLD, "expert_dp": dist.new_group(list(range(RANKS))),
-              "alone": dist.new_subgroups(1)[0]}
+    groups = {
+        "dp": dist.group.WORLD,
+        "expert_dp": dist.new_group(list(range(RANKS))),
+        "alone": dist.new_subgroups(1)[0],
+    }
     found: dict[str, Any] = {}
     for seed in range(PROGRAMS):
         found[f"program {seed}"] = [program(seed, groups, plain) for plain in (True, False)]
-    found["otherwise"] = {(what, strategy): step_otherwise(what, strategy) for what, strategy in OTHERWISE}
+    found["otherwise"] = {
+        (what, strategy): step_otherwise(what, strategy) for what, strategy in OTHERWISE
+    }
     found["fsdp"] = {what: fsdp_disagrees(what) for what in ("nothing", "lr", "config", "gradient")}
     found["twice"] = called_twice()
     global FOLDER
@@ -281,7 +352,9 @@ def main(directory: str) -> None:
         for how, other in (("plain", "whole"), ("whole", "plain")):
             runs[f"{how}, resumed"] = whole(seed, rule, how, f"{directory}/{seed}-{rule}-{other}")
         found[f"whole {seed} {rule}"] = runs
-    found["exchange"] = [largest_exchange(sizes) for sizes in ([100_000, 300, 5], [5000] * 7, [9000])]
+    found["exchange"] = [
+        largest_exchange(sizes) for sizes in ([100_000, 300, 5], [5000] * 7, [9000])
+    ]
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()
     sys.stdout.flush()

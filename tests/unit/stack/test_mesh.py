@@ -1,4 +1,4 @@
-"""Parameters split by tensor parallelism and FSDP2 together, on a mesh of four gloo processes (mesh_worker.py)."""
+"""Parameters split by tensor parallelism and FSDP2 together: what mesh_worker.py found."""
 
 import dataclasses
 import os
@@ -16,18 +16,31 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from mp_optim import FP32Optimizer, FusedAdam, HybridDeviceOptimizer, OptimizerConfig
 
 HERE = Path(__file__).parent
-CASES = [(mesh, hidden, rule) for mesh in MESHES for hidden in (HIDDEN if mesh == "tp, fsdp" else (13,))
-         for rule in RULES]
+CASES = [
+    (mesh, hidden, rule)
+    for mesh in MESHES
+    for hidden in (HIDDEN if mesh == "tp, fsdp" else (13,))
+    for rule in RULES
+]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What the four ranks of mesh_worker.py found."""
     folder = tmp_path_factory.mktemp("mesh")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-               str(HERE / "mesh_worker.py"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        str(HERE / "mesh_worker.py"),
+        str(folder),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
 
@@ -70,7 +83,10 @@ def test_work_begun_during_backward_orthogonalises_whole_matrices(ranks, shape):
         sync, overlap = (rank["early"][mode, shape] for mode in ("sync", "overlap"))
         assert all(torch.equal(value, overlap[name]) for name, value in sync.items())
         refused = rank["early"]["speculative", shape]
-        assert "offload_mode='speculative': Muon steps up.weight" in refused and "use 'overlap'" in refused
+        assert (
+            "offload_mode='speculative': Muon steps up.weight" in refused
+            and "use 'overlap'" in refused
+        )
 
 
 def test_compact_state_of_parameters_split_twice_resumes(ranks):
@@ -98,7 +114,9 @@ class Rotated(Placement):
 
 @pytest.fixture
 def mesh(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield torch.distributed.init_device_mesh("cpu", (1, 1))
     torch.distributed.destroy_process_group()
 
@@ -107,20 +125,36 @@ def wrap(params):
     return FP32Optimizer(FusedAdam(params), OptimizerConfig())
 
 
-@pytest.mark.parametrize("build", [wrap, lambda params: HybridDeviceOptimizer(params, 0.5)], ids=["wrapped", "hybrid"])
-@pytest.mark.parametrize("placement, said", [
-    (Partial(), "Partial parameter has no value"), (Partial("max"), "Partial parameter has no value"),
-    (Rotated(), "Rotated.*not known here")], ids=["partial", "max", "unknown"])
+@pytest.mark.parametrize(
+    "build", [wrap, lambda params: HybridDeviceOptimizer(params, 0.5)], ids=["wrapped", "hybrid"]
+)
+@pytest.mark.parametrize(
+    "placement, said",
+    [
+        (Partial(), "Partial parameter has no value"),
+        (Partial("max"), "Partial parameter has no value"),
+        (Rotated(), "Rotated.*not known here"),
+    ],
+    ids=["partial", "max", "unknown"],
+)
 def test_placements_that_cannot_be_stepped_are_refused_by_name(mesh, build, placement, said):
-    param = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False))
+    param = torch.nn.Parameter(
+        DTensor.from_local(torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False)
+    )
     param._spec = dataclasses.replace(param._spec, placements=(Replicate(), placement))
     with pytest.raises(ValueError, match=f"(?s){said}.*redistribute"):
         build([("w", param)])
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)], ids=str)
+@pytest.mark.parametrize(
+    "placement", [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)], ids=str
+)
 def test_every_other_placement_is_stepped(mesh, placement):
-    param = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False))
+    param = torch.nn.Parameter(
+        DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False)
+    )
     optimizer = wrap([("w", param)])
-    param.grad = DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False)
+    param.grad = DTensor.from_local(
+        torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False
+    )
     assert optimizer.step().grad_norm == pytest.approx(8**0.5, rel=1e-12)

@@ -1,4 +1,4 @@
-"""Models of several parts, and ranks that do not do the same, on three gloo processes (parts_worker.py)."""
+"""Models of several parts, and ranks that do not do the same: what parts_worker.py found."""
 
 import os
 import subprocess
@@ -21,17 +21,27 @@ HERE = Path(__file__).parent
 def ranks(tmp_path_factory):
     """What the three ranks of parts_worker.py found."""
     folder = tmp_path_factory.mktemp("parts")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-               str(HERE / "parts_worker.py"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={RANKS}",
+        str(HERE / "parts_worker.py"),
+        str(folder),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_parts_are_reduced_in_one_order_whatever_has_a_gradient(ranks, seed):
-    """Random experts are used on each rank, some ranks have no backward pass: the bits are those without overlap."""
+    """Random experts are used on each rank, some ranks have no backward pass: the bits are those
+    without overlap."""
     for rank in ranks:
         plain, program = rank[f"program {seed}"]
         assert program == plain == ranks[0][f"program {seed}"][0]
@@ -39,14 +49,17 @@ def test_parts_are_reduced_in_one_order_whatever_has_a_gradient(ranks, seed):
 
 @pytest.mark.parametrize("seed, rule", KEPT_WHOLE)
 def test_whole_parameters_on_one_rank_give_the_bits_of_no_sharding(ranks, seed, rule):
-    """Muon too, on ranks that own nothing of a matrix; with empty matrices; across a checkpoint of the other kind."""
+    """Muon too, on ranks that own nothing of a matrix; with empty matrices; across a checkpoint of
+    the other kind."""
     for rank in ranks:
         runs = rank[f"whole {seed} {rule}"]
         assert len(runs) == len(SHARED) + 2
         for how, run in runs.items():
             same = runs["plain, resumed" if "resumed" in how else "plain"]
             assert run["bits"] == same["bits"] == ranks[0][f"whole {seed} {rule}"][how]["bits"], how
-            assert run["norms"] == pytest.approx(same["norms"], rel=1e-13), how  # other parts of the sum of squares
+            assert run["norms"] == pytest.approx(same["norms"], rel=1e-13), (
+                how
+            )  # other parts of the sum of squares
 
 
 def test_a_matrix_that_is_most_of_the_model_costs_other_ranks_nothing(ranks):
@@ -56,8 +69,11 @@ def test_a_matrix_that_is_most_of_the_model_costs_other_ranks_nothing(ranks):
         assert max(rank["exchange"]) < 1.26
 
 
-SAID = {"zero_grad": "rank 1 has 'gradients of 2 backward passes reduced since zero_grad()'",
-        "frozen": "rank 1 has '2.weight was frozen since the optimizer was built'", "nothing": "no error"}
+SAID = {
+    "zero_grad": "rank 1 has 'gradients of 2 backward passes reduced since zero_grad()'",
+    "frozen": "rank 1 has '2.weight was frozen since the optimizer was built'",
+    "nothing": "no error",
+}
 
 
 @pytest.mark.parametrize("what, strategy", OTHERWISE)
@@ -73,9 +89,14 @@ def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
         found = {what: run["told"] for what, run in rank["fsdp"].items()}
         assert found["nothing"] == ["no error"] * 3
         assert found["lr"][::2] == ["no error"] * 2
-        assert f"{alike} 'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01" in found["lr"][1]
+        assert (
+            f"{alike} 'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01" in found["lr"][1]
+        )
         for told in found["config"]:
-            assert f"{alike} 'clip_grad=2.0' where rank 0 has 'clip_grad=1.0'; nothing was stepped" in told
+            assert (
+                f"{alike} 'clip_grad=2.0' where rank 0 has 'clip_grad=1.0'; nothing was stepped"
+                in told
+            )
         for told in found["gradient"]:
             assert f"{alike} 'gradients of 3 parameters split alike'" in told
         assert max(run["seconds"] for run in rank["fsdp"].values()) < 4
@@ -84,7 +105,10 @@ def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
 def test_a_rank_that_steps_twice_is_named(ranks):
     for rank in ranks:
         told = rank["twice"]["told"]
-        assert "rank 1 was comparing hyperparameters" in told and "each of ranks 0, 2 was reducing" in told
+        assert (
+            "rank 1 was comparing hyperparameters" in told
+            and "each of ranks 0, 2 was reducing" in told
+        )
         assert "did one of them call step()" in told
 
 
