@@ -10,11 +10,14 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from mp_optim.checkpoint.presence import Presence, job_timeout
+
 __all__ = ["Ranks"]
 
 T = TypeVar("T")
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_presences: WeakKeyDictionary[dist.ProcessGroup, Presence] = WeakKeyDictionary()
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
     ValueError, TypeError, RuntimeError, OSError, FileNotFoundError, PermissionError, NotImplementedError)}
 
@@ -46,7 +49,7 @@ class Ranks:
             return cls(None, 0, 1)
         if group is dist.group.WORLD:
             if group not in _companions:
-                _companions[group] = dist.new_group(backend="gloo")
+                _companions[group] = _new_companion(group)
             group = _companions[group]
         return cls(group, dist.get_rank(group), size)
 
@@ -59,12 +62,23 @@ class Ranks:
         assert self.group is not None
         return dist.get_global_rank(self.group, 0)
 
+    def _call(self, communicate: Callable[[], T]) -> T:
+        """Talk to the others; a failure names who is missing, and the group of our own is made anew after it."""
+        assert self.group is not None
+        try:
+            return _presence(self.group).call("saving or loading a checkpoint together", communicate)
+        except RuntimeError:
+            for group, companion in list(_companions.items()):
+                if companion is self.group:
+                    del _companions[group]
+            raise
+
     def gather(self, value: T) -> list[T]:
         """Everybody's value, in order, on the first rank; an empty list on the others."""
         if self.group is None:
             return [value]
         found: list[Any] | None = [None] * self.size if self.is_first else None
-        dist.gather_object(value, found, dst=self._first(), group=self.group)
+        self._call(lambda: dist.gather_object(value, found, dst=self._first(), group=self.group))
         return found or []
 
     def scatter(self, values: list[T]) -> T:
@@ -72,7 +86,8 @@ class Ranks:
         if self.group is None:
             return values[0]
         found: list[Any] = [None]
-        dist.scatter_object_list(found, values if self.is_first else None, src=self._first(), group=self.group)
+        self._call(lambda: dist.scatter_object_list(found, values if self.is_first else None, src=self._first(),
+                                                    group=self.group))
         item: T = found[0]
         return item
 
@@ -80,7 +95,7 @@ class Ranks:
         """The first rank's value."""
         found: list[Any] = [value]
         if self.group is not None:
-            dist.broadcast_object_list(found, src=self._first(), group=self.group)
+            self._call(lambda: dist.broadcast_object_list(found, src=self._first(), group=self.group))
         item: T = found[0]
         return item
 
@@ -100,7 +115,8 @@ class Ranks:
         """
         if self.group is None:
             return [work()]
-        result, failure = _attempt(work)
+        with _presence(self.group).signing():
+            result, failure = _attempt(work)
         found = self.gather((None if failure else result, _told(self.rank, failure)))
         told = self.broadcast([message for _, message in found if message])
         self._raise(what, failure, told)
@@ -114,7 +130,8 @@ class Ranks:
         """
         if self.group is None:
             return work()
-        result, failure = _attempt(work) if self.is_first else (None, None)
+        with _presence(self.group).signing():
+            result, failure = _attempt(work) if self.is_first else (None, None)
         value, told = self.broadcast((result, [_told(0, failure)] if failure else []))
         self._raise(what, failure, told)
         item: T = value  # type: ignore[assignment]
@@ -137,6 +154,26 @@ class Ranks:
         if told:
             kind = _KINDS.get(told[0][0], RuntimeError)
             raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for _, rank, text in told))
+
+
+def _presence(group: dist.ProcessGroup) -> Presence:
+    if group not in _presences:
+        in_threads = dist.get_backend(group) == "gloo"
+        _presences[group] = Presence(dist.get_process_group_ranks(group), group.group_name, in_threads)
+    return _presences[group]
+
+
+def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, with the timeout of the job. Collective.
+
+    Where all processes have a gloo group already, they meet in it first: its connections tell at once of a rank that
+    is gone, of which a group that is being made hears after the timeout only.
+    """
+    presence = _presence(group)
+    doing = "making a process group for checkpoints"
+    if dist.get_backend(group) == "gloo":
+        presence.call(doing, lambda: dist.barrier(group))
+    return presence.call(doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout()))
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

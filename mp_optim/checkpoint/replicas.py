@@ -1,19 +1,32 @@
-"""Parameters that several ranks hold under one name are written once, so they had better be the same."""
+"""Parameters that several ranks hold under one name are written once, so they had better be the same.
+
+While they are, a rank tells of one digest for all of them; the parameters are looked at one by one only to name what
+differs.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.ranks import Ranks
 
-__all__ = ["check_replicas"]
+__all__ = ["Told", "check_replicas", "to_compare", "told_of"]
 
 SAMPLES = 64
 """Elements of a parameter that are compared, evenly spaced: enough to tell parts of a whole and experts from copies."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells of the parameters it holds whole: digests of their names, and of their values."""
+
+    names: bytes
+    values: bytes
 
 
 def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -29,14 +42,52 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
         return
     plain = {name: param for name, param in params.items()
              if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"}
-    found = ranks.gather({name: _digest(param) for name, param in plain.items()})
+    told = ranks.gather(told_of(plain))
+    kinds = {one.names: rank for rank, one in reversed(list(enumerate(told)))}  # the first rank of each
+    if ranks.broadcast(len(set(told)) < 2):
+        return
+    speakers = ranks.broadcast(set(kinds.values()))
+    names = ranks.gather(tuple(plain) if ranks.rank in speakers else ())
+    compared = ranks.broadcast(to_compare(told, {kind: names[rank] for kind, rank in kinds.items()}))
+    found = ranks.gather({name: _digest([param]) for name, param in plain.items() if name in compared})
     ranks.first("comparing the ranks' parameters", lambda: _compare(found))
 
 
-def _digest(param: Tensor) -> bytes:
-    flat = param.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous().view(torch.uint8)
-    return hashlib.sha256(bytes(sample.cpu().tolist())).digest()[:16]
+def told_of(plain: Mapping[str, Tensor]) -> Told:
+    """What a rank tells of its parameters; they are brought to the host together."""
+    return Told(hashlib.sha256("\n".join(plain).encode()).digest(), _digest(list(plain.values())))
+
+
+def to_compare(told: Sequence[Told], names: Mapping[bytes, Sequence[str]]) -> set[str]:
+    """Names of parameters that ranks may hold different values of.
+
+    Args:
+        told: by every rank.
+        names: the parameters behind each digest of names.
+    """
+    values: dict[bytes, set[bytes]] = {}
+    for one in told:
+        values.setdefault(one.names, set()).add(one.values)
+    seen: set[str] = set()
+    compared: set[str] = set()
+    for kind, held in names.items():
+        compared |= set(held) if len(values[kind]) > 1 else seen.intersection(held)
+        seen |= set(held)
+    return compared
+
+
+def _digest(params: Collection[Tensor]) -> bytes:
+    """Of samples of the values, one after the other; one copy for each device and dtype."""
+    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        flat = param.detach().reshape(-1)
+        step = max(1, flat.numel() // SAMPLES)
+        samples.setdefault((param.device, param.dtype), []).append(flat[::step][:SAMPLES])
+    digest = hashlib.sha256()
+    for (_, dtype), pieces in samples.items():
+        content = torch.cat(pieces).view(torch.uint8).cpu()
+        digest.update(str(dtype).encode() + bytes(content.tolist()))
+    return digest.digest()[:16]
 
 
 def _compare(found: Sequence[Mapping[str, bytes]]) -> None:

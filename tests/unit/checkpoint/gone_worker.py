@@ -1,0 +1,62 @@
+"""Four gloo processes, of which one is killed while it saves: what the others hear, and after how long."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim.checkpoint import writing
+from mp_optim.checkpoint.presence import job_timeout
+
+warnings.filterwarnings("ignore")
+TIMEOUT, GONE, BUSY = timedelta(seconds=77), 3, 1
+
+
+def heard(work: Any) -> dict[str, Any]:
+    begun = time.monotonic()
+    try:
+        work()
+    except Exception as error:
+        return {"said": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - begun}
+    return {"said": "nothing was raised", "seconds": time.monotonic() - begun}
+
+
+def main(folder: Path, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=TIMEOUT)
+    torch.set_num_threads(1)
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(100)) for name in "abcd"})
+    held = model, get_megatron_optimizer(OptimizerConfig(lr=1e-3), model)
+    checkpoint.save(folder / "saved", *held, extra={"n": 1})
+    write = writing.Writing.write
+
+    def slow(self: Any) -> Any:
+        if rank == GONE:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(5 if rank == BUSY else 0)  # longer than the others take to hear of it
+        return write(self)
+
+    writing.Writing.write = slow
+    result = {"timeout": job_timeout().total_seconds(),
+              "background": heard(lambda: checkpoint.save(folder / "saved", *held, asynchronous=True).wait())}
+    writing.Writing.write = write
+    result["first save"] = heard(lambda: checkpoint.save(folder / "saved", *held))
+    result["load"] = heard(lambda: checkpoint.load(folder / "saved", *held))
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,43 @@
+"""A rank is killed while it saves: the others say which one, soon, and accuse nobody else."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from gone_worker import GONE, TIMEOUT
+from launch import HERE
+
+from mp_optim import checkpoint
+
+OTHERS = [rank for rank in range(4) if rank != GONE]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gone")
+    paths = [str(HERE), str(HERE.parents[2])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths)}
+    started = [subprocess.Popen([sys.executable, str(HERE / "gone_worker.py"), str(folder), str(rank)], text=True,
+                                env=environment, stderr=subprocess.PIPE) for rank in range(4)]
+    said = [process.communicate(timeout=200)[1][-3000:] for process in started]
+    assert [started[rank].returncode for rank in OTHERS] == [0] * len(OTHERS), said
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in OTHERS]
+
+
+@pytest.mark.parametrize("what", ["background", "first save", "load"])
+def test_the_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
+    for found in ranks[1]:
+        assert found[what]["said"].startswith("RuntimeError: ")
+        assert f"rank {GONE} of [0, 1, 2, 3] did not take part" in found[what]["said"]
+        assert found[what]["seconds"] < 15  # one of sleep, five of patience, and a machine that has more to do
+
+
+def test_groups_of_our_own_have_the_timeout_of_the_job(ranks):
+    assert [found["timeout"] for found in ranks[1]] == [TIMEOUT.total_seconds()] * len(OTHERS)
+
+
+def test_the_checkpoint_before_is_whole(ranks):
+    assert [path.name for path in checkpoint.versions(ranks[0] / "saved")] == ["version-1"]
+    checkpoint.verify(ranks[0] / "saved")

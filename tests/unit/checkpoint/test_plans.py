@@ -1,0 +1,184 @@
+"""Plans of many ranks, made without any: what each writes, what they tell each other, and how long it takes."""
+
+
+import math
+import pickle
+import random
+import time
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mp_optim.checkpoint.flat import boxes
+from mp_optim.checkpoint.index import Index, Saved, SavedBox, as_json, from_json
+from mp_optim.checkpoint.metadata import as_metadata
+from mp_optim.checkpoint.pieces import Place, whole_place
+from mp_optim.checkpoint.plans import Holding, Parted, Whole, shares
+from mp_optim.checkpoint.replicas import Told, to_compare
+
+STATE = ("master_param", "exp_avg", "exp_avg_sq")
+
+
+def zero_1(ranks, shapes):
+    """What ranks of ZeRO-1 hold: the model whole, and flat ranges of equal length of the state, with its steps."""
+    whole = tuple(Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
+    ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
+    cuts = [rank * ends[-1] // ranks for rank in range(ranks + 1)]
+    steps, parts = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
+    for (name, shape), end in zip(shapes.items(), ends, strict=True):
+        start = end - math.prod(shape)
+        rank = max(0, next(at for at, cut in enumerate(cuts) if cut > start) - 1) if ranks < 100 else min(
+            ranks - 1, start * ranks // ends[-1])
+        while rank < ranks and cuts[rank] < end:
+            first, last = max(start, cuts[rank]), min(end, cuts[rank + 1])
+            if first < last:
+                places = tuple(Place(box.offsets, box.sizes) for box in boxes(shape, first - start, last - first))
+                parts[rank] += [Parted(f"optimizer.state.{key}.{name}", torch.float32, shape, places) for key in STATE]
+                steps[rank].append(Whole(f"optimizer.state.step.{name}", torch.float32, ()))
+            rank += 1
+    return [Holding((*whole, *mine), tuple(held)) for mine, held in zip(steps, parts, strict=True)]
+
+
+def planned(holdings):
+    kind_of = [holding.digest() for holding in holdings]
+    kinds = {kind: holdings[kind_of.index(kind)].whole for kind in dict.fromkeys(kind_of)}
+    return kinds, kind_of, shares(kinds, kind_of, [holding.parts for holding in holdings])
+
+
+def written(holdings, plan):
+    """Every box that is written, by name, with the rank."""
+    found = {}
+    for rank, (holding, share) in enumerate(zip(holdings, plan, strict=True)):
+        for entry in holding.whole:
+            if entry.name in share.whole:
+                found.setdefault(entry.name, []).append((whole_place(entry.shape), rank))
+        for part in holding.parts:
+            for place in part.places:
+                if place not in share.left_out.get(part.name, ()):
+                    found.setdefault(part.name, []).append((place, rank))
+    return found
+
+
+def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
+    """Each element once; nobody writes much more than others; and what is told does not grow with the ranks."""
+    shapes = {f"layers.{index}.mlp.weight": (16, 16 + index % 3) for index in range(10_000)}
+    few, many = zero_1(8, shapes), zero_1(64, shapes)
+    begun = time.process_time()
+    kinds, kind_of, plan = planned(many)
+    seconds = time.process_time() - begun
+    found = written(many, plan)
+    entry_of = {entry.name: entry for holding in many for entry in (*holding.whole, *holding.parts)}
+    assert found.keys() == entry_of.keys()
+    for name, places in found.items():
+        assert sum(math.prod(place.sizes) for place, _ in places) == math.prod(entry_of[name].shape), name
+    loads = [0] * 64
+    for name, places in found.items():
+        for place, rank in places:
+            loads[rank] += math.prod(place.sizes) * entry_of[name].dtype.itemsize
+    assert max(loads) < 1.1 * sum(loads) / 64
+    assert seconds < 10
+    told = {size: len(pickle.dumps([holding.parts for holding in held])) for size, held in ((8, few), (64, many))}
+    assert told[64] < 1.2 * told[8]  # parts are told once, by whoever holds them
+
+
+def test_a_rank_tells_of_whole_entries_only_if_no_other_of_its_kind_does():
+    shapes = {f"p{index}": (4, 4) for index in range(50)}
+    model = tuple(Whole(name, torch.bfloat16, shape) for name, shape in shapes.items())
+    kinds, kind_of, plan = planned([Holding(model, ()) for _ in range(64)])
+    assert len(kinds) == 1
+    assert sorted(name for share in plan for name in share.whole) == sorted(shapes)
+    assert max(len(share.whole) for share in plan) == 1
+
+
+@st.composite
+def layouts_of(draw):
+    """Some entries on some ranks: whole on several, or cut anyhow along one dimension, each part on several."""
+    ranks = draw(st.integers(1, 6))
+    whole, parts = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
+    some_ranks = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True)
+    for number in range(draw(st.integers(1, 8))):
+        shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+        if not shape or draw(st.booleans()):
+            for rank in draw(some_ranks):
+                whole[rank].append(Whole(f"e{number}", torch.float32, shape))
+            continue
+        dim = draw(st.integers(0, len(shape) - 1))
+        cuts = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim])))})
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            place = Place(tuple(begin if at == dim else 0 for at in range(len(shape))),
+                          tuple(end - begin if at == dim else size for at, size in enumerate(shape)))
+            for rank in draw(some_ranks):
+                parts[rank].append(Parted(f"e{number}", torch.float32, shape, (place,)))
+    return [Holding(tuple(mine), tuple(held)) for mine, held in zip(whole, parts, strict=True)]
+
+
+@given(layouts_of())
+@settings(max_examples=200, deadline=None)
+def test_every_element_is_written_once(holdings):
+    _, _, plan = planned(holdings)
+    entry_of = {entry.name: entry for holding in holdings for entry in (*holding.whole, *holding.parts)}
+    found = written(holdings, plan)
+    assert found.keys() == entry_of.keys()
+    for name, places in found.items():
+        covered = torch.zeros(entry_of[name].shape, dtype=torch.int64)
+        for place, _ in places:
+            covered[tuple(slice(at, at + size) for at, size in zip(*place, strict=True))] += 1
+        assert bool((covered == 1).all()), name
+
+
+@given(layouts_of(), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_parts_that_are_missing_or_overlap_are_refused(holdings, chance):
+    rank = chance.randrange(len(holdings))
+    if not holdings[rank].parts:
+        return
+    at = chance.randrange(len(holdings[rank].parts))
+    parts = list(holdings[rank].parts)
+    part = parts[at]
+    (place,) = part.places
+    if place.sizes == part.shape:
+        return
+    if chance.random() < 0.5:
+        parts[at] = part._replace(places=(whole_place(part.shape),))
+    else:  # gone, wherever it was held
+        gone = part.places
+        holdings = [Holding(held.whole, tuple(p for p in held.parts if (p.name, p.places) != (part.name, gone)))
+                    for held in holdings]
+        parts = list(holdings[rank].parts)
+    broken = [*holdings[:rank], Holding(holdings[rank].whole, tuple(parts)), *holdings[rank + 1:]]
+    if any(p.name == part.name for held in broken for p in held.parts):
+        with pytest.raises(ValueError, match=part.name):
+            planned(broken)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), min_size=2, max_size=8))
+def test_parameters_are_compared_one_by_one_only_where_they_may_differ(ranks):
+    """Ranks that hold one of four sets of names, with one of two values."""
+    names = {0: ("a", "b"), 1: ("b", "c"), 2: ("d",), 3: ()}
+    told = [Told(bytes([kind]), bytes([value])) for kind, value in ranks]
+    compared = to_compare(told, {bytes([kind]): names[kind] for kind, _ in ranks})
+    for name in "abcd":
+        holders = [(kind, value) for kind, value in ranks if name in names[kind]]
+        assert (len(set(holders)) > 1) <= (name in compared)
+        assert (name in compared) <= (len({kind for kind, _ in holders}) > 1 or len({
+            value for kind, value in ranks if kind == holders[0][0]}) > 1)
+
+
+def test_what_is_where_for_many_ranks_is_made_and_read_in_seconds():
+    """60,000 boxes, as 1,024 ranks of ZeRO-1 with 10,000 parameters write."""
+    chance = random.Random(0)
+    entries = {f"optimizer.state.{key}.layers.{index}.weight": Saved(torch.float32, (16, 16), [SavedBox(
+        (0, 0), (16, 16), f"__{chance.randrange(1024)}_0.distcp", 1024 * index, 1024)])
+        for index in range(10_000) for key in ("step", "master_param", "exp_avg", "exp_avg_sq", "x", "y")}
+    sizes = {f"__{rank}_0.distcp": 1 << 25 for rank in range(1024)}
+    index = Index(entries, {name: [0] * 32 for name in sizes})
+    begun = time.process_time()
+    content = as_json(index)
+    assert from_json(content, sizes) == index
+    metadata = as_metadata(index, Path("x"))
+    assert time.process_time() - begun < 10
+    assert len(content) / len(entries) < 120 and len(metadata) / len(entries) < 250
