@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Layout", "is_split", "layout_of", "ranks_that_split", "shard_groups_of", "split_dims", "splits"]
+__all__ = ["Layout", "is_split", "layout_of", "ranks_of_copies", "shard_groups_of", "split_dims", "splits"]
 
 _SPLITTING: tuple[type, ...] = (Shard, getattr(placement_types, "_StridedShard", Shard))
 """Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has split already; in
@@ -66,12 +66,10 @@ def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
     return tuple(param.device_mesh.get_group(dim) for dim in split_dims(param, name))
 
 
-def ranks_that_split(param: DTensor) -> list[int]:
-    """Global numbers of the ranks that hold the parts of one copy of a parameter, this one among them."""
-    ranks, here = param.device_mesh.mesh, param.device_mesh.get_coordinate()
-    cut = split_dims(param)
-    assert here is not None
-    return ranks[tuple(slice(None) if dim in cut else at for dim, at in enumerate(here))].reshape(-1).tolist()
+def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
+    """Process groups over which there are copies of this rank's part of a parameter."""
+    mesh, cut = param.device_mesh, split_dims(param)
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in cut and mesh.size(dim) > 1)
 
 
 @dataclass(frozen=True)

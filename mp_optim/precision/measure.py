@@ -116,12 +116,14 @@ def _terms(number: int, ranks: int) -> tuple[int, int]:
 
 
 def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, group: ProcessGroup | None,
-          names: Sequence[str], numbers: Mapping[NormKey, int] | None = None) -> Measurement:
+          names: Sequence[str], numbers: Mapping[NormKey, int] | None = None,
+          copies: Mapping[NormKey, Iterable[ProcessGroup]] | None = None) -> Measurement:
     """Reduce the scalars over shard groups, then over ``group`` (None: this process alone).
 
     Args:
         names: the norm groups of all ranks of ``group``, in one order (see :func:`norm_groups`).
         numbers: for some keys, a number that the ranks of their shard groups have to have in common.
+        copies: for some keys, groups of ranks that have to have it in common with these.
 
     Raises:
         ValueError: a gradient counts in a norm group that is not among ``names``.
@@ -135,12 +137,15 @@ def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, gro
         if key.group not in totals:
             raise ValueError(f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
                              f"{list(names)}. Set it before the optimizer is built")
-        ranks = math.prod(shard_group.size() for shard_group in key.shard_groups)
+        others = list((copies or {}).get(key, ()))
+        ranks = math.prod(each.size() for each in (*key.shard_groups, *others))
         mine = _terms(numbers[key], ranks) if numbers is not None and key in numbers else ()
         packed = torch.stack([*([value] if zeros is None else [value, zeros[key]]),
                               *(torch.full_like(value, term) for term in mine)])
         for shard_group in key.shard_groups:
             _reduce(packed, shard_group)
+        for same in others if mine else ():
+            _reduce(packed[-2:], same)
         for total, term in zip(packed[-2:], mine, strict=False):
             difference = (total - float(ranks * term)).abs()
             off = difference if off is None else off + difference

@@ -213,7 +213,8 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         if self._norm_groups is None or ranks is None:
             self._norm_groups = norm_groups(all_keys, ranks)
         return agree(sums, zeros, ranks, self._norm_groups,
-                     self._seen.settings.numbers(self.config, self.param_groups, keys, all_keys))
+                     self._seen.settings.numbers(self.config, self.param_groups, keys, all_keys),
+                     self._seen.settings.copies)
 
     def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         backend, _ = choose_backend(self.config.fused_backend, grads[0].device)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from mp_optim.layouts import ranks_that_split
+from mp_optim.layouts import ranks_of_copies
 from mp_optim.precision.measure import NormKey
 from mp_optim.sharding.agreement import difference_told
 from mp_optim.slots import ParamGroups, Slot, slot_name
@@ -30,18 +31,23 @@ class SettingsAlike:
 
     Args:
         slots, params, keys: of the model's parameters, as parallel lists.
+
+    Attributes:
+        copies: for each norm key, groups of ranks that hold copies of these parts (HSDP): they step them alike too.
     """
 
     def __init__(
         self, slots: Sequence[Slot], params: Sequence[Tensor], keys: Sequence[NormKey]
     ) -> None:
         self._groups: dict[NormKey, dict[int, None]] = {}
+        self.copies: dict[NormKey, dict[ProcessGroup, None]] = {}
         self._ranks: dict[int, None] = {}
         self._said: list[str] = []
         for slot, param, key in zip(slots, params, keys, strict=True):
             if isinstance(param, DTensor) and key.shard_groups:
                 if key not in self._groups:
-                    self._ranks |= dict.fromkeys(ranks_that_split(param))
+                    self._ranks |= dict.fromkeys(param.device_mesh.mesh.reshape(-1).tolist())
+                self.copies.setdefault(key, {}).update(dict.fromkeys(ranks_of_copies(param)))
                 self._groups.setdefault(key, {})[slot.group] = None
 
     def numbers(
@@ -71,7 +77,7 @@ class SettingsAlike:
 
     @property
     def ranks(self) -> list[int]:
-        """Global numbers of the ranks that hold the other parts, and of this one."""
+        """Global numbers of the ranks that hold the other parts and copies, and of this one."""
         return sorted(self._ranks)
 
 

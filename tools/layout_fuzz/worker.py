@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo  # torch.optim imports it at its first use, which takes a second: once is enough
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from layout_fuzz.running import Outcome, perform
 
@@ -56,7 +57,7 @@ def serve(kind: str, pipe: Connection, log: str) -> None:
 
 def _as_process(job: dict[str, Any], pipe: Connection) -> None:
     """One rank among processes. A world of its own for each job: what a failure leaves behind goes with it."""
-    timeout = timedelta(seconds=job["timeout"])
+    timeout = distributed_c10d.default_pg_timeout = timedelta(seconds=job["timeout"])  # of meshes' groups too
     store = dist.TCPStore(*job["store"], is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=dist.PrefixStore(job["name"], store), rank=job["rank"],
                             world_size=job["ranks"], timeout=timeout)
