@@ -176,12 +176,14 @@ def test_a_group_added_between_steps_is_stepped_alike_in_all_modes(precision, ru
         optimizer = get_megatron_optimizer(config, model)
         added = nn.Parameter(torch.ones(size, dtype=model.weight.dtype))
         optimizer.add_param_group({"params": [("added", added)], "lr": 0.1, "weight_decay": 0.0})
+        seen = []
         for _ in range(2):
             optimizer.zero_grad()
             (added.sum() + (model.weight.sum() if both else 0.0)).backward()
             optimizer.step()
-        assert added.lt(1.0).all()
-        return [added.detach(), model.weight.detach(), dict(optimizer.named_main_params())["added"].detach()]
+            seen += [added.detach().clone(), model.weight.detach().clone()]
+        assert seen[0].lt(1.0).all()
+        return [*seen, dict(optimizer.named_main_params())["added"].detach()]
 
     expected = run((0.0, "sync"))
     for place in PLACES[2:]:
