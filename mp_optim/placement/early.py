@@ -7,7 +7,7 @@ numbers, main params and moments. So whatever happens between backward and ``ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,11 @@ class EarlyJob:
             self._host.step_other_halves(self.halves, self.label)
             self.stepped = True
         self.sums = sums
+
+    def was_written_to(self, updates: Sequence[SlotUpdate], arrivals: Mapping[Slot, int]) -> bool:
+        """Whether a job that is done is of no use for these updates, though no other gradient has arrived since."""
+        stamped = [(self.stamps[update.slot], update.slot) for update in updates if update.slot in self.stamps]
+        return self.sums is not None and all(stamp.arrivals == arrivals[slot] for stamp, slot in stamped)
 
 
 class HostArithmetic:

@@ -6,7 +6,6 @@ then the caller of ``step()``.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from mp_optim.placement.arrivals import GradientStamp
 from mp_optim.placement.buckets import fitting_bucket_bytes, plan_buckets
 from mp_optim.placement.early import Bucket, EarlyJob, Halves, HostArithmetic
 from mp_optim.placement.pipeline import Traffic
-from mp_optim.placement.speculation import WINDOW, speculates_next
+from mp_optim.placement.speculation import WINDOW, speculates_next, warn_of_written
 from mp_optim.placement.stages import WAIT_COPIES, WAIT_WORKER, Stages
 from mp_optim.placement.transfer import Transfer
 from mp_optim.placement.worker import Worker, WorkerError
@@ -285,8 +284,9 @@ class HostSchedule:
         for index, mine in sorted(members.items()):
             bucket = self._buckets[index]
             job = bucket.job if bucket.job is not None and self._is_fresh(bucket.job, mine) else None
-            if job is None and bucket.job is not None:
-                self._note_stale(bucket.job, mine)
+            if job is None and bucket.job is not None and bucket.job.was_written_to(mine, self._arrivals):
+                self.counts["speculation_stale"] += 1
+                warn_of_written(self.mode, self.counts["speculation_stale"])
             staged = bucket.stage(mine) if job is None else [
                 update._replace(grad=there.grad, output=there.output)
                 for there, update in zip(job.staged, mine, strict=True)]
@@ -299,19 +299,6 @@ class HostSchedule:
         return job.sums is not None and list(job.stamps) == [update.slot for update in updates] and all(
             job.stamps[u.slot].matches(u.grad, self._arrivals[u.slot]) and _output_form(there) == _output_form(u)
             for there, u in zip(job.staged, updates, strict=True))
-
-    def _note_stale(self, job: EarlyJob, updates: Sequence[SlotUpdate]) -> None:
-        """Count a job that is of no use because somebody wrote the gradients it was given; say so the first time."""
-        stamped = [(job.stamps[u.slot], u) for u in updates if u.slot in job.stamps]
-        if job.sums is None or any(stamp.arrivals != self._arrivals[u.slot] for stamp, u in stamped):
-            return
-        self.counts["speculation_stale"] += 1
-        if self.counts["speculation_stale"] == 1:
-            warnings.warn(
-                f"offload_mode={self.mode!r}: gradients were written after backward, so what was begun on them is done "
-                "again in step(), and nothing is gained. torch's clip_grad_norm_ writes all of them, also where it "
-                "clips nothing: leave clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0, and a "
-                "_get_grad_norm that does not call it; Lightning: gradient_clip_val=None)", stacklevel=2)
 
     def _start(self, pieces: Sequence[_Piece]) -> None:
         for piece in pieces:

@@ -8,9 +8,10 @@ where it nearly always fails.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 
-__all__ = ["PAUSE_BELOW", "RESUME_AT", "WINDOW", "speculates_next"]
+__all__ = ["PAUSE_BELOW", "RESUME_AT", "WINDOW", "speculates_next", "warn_of_written"]
 
 WINDOW = 8
 """Verdicts that are looked back on."""
@@ -32,3 +33,13 @@ def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
         return speculates
     right = sum(list(verdicts)[-WINDOW:])
     return right >= PAUSE_BELOW if speculates else right >= RESUME_AT
+
+
+def warn_of_written(mode: str, times: int) -> None:
+    """Say, the first time, that gradients were written after backward."""
+    if times == 1:
+        warnings.warn(
+            f"offload_mode={mode!r}: gradients were written after backward, so what was begun on them is done again in "
+            "step(), and nothing is gained. torch's clip_grad_norm_ writes all of them, also where it clips nothing: "
+            "leave clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0, and a _get_grad_norm that does "
+            "not call it; Lightning: gradient_clip_val=None)", stacklevel=2)
