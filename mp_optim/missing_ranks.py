@@ -21,7 +21,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from mp_optim.presence import Address, exists, own_address
 
-__all__ = ["MissingRanksError", "announce", "call", "learn_addresses", "naming_missing_ranks", "wait_for", "wait_for_all"]
+__all__ = ["MissingRanksError", "announce", "call", "learn_addresses", "naming_missing_ranks",
+           "wait_for", "wait_for_all"]
 
 T = TypeVar("T")
 
