@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
+from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Saved
 from mp_optim.checkpoint.state_dict import with_params
 from mp_optim.names import canonical_names, prefixed
@@ -95,6 +96,7 @@ def load_model(models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str
 # -- everything ---------------------------------------------------------------------------------------------------
 
 
+@uncollected()
 def entries_of(models: Models, optimizer: SlotStateful | None, full_precision: bool = False) -> dict[str, Tensor]:
     """Every tensor under its name. The tensors are the live ones where that is possible."""
     entries = {MODEL + name: value for name, value in _state_dict(models).items() if isinstance(value, Tensor)}

@@ -35,21 +35,23 @@ METADATA = ".metadata"
 
 
 def as_metadata(index: Index, folder: Path) -> bytes:
-    """The content of ``.metadata`` for files written by mp_optim."""
-    properties = {dtype: TensorProperties(dtype=dtype) for dtype in {saved.dtype for saved in index.entries.values()}}
-    sizes: dict[tuple[int, ...], torch.Size] = {}
+    """The content of ``.metadata`` for files written by mp_optim. What is equal is one object, pickled once."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
+    alike: dict[tuple[torch.dtype, tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]],
+                TensorStorageMetadata] = {}
     for name, saved in index.entries.items():
-        chunks = []
-        for number, box in enumerate(saved.boxes):
-            offset, size = (sizes.setdefault(key, torch.Size(key)) for key in (box.offsets, box.sizes))
+        cut = tuple((box.offsets, box.sizes) for box in saved.boxes)
+        found = alike.get((saved.dtype, saved.shape, cut))
+        if found is None:
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in cut]
+            found = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
+            alike[saved.dtype, saved.shape, cut] = found
+        tensors[name] = found
+        for number, (box, chunk) in enumerate(zip(saved.boxes, found.chunks, strict=True)):
             before = len(header(saved.dtype, box.sizes))
-            chunks.append(ChunkStorageMetadata(offset, size))
-            where[MetadataIndex(name, offset, number)] = _StorageInfo(box.file, box.start - before,
-                                                                      box.length + before)
-        shape = sizes.setdefault(saved.shape, torch.Size(saved.shape))
-        tensors[name] = TensorStorageMetadata(properties[saved.dtype], shape, chunks)
+            where[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(box.file, box.start - before,
+                                                                             box.length + before)
     return pickle.dumps(Metadata(tensors, {name: (name,) for name in tensors}, where,
                                  StorageMeta(checkpoint_id=str(folder)), CURRENT_DCP_VERSION))
 

@@ -1,7 +1,7 @@
 """Who writes what: pure functions of what the ranks hold.
 
-A rank tells of what it holds in two lists. Entries that it holds whole are the same on many ranks, so one rank of each
-kind tells of them and the others only of a digest. Entries of which it holds parts are its own.
+Entries that a rank holds whole are the same on many ranks: it tells of a digest of each sheet of them (the model's, the
+optimizer's), and only one rank for each digest tells of the entries. Entries of which it holds parts are its own.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.pieces import Place, places_of
 
 __all__ = ["Holding", "Parted", "Share", "Whole", "holding_of", "shares"]
@@ -45,9 +46,12 @@ class Holding:
     whole: tuple[Whole, ...]
     parts: tuple[Parted, ...]
 
-    def digest(self) -> bytes:
-        """Of what it holds whole; equal digests, equal lists."""
-        return hashlib.sha256(repr(self.whole).encode()).digest()
+    def sheets(self) -> dict[bytes, tuple[Whole, ...]]:
+        """What it holds whole, in sheets by what names begin with; by digest."""
+        found: dict[str, list[Whole]] = {}
+        for entry in self.whole:
+            found.setdefault(entry.name.partition(".")[0], []).append(entry)
+        return {hashlib.sha256(repr(sheet).encode()).digest(): tuple(sheet) for sheet in found.values()}
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Share:
     left_out: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
 
 
+@uncollected()
 def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
     """What a rank holds, from its entries."""
     whole, parts = [], []
@@ -75,43 +80,45 @@ def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
     return Holding(tuple(whole), tuple(parts))
 
 
-def shares(kinds: Mapping[bytes, Sequence[Whole]], kind_of: Sequence[bytes],
+@uncollected()
+def shares(sheets: Mapping[bytes, Sequence[Whole]], held: Sequence[Collection[bytes]],
            parts: Sequence[Sequence[Parted]]) -> list[Share]:
     """What each rank writes: every element once, spread evenly.
 
     Args:
-        kinds: entries held whole, by digest.
-        kind_of: each rank's digest.
+        sheets: entries held whole, by digest.
+        held: digests of each rank's sheets.
         parts: each rank's entries in parts.
 
     Raises:
         ValueError: ranks disagree about an entry, or hold parts that do not make a whole, naming it.
     """
-    _check_agreement(kinds, kind_of, parts)
-    loads = [0] * len(kind_of)
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, digests in enumerate(held):
+        for digest in digests:
+            ranks_of.setdefault(digest, []).append(rank)
+    _check_agreement(sheets, ranks_of, parts)
+    loads = [0] * len(held)
     left_out = _shared_parts(parts, loads)
-    written = _shared_wholes(kinds, kind_of, loads)
+    written = _shared_wholes(sheets, ranks_of, loads)
     return [Share(frozenset(names), left) for names, left in zip(written, left_out, strict=True)]
 
 
-def _shared_wholes(kinds: Mapping[bytes, Sequence[Whole]], kind_of: Sequence[bytes], loads: list[int]
+def _shared_wholes(sheets: Mapping[bytes, Sequence[Whole]], ranks_of: Mapping[bytes, Sequence[int]], loads: list[int]
                    ) -> list[list[str]]:
     """Each entry to the rank that has least to write of those that hold it; ``loads`` grow."""
-    ranks_of: dict[bytes, list[int]] = {}
-    for rank, kind in enumerate(kind_of):
-        ranks_of.setdefault(kind, []).append(rank)
     holders: dict[str, tuple[bytes, ...]] = {}
     entries: dict[str, Whole] = {}
-    for kind, wholes in kinds.items():
+    for digest, wholes in sheets.items():
         for entry in wholes:
-            holders[entry.name] = (*holders.get(entry.name, ()), kind)
+            holders[entry.name] = (*holders.get(entry.name, ()), digest)
             entries[entry.name] = entry
     alike: dict[tuple[bytes, ...], list[Whole]] = {}
     for name, held_by in holders.items():
         alike.setdefault(held_by, []).append(entries[name])
     written: list[list[str]] = [[] for _ in loads]
     for held_by, wholes in sorted(alike.items(), key=lambda item: len(item[0])):
-        queue = [(loads[rank], rank) for kind in held_by for rank in ranks_of[kind]]
+        queue = [(loads[rank], rank) for digest in held_by for rank in ranks_of[digest]]
         heapq.heapify(queue)
         for entry in sorted(wholes, key=_bytes, reverse=True):
             load, rank = queue[0]
@@ -153,13 +160,13 @@ def _shared_parts(parts: Sequence[Sequence[Parted]], loads: list[int]) -> list[d
 # -- what must not be ---------------------------------------------------------------------------------------------
 
 
-def _check_agreement(kinds: Mapping[bytes, Sequence[Whole]], kind_of: Sequence[bytes],
+def _check_agreement(sheets: Mapping[bytes, Sequence[Whole]], ranks_of: Mapping[bytes, Sequence[int]],
                      parts: Sequence[Sequence[Parted]]) -> None:
     """Entries of the same name must be the same thing everywhere: a copy that is not written must not differ."""
     seen: dict[str, tuple[torch.dtype, tuple[int, ...], bool, int]] = {}
     boxes: dict[str, set[Place]] = {}
-    for kind, wholes in kinds.items():
-        rank = kind_of.index(kind)
+    for digest, wholes in sheets.items():
+        rank = ranks_of[digest][0]
         for entry in wholes:
             _compare(seen, entry.name, (entry.dtype, entry.shape, False, rank))
     for rank, held in enumerate(parts):

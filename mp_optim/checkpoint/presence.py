@@ -12,12 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillWaiting
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _get_pg_default_device
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    _get_pg_default_device,
+    default_pg_timeout,
+)
 
 __all__ = ["Presence", "job_timeout"]
 
@@ -29,7 +34,8 @@ _PATIENCE = 5.0
 def job_timeout() -> timedelta:
     """How long a collective of this job may take: what ``init_process_group`` was given."""
     group = _get_default_group()
-    timeout: timedelta = group._get_backend(_get_pg_default_device(group)).options._timeout
+    options = getattr(group._get_backend(_get_pg_default_device(group)), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
 
 
@@ -108,16 +114,12 @@ class Presence:
             return True  # the store is gone
 
     def _note(self) -> None:
-        try:
+        with suppress(RuntimeError):  # the store is gone, and so is whoever could read it
             self._store.set(self._key("failed"), "")
-        except RuntimeError:
-            pass  # so is whoever could read it
 
     def _sign(self) -> None:
-        try:
+        with suppress(RuntimeError):
             self._store.set(self._key(str(dist.get_rank())), "")
-        except RuntimeError:
-            pass
 
     def _who_is_missing(self) -> str:
         try:

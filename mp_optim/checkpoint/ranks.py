@@ -173,7 +173,8 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     doing = "making a process group for checkpoints"
     if dist.get_backend(group) == "gloo":
         presence.call(doing, lambda: dist.barrier(group))
-    return presence.call(doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout()))
+    made: dist.ProcessGroup = presence.call(doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout()))
+    return made
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.folder import inside
+from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import BLOCK_BYTES, INDEX, Index, Saved, SavedBox, from_json
 from mp_optim.checkpoint.manifest import Manifest, read_checked
 from mp_optim.checkpoint.metadata import METADATA, from_metadata
@@ -88,6 +89,7 @@ class Reading:
                     work(file, copy)
 
 
+@uncollected()
 def read_index(version: Path, manifest: Manifest) -> Index:
     """What a version holds and where; of an older version of mp_optim, too.
 
@@ -102,6 +104,7 @@ def read_index(version: Path, manifest: Manifest) -> Index:
         raise ValueError(f"{version / name} is damaged or no plain data: {error}") from error
 
 
+@uncollected()
 def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> Reading:
     """Find the saved elements for every element of tensors of the saved dtypes and shapes.
 

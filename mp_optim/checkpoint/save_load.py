@@ -39,6 +39,7 @@ from mp_optim.checkpoint.entries import (
     state_by_index,
     wanted_groups,
 )
+from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Index
 from mp_optim.checkpoint.manifest import Manifest, file_sum, read_manifest, verify_files, write_manifest
 from mp_optim.checkpoint.ranks import Ranks
@@ -235,6 +236,7 @@ def _own_groups(optimizer: SlotStateful, common: Mapping[str, Any]) -> list[dict
     return wanted_groups(common["optimizer"]["param_groups"], names)
 
 
+@uncollected()
 def _hand_over(tensors: dict[str, Tensor], common: dict[str, Any], model: Models, optimizer: SlotStateful | None,
                convert: bool) -> None:
     load_model(model, tensors, common["model"])

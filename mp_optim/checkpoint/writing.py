@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mp_optim.checkpoint.durable import naming, write_durably
+from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import BLOCK_BYTES, INDEX, Index, Saved, SavedBox, as_json
 from mp_optim.checkpoint.manifest import FileSum, file_sum
 from mp_optim.checkpoint.metadata import METADATA, as_metadata
@@ -114,6 +115,7 @@ class Writing:
         """Copy to the host what this rank writes; the tensors may change from here on."""
         self.items = [(entry, place, value.to("cpu", copy=True)) for entry, place, value in self.items]
 
+    @uncollected()
     def write(self) -> Part:
         """Write this rank's file, synced. Talks to nobody."""
         name = f"__{self.rank}_0.distcp"
@@ -126,6 +128,7 @@ class Writing:
         finally:
             file.close()
 
+    @uncollected()
     def finish(self, parts: list[Part]) -> dict[str, FileSum]:
         """On the first rank, after all have written: write what is where.
 
@@ -174,6 +177,7 @@ def _index_of(parts: list[Part]) -> Index:
 @dataclass(frozen=True)
 class _Plan:
     holding: Holding
+    sheets: dict[bytes, tuple[Whole, ...]]
     share: Share
 
 
@@ -193,33 +197,48 @@ def plan_writing(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, *, s
         ValueError: ranks disagree about an entry, naming it.
     """
     what = "planning a checkpoint"
-    holdings: list[Holding] = []
+    held: list[tuple[Holding, dict[bytes, tuple[Whole, ...]]]] = []
     known = _plans.get(ranks.group) if ranks.group is not None else None
 
-    def describe() -> tuple[bool, bytes]:
-        holdings.append(holding_of(tensors))
-        return known is not None and known.holding == holdings[0], holdings[0].digest()
+    def describe() -> tuple[bool, list[bytes]]:
+        holding = holding_of(tensors)
+        if known is not None and known.holding == holding:
+            held.append((holding, known.sheets))
+        else:
+            held.append((holding, holding.sheets() if ranks.size > 1 else {}))
+        return known is not None and known.holding == holding, list(held[0][1])
 
     told = ranks.agree(what, describe)
-    holding = holdings[0]
+    holding, sheets = held[0]
     share = Share(frozenset(entry.name for entry in holding.whole))
     if ranks.group is not None:
         unchanged = ranks.broadcast(all(same for same, _ in told))
-        share = known.share if unchanged and known is not None else _shared(holding, [kind for _, kind in told], ranks)
-        _plans[ranks.group] = _Plan(holding, share)
-    writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)))
+        if unchanged and known is not None:
+            share = known.share
+        else:
+            share = _shared(holding, sheets, [digests for _, digests in told], ranks)
+        _plans[ranks.group] = _Plan(holding, sheets, share)
+    with uncollected():
+        writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)))
     if snapshot:
         ranks.agree("copying what is saved", writing.take_snapshot)
     return writing
 
 
-def _shared(holding: Holding, kind_of: list[bytes], ranks: Ranks) -> Share:
-    """This rank's share; ``kind_of`` is everybody's digest on the first rank, which decides."""
-    speakers = ranks.broadcast({kind_of.index(kind) for kind in set(kind_of)})
-    told = ranks.gather((holding.whole if ranks.rank in speakers else (), holding.parts))
+def _shared(holding: Holding, sheets: Mapping[bytes, tuple[Whole, ...]], held: list[list[bytes]], ranks: Ranks
+            ) -> Share:
+    """This rank's share; ``held`` is everybody's digests on the first rank, which decides."""
+    first: dict[bytes, int] = {}
+    for rank, digests in enumerate(held):
+        for digest in digests:
+            first.setdefault(digest, rank)
+    speakers = ranks.broadcast(first)
+    told = ranks.gather(({digest: sheet for digest, sheet in sheets.items() if speakers[digest] == ranks.rank},
+                         holding.parts))
 
     def decide() -> list[Share]:
-        return shares({kind_of[rank]: told[rank][0] for rank in speakers}, kind_of, [parts for _, parts in told])
+        everything = {digest: sheet for own, _ in told for digest, sheet in own.items()}
+        return shares(everything, held, [parts for _, parts in told])
 
     return ranks.scatter(ranks.on_first("planning a checkpoint", decide) or [])
 

@@ -18,8 +18,9 @@ HERE = Path(__file__).resolve().parent
 
 DIGESTS = {"one": "54b1e4111e7ef50a2299e743a0be3c4859a278cac6a5212141aee6b98fd729e9",
            "two": "573e74e38bf5283b9b8c6c5abc9acd8ebdacae8b5e62e799f546e909828a76e0"}
-"""Of :func:`digest`, as the version that wrote them loaded them: "one" by one process (``build("bf16-8bit", 0.5)`` after two steps),
-"two" by two ranks of ZeRO-1 (``zero("zero1-2", ...)`` of ``layouts.py`` after two steps)."""
+"""Of :func:`digest`, as the version that wrote them loaded them. "one" was saved by one process
+(``build("bf16-8bit", 0.5)`` after two steps), "two" by two ranks (``zero("zero1-2", ...)`` of ``layouts.py``, two
+steps)."""
 
 
 def unpacked(folder: Path, name: str) -> Path:

@@ -62,7 +62,8 @@ def bombs(canary):
         "getattr": Calls(Calls(getattr, Calls(importlib.import_module, "os"), "system"), touch),
         "codecs": Calls(codecs.encode, Calls(eval, source), "utf-8"),
         "runpy": Calls(runpy.run_path, str(canary.with_suffix(".py"))),
-        "torch.load": Calls(torch.load, str(canary.with_suffix(".pt")), "cpu", Calls(importlib.import_module, "pickle")),
+        "torch.load": Calls(torch.load, str(canary.with_suffix(".pt")), "cpu",
+                            Calls(importlib.import_module, "pickle")),
         "size": Calls(torch.Size, Calls(map, Calls(eval, f"lambda _: {source}"), [1])),
         "state": Calls(torch.Size, [], state={"x": Calls(os.system, touch)}),
     }
@@ -226,7 +227,7 @@ def test_tensors_lie_in_the_folder(tmp_path, request, form, to):
             (version / "manifest.json").write_text(json.dumps(manifest))
         for name, door in doors(version.parent).items():
             if name in READERS:
-                with pytest.raises(ValueError, match=r"none of the checkpoint's|not the name of|leads out of|not there"):
+                with pytest.raises(ValueError, match=r"none of the checkpoint's|not the name|leads out|not there"):
                     door()
 
 
