@@ -7,10 +7,10 @@ of the processes' kernels (:mod:`mp_optim.presence`), not inferred from who is l
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -99,7 +99,7 @@ def wait_for(work: Any, group: ProcessGroup, device: torch.device) -> None:
     Raises:
         RuntimeError: the communication failed, here or elsewhere.
     """
-    if group._get_backend(device).name() != "gloo":
+    if not _uses_gloo(group, device):
         work.wait()
         return
     while True:
@@ -121,8 +121,11 @@ def wait_for_all(works: Sequence[Any], group: ProcessGroup, device: torch.device
 def call(group: ProcessGroup, communicate: Callable[[], T]) -> T:
     """The same for what cannot be waited for in pieces, such as collectives of objects; in a thread of its own.
 
-    NOTE: after a failure the thread stays where it is; a process that goes on has to leave the group alone.
+    NOTE: after a failure the thread stays where it is; a process that goes on has to leave the group alone. Objects
+    that travel over an accelerator are sent by this thread, which knows the device.
     """
+    if not _uses_gloo(group, torch.device("cpu")):
+        return communicate()
     results: list[T] = []
     failures: list[BaseException] = []
 
@@ -141,6 +144,13 @@ def call(group: ProcessGroup, communicate: Callable[[], T]) -> T:
     if failures:
         raise failures[0]
     return results[0]
+
+
+def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether what lies on a device travels over gloo, which blocks the host that waits."""
+    if all(known.type != device.type for known in group._device_types):
+        return False
+    return bool(group._get_backend(device).name() == "gloo")
 
 
 def _raise_if_noticed(group: ProcessGroup) -> None:
@@ -172,11 +182,14 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
     did not get there."""
     announce()
 
-    @contextmanager
+    @contextlib.contextmanager
     def guard(doing: str) -> Iterator[None]:
         try:
             yield
         except MissingRanksError:
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            _tell_of_failure(group)  # the others need not wait for this rank
             raise
         except RuntimeError as error:
             if not _is_communication(error):
@@ -185,6 +198,11 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
             raise MissingRanksError(f"{doing} failed: {who} ({_first_line(error)})") from error
 
     return guard
+
+
+def _tell_of_failure(group: ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):  # the store is gone, and so is whoever could read it
+        _get_default_store().set(_failed(group, "any"), "failed")
 
 
 def _is_communication(error: RuntimeError) -> bool:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
 
-from mp_optim.checkpoint.presence import Presence, job_timeout
+from mp_optim.missing_ranks import call, learn_addresses, naming_missing_ranks
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "job_timeout"]
 
 T = TypeVar("T")
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_presences: WeakKeyDictionary[dist.ProcessGroup, Presence] = WeakKeyDictionary()
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
     ValueError, TypeError, RuntimeError, OSError, FileNotFoundError, PermissionError, NotImplementedError)}
 
@@ -66,7 +67,7 @@ class Ranks:
         """Talk to the others; a failure names who is missing, and the group of our own is made anew after it."""
         assert self.group is not None
         try:
-            return _presence(self.group).call("saving or loading a checkpoint together", communicate)
+            return _together(self.group, "saving or loading a checkpoint together", communicate)
         except RuntimeError:
             for group, companion in list(_companions.items()):
                 if companion is self.group:
@@ -115,8 +116,7 @@ class Ranks:
         """
         if self.group is None:
             return [work()]
-        with _presence(self.group).signing():
-            result, failure = _attempt(work)
+        result, failure = _attempt(work)
         found = self.gather((None if failure else result, _told(self.rank, failure)))
         told = self.broadcast([message for _, message in found if message])
         self._raise(what, failure, told)
@@ -130,8 +130,7 @@ class Ranks:
         """
         if self.group is None:
             return work()
-        with _presence(self.group).signing():
-            result, failure = _attempt(work) if self.is_first else (None, None)
+        result, failure = _attempt(work) if self.is_first else (None, None)
         value, told = self.broadcast((result, [_told(0, failure)] if failure else []))
         self._raise(what, failure, told)
         item: T = value  # type: ignore[assignment]
@@ -156,11 +155,17 @@ class Ranks:
             raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for _, rank, text in told))
 
 
-def _presence(group: dist.ProcessGroup) -> Presence:
-    if group not in _presences:
-        in_threads = dist.get_backend(group) == "gloo"
-        _presences[group] = Presence(dist.get_process_group_ranks(group), group.group_name, in_threads)
-    return _presences[group]
+def job_timeout() -> timedelta:
+    """How long a collective of this job may take: what ``init_process_group`` was given."""
+    group = _get_default_group()
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def _together(group: dist.ProcessGroup, doing: str, communicate: Callable[[], T]) -> T:
+    """Communicate; a failure names the ranks that are missing."""
+    with naming_missing_ranks(group)(doing):
+        return call(group, communicate)
 
 
 def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -169,11 +174,12 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     Where all processes have a gloo group already, they meet in it first: its connections tell at once of a rank that
     is gone, of which a group that is being made hears after the timeout only.
     """
-    presence = _presence(group)
     doing = "making a process group for checkpoints"
     if dist.get_backend(group) == "gloo":
-        presence.call(doing, lambda: dist.barrier(group))
-    made: dist.ProcessGroup = presence.call(doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout()))
+        _together(group, doing, lambda: dist.barrier(group))
+        learn_addresses(group)
+    made: Any = _together(group, doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout()))
+    assert isinstance(made, dist.ProcessGroup)
     return made
 
 

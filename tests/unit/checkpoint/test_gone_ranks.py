@@ -29,7 +29,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("what", ["background", "first save", "load"])
 def test_the_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
     for found in ranks[1]:
-        assert found[what]["said"].startswith("RuntimeError: ")
+        assert found[what]["said"].startswith("MissingRanksError: ")
         assert f"rank {GONE} of [0, 1, 2, 3] did not take part" in found[what]["said"]
         assert found[what]["seconds"] < 15  # one of sleep, five of patience, and a machine that has more to do
 
