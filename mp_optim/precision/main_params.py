@@ -358,10 +358,14 @@ class MainParams(StateDoor):
     def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
         if checksum is None or REMAINDER not in state or REMAINDER in self.inner.slot_state(slot):
             return
+        if is_cut(self._param(slot)):
+            return  # it is of the whole parameter
         self._agreement.check([(slot, checksum)], self._local, self.slot_name)
 
     def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        if checksum is not None and REMAINDER in state and REMAINDER in self.inner.slot_state(slot):
+        if checksum is None or is_cut(self._param(slot)):
+            return  # it is of the whole parameter
+        if REMAINDER in state and REMAINDER in self.inner.slot_state(slot):
             self._agreement.expected[slot] = checksum
 
     def check_remainders(self, slot: Slot | None = None) -> None:
