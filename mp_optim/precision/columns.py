@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.layouts import Layout
+from mp_optim.precision.lifetimes import Lifetimes
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.settings_alike import SettingsAlike
 from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
@@ -78,6 +79,7 @@ class SlotColumns:
     _whole: _Selection | None = None
     _distinct: list[NormKey] | None = None
     _settings: SettingsAlike | None = None
+    _memory: Lifetimes = field(default_factory=Lifetimes)
 
     def index(self, slot: Slot) -> int:
         """Where a slot is in the lists."""
@@ -102,16 +104,17 @@ class SlotColumns:
         same = all_same(params, self.params)
         plain = self._plain if same else are_plain(params)
         versions, addresses = _versions(params, plain), _addresses(params, plain)
-        if same and versions == self.versions and addresses == self.addresses:
+        gone = self._memory.gone
+        if same and versions == self.versions and addresses == self.addresses and not gone:
             return []
-        return [index for index, param in enumerate(params) if param is not self.params[index]
+        return [index for index, param in enumerate(params) if param is not self.params[index] or index in gone
                 or versions[index] != self.versions[index] or addresses[index] != self.addresses[index]]
 
     def is_same(self, slot: Slot, param: Tensor) -> bool:
         """Whether a slot's tensor is the one that was last seen, and was neither written nor moved since."""
         index, plain = self.index(slot), are_plain([param])
         return (param is self.params[index] and _versions([param], plain) == [self.versions[index]]
-                and _addresses([param], plain) == [self.addresses[index]])
+                and _addresses([param], plain) == [self.addresses[index]] and index not in self._memory.gone)
 
     def see(self, slot: Slot, param: Tensor, key: NormKey, layout: Layout) -> None:
         """Take one more slot and the tensor there as seen."""
@@ -123,6 +126,7 @@ class SlotColumns:
         plain = are_plain([param])
         self.versions += _versions([param], plain)
         self.addresses += _addresses([param], plain)
+        self._watch([len(self.params) - 1])
         self._plain = self._plain and plain
         self._forget()
 
@@ -134,9 +138,21 @@ class SlotColumns:
         """Take what is there now as seen."""
         self._forget()
         self._plain = are_plain(params)
+        before, self.addresses = self.addresses, _addresses(params, self._plain)
+        moved = [index for index, param in enumerate(params) if self.addresses[index] != before[index]
+                 or param is not self.params[index]]
         self.params, self.versions = list(params), _versions(params, self._plain)
         self.quantized = list(map(is_quantized, params))
-        self.addresses = _addresses(params, self._plain)
+        self._watch([*moved, *self._memory.gone])
+
+    def _watch(self, indices: Iterable[int]) -> None:
+        """Notice when the memory of these parameters is freed: others' may get its address."""
+        for index in indices:
+            local = local_tensor(self.params[index])
+            if are_plain([local]):
+                self._memory.watch(index, local)
+            else:
+                self._memory.forget(index)
 
     def stepped(self) -> None:
         """The parameters were written by a step, and by nobody else."""

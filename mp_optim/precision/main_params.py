@@ -365,7 +365,9 @@ class MainParams(StateDoor):
     def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
         if checksum is None or is_cut(self._param(slot)):
             return  # it is of the whole parameter
-        if REMAINDER in state and REMAINDER in self.inner.slot_state(slot):
+        if REMAINDER not in state or REMAINDER not in self.inner.slot_state(slot):
+            return
+        if checksums_of([self._local(slot)]) != [checksum]:  # its weights are yet to come
             self._agreement.expected[slot] = checksum
 
     def check_remainders(self, slot: Slot | None = None) -> None:
