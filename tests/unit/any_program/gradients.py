@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
 from any_program.arithmetic import F
 from any_program.subject import Subject
-from torch import Tensor, nn
 
 SIZES = ("normal", "normal", "large", "tiny", "huge")
 FACTORS = {"normal": 1.0, "large": 100.0, "tiny": 1e-20, "huge": 1e30}

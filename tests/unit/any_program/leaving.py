@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from any_program.oracle import Oracle, Scaler
 from any_program.setups import Place
 from any_program.subject import Model, Subject, as_tensor, expect_bits, random_values, refused
-from torch import Tensor, nn
-
 from mp_optim import checkpoint
 
 LOOKS = ("state_dict", "full precision", "torch.save", "pickle", "view", "main params", "export")
@@ -175,7 +175,7 @@ def rewound(subject: Subject, oracle: Oracle, model: Any, state: Any, then: Orac
     _write_over(model)
     kept.keep_as(subject.place)
     for name, slot in oracle.slots.items():
-        oracle.slots[name] = kept.slots[name] if name in kept.slots else slot
+        oracle.slots[name] = kept.slots.get(name, slot)
     for group, saved in zip(oracle.groups, kept.groups, strict=True):
         group.settings, group.tensor = saved.settings, saved.tensor
     if oracle.scaler is not None and kept.scaler is not None and not oracle.scaler.constant:

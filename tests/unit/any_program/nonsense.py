@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from any_program.oracle import Oracle, Slot
 from any_program.subject import Subject, need, refused
 

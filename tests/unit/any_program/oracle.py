@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from any_program.arithmetic import (
     MOMENTS,
     Array,

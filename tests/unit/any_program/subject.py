@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
 from any_program.arithmetic import Array, F, Stored
 from any_program.oracle import Group, Oracle, Slot, equal_settings, same_bits
 from any_program.setups import FORMS, Param, Place, Setup
-from torch import Tensor, nn
-
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

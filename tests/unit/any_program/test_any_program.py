@@ -1,11 +1,12 @@
-"""Any program over the public API leaves what the promises say, bit for bit; ``python tools/fuzz.py`` for hours of it."""
+"""Any program over the public API leaves what the promises say; ``python tools/fuzz.py --minutes N`` tries more."""
 
 from __future__ import annotations
 
 import pytest
-from any_program.machine import AnyProgram
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+
+from any_program.machine import AnyProgram
 
 
 @pytest.mark.parametrize(("operations", "programs"), [(6, 60), (15, 60), (40, 40)])
