@@ -10,6 +10,7 @@ import sys
 import threading
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from layout_fuzz.running import Outcome, perform
+from mp_optim.checkpoint.presence import Presence
 
 __all__ = ["receive", "send", "serve"]
 
@@ -91,15 +93,22 @@ def _as_threads(job: dict[str, Any], pipe: Connection) -> None:
     send(pipe, "left")
 
 
+class _Backend:
+    """What torch's process group of threads lacks: a backend that has a name and a timeout."""
+
+    options = SimpleNamespace(_timeout=timedelta(seconds=60))
+
+    @staticmethod
+    def name() -> str:
+        return "threaded"
+
+
 def _install_threads() -> None:
-    """Torch's process group of threads, with what it lacks: a backend that has a name."""
+    """Torch's process group of threads; a world belongs to its thread, so nothing may communicate in others."""
     from torch.testing._internal.distributed import multi_threaded_pg
 
-    class _Backend:
-        @staticmethod
-        def name() -> str:
-            return "threaded"
-
-    multi_threaded_pg.ProcessLocalGroup._get_backend = lambda self, device: _Backend  # type: ignore[method-assign]
+    group: Any = multi_threaded_pg.ProcessLocalGroup
+    group._get_backend, group._device_types = lambda self, device: _Backend, [torch.device("cpu")]
+    Presence._waited = lambda self, communicate: communicate()  # type: ignore[method-assign]
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
