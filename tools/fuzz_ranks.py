@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import tyro
+
 from layout_fuzz.case import Case, grouped
 from layout_fuzz.drawing import draw
 from layout_fuzz.pool import Pool

@@ -57,6 +57,15 @@ def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
     assert attempt(pool, case) == Verdict()
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "copies"])
+def test_remainders_saved_beside_whole_parameters_load_beside_parts(pool, kind):
+    """The checksum of a whole parameter says nothing about a part of it."""
+    layouts = (Layout("alone"), Layout(kind, (("dp", 2),)))
+    case = ADAM.with_(world="threads", precision="bf16-remainder", layouts=layouts,
+                      steps=3, change=2)
+    assert attempt(pool, case) == Verdict()
+
+
 def test_a_number_is_a_case():
     cases = [draw(number) for number in range(300)]
     assert cases == [draw(number) for number in range(300)]
