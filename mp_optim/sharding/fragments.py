@@ -66,6 +66,8 @@ class Fragment:
             return value.local.view(self.tensor.shape)
         if key == "step" or not isinstance(value, Tensor):
             return value
+        if key.endswith("_scale") and value.dim() > 1:  # that of each element
+            return value.reshape(*self.tensor.shape, 1)
         if key.endswith("_scale"):
             blocks = -(-self.shape.numel() // ALIGNMENT)
             return (value[self.start // ALIGNMENT : -(-self.stop // ALIGNMENT)] if value.shape == (blocks,)

@@ -66,6 +66,15 @@ def test_remainders_saved_beside_whole_parameters_load_beside_parts(pool, kind):
     assert attempt(pool, case) == Verdict()
 
 
+@pytest.mark.parametrize("precision", ["bf16-half", "bf16-8bit"])
+def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(pool, precision):
+    """The scales of no elements have the shape of no rows."""
+    layout = Layout("copies", (("dp", 2),), settings=(("use_layer_wise_distributed_optimizer", True),))
+    case = ADAM.with_(world="threads", rule="muon", precision=precision, layouts=(Layout("alone"), layout), change=2,
+                      layers=(Layer("blocks.0", (Param("w", (16, 24)), Param("b", (8, 6)))),))
+    assert attempt(pool, case) == Verdict()
+
+
 def test_a_number_is_a_case():
     cases = [draw(number) for number in range(300)]
     assert cases == [draw(number) for number in range(300)]
