@@ -129,7 +129,7 @@ class MainParams(StateDoor):
             return group
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         is_stub = not any(own["params"] for own in self.param_groups)
-        named = any(isinstance(param, tuple) for param in params)
+        named = "param_names" in group or any(isinstance(param, tuple) for param in params)
         names = [] if named else self.model_params.names_of(params)
         if is_stub and None not in names:
             for groups in (self.param_groups, self.inner.param_groups):
