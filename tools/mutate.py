@@ -11,6 +11,7 @@ that cover them, the fastest first; it goes on where it was interrupted. A fault
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import Counter, defaultdict
@@ -101,7 +102,9 @@ def chosen_mutants(options: Try, package: str) -> list[Any]:
 def try_them(options: Try) -> None:
     covering = Covering.read(options.out / "coverage")
     chooser = Chooser(options.root, covering, options.budget)
-    plan = [(package, mutant) for package in options.packages for mutant in chosen_mutants(options, package)]
+    queues = [[(package, mutant) for mutant in chosen_mutants(options, package)] for package in options.packages]
+    turns = itertools.zip_longest(*queues)  # so that what is there when it is interrupted is even, too
+    plan = [step for turn in turns for step in turn if step is not None]
     known = {key_of(result) for result in results_in(options.out)}
     workshop = Workshop(options.root, options.out, options.patience, options.warm)
     for at, (package, mutant) in enumerate(plan, start=1):
