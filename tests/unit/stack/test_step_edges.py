@@ -111,3 +111,25 @@ def test_a_parameter_renamed_before_the_step_is_rounded_with_its_new_names_noise
     hits, speculated = run("speculative")
     assert hits > 0
     assert all(map(same_bits, speculated, run("sync")[1]))
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_a_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
+    """A tensor lr, as schedulers of compiled loops fill it; what was begun with the old value is not used."""
+    def run(mode):
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(600, dtype=torch.bfloat16)) for name in "ab"})
+        optimizer = get_megatron_optimizer(config_for("bf16", 1.0, clip_grad=0.0, offload_mode=mode), model)
+        rate = torch.tensor(0.25)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        params = []
+        for step in range(5):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            sum((param * torch.randn(600, generator=generator)).sum() for param in model.values()).backward()
+            rate.fill_(0.25 / (1 + step))
+            optimizer.step()
+            params += [param.detach().clone() for param in model.values()]
+        return params
+
+    assert all(map(same_bits, run(mode), run("sync")))
