@@ -138,10 +138,16 @@ def test_timers_are_started_and_stopped():
         def stop(self):
             events.append((self.name, "stop"))
 
-    model, optimizer = build("bf16", timers=lambda name, log_level: Timer(name), barrier_with_L1_time=True)
-    train(model, optimizer, 1)
-    assert events == [("optimizer-clip-main-grad", "start", True), ("optimizer-clip-main-grad", "stop"),
-                      ("optimizer-inner-step", "start", True), ("optimizer-inner-step", "stop")]
+    def timers(name, log_level):
+        assert log_level == 1  # what barrier_with_L1_time goes by
+        return Timer(name)
+
+    for barrier in (True, False):
+        events.clear()
+        model, optimizer = build("bf16", timers=timers, barrier_with_L1_time=barrier)
+        train(model, optimizer, 1)
+        assert events == [("optimizer-clip-main-grad", "start", barrier), ("optimizer-clip-main-grad", "stop"),
+                          ("optimizer-inner-step", "start", barrier), ("optimizer-inner-step", "stop")]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
