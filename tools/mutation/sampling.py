@@ -100,7 +100,7 @@ class Chooser:
         slow |= {test: took for test, took in seconds.items() if took > _QUICK}
         spent_slowly = 0.0
         for test, took in sorted(slow.items(), key=itemgetter(1)):
-            if took and spent_slowly + took <= 4 * self._budget:
+            if took and (spent_slowly + took <= 4 * self._budget or not arguments):  # at least one is run
                 spent_slowly += took
                 arguments.append(test)
         return Chosen(arguments, spent + spent_slowly, len(tests) + len(files))
