@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from mp_optim.param_groups import (
     get_mup_config_overrides,
     get_standard_config_overrides,
 )
+from mp_optim.warn import warn
 
 __all__ = ["ModelParams", "check_model", "check_overrides_match", "checked_groups", "chunks_of"]
 
@@ -86,9 +86,8 @@ def check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_grou
                          "initialise or load the weights, then build the optimizer")
     kinds = {param.dtype for _, param in named if param.is_floating_point()}
     if config.bf16 and kinds == {torch.float32}:
-        warnings.warn("bf16=True, but all parameters are float32: they are stepped as they are, without main params. "
-                      "For mixed precision convert the model first (model.bfloat16()); under autocast leave bf16 off",
-                      stacklevel=3)
+        warn("bf16=True, but all parameters are float32: they are stepped as they are, without main params. "
+                      "For mixed precision convert the model first (model.bfloat16()); under autocast leave bf16 off")
 
 
 # -- overrides ------------------------------------------------------------------------------------

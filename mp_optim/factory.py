@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from mp_optim.precision import (
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon, check_serves, set_host_cores, set_host_threads
+from mp_optim.warn import warn
 
 __all__ = ["build", "device_of", "with_data_parallel"]
 
@@ -150,7 +150,7 @@ def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
     if config.optimizer == "muon":
         construction["scalar_optimizer"] = config.muon_scalar_optimizer
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
-        warnings.warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0", stacklevel=4)
+        warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0")
     if not config.optimizer_cpu_offload:
         optimizer: torch.optim.Optimizer = rule(groups, **construction, **settings)
         return optimizer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mp_optim.warn import warn
 
 __all__ = ["OptimizerParamScheduler", "cooldown_factor", "decay_factor", "lr_at"]
 
@@ -73,8 +74,8 @@ class OptimizerParamScheduler:
         self._check()
         tops = {group.get("max_lr", max_lr) for group in optimizer.param_groups}
         if tops and max_lr not in tops:
-            warnings.warn(f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, {sorted(tops)}; set "
-                          "OptimizerConfig.lr, or the groups'", stacklevel=2)
+            warn(f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, {sorted(tops)}; set "
+                          "OptimizerConfig.lr, or the groups'")
         self.step(0)
 
     def _check(self) -> None:

@@ -7,7 +7,6 @@ and is written here once.
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from mp_optim.host_memory import beside, zeros
 from mp_optim.own_modes import in_own_modes
 from mp_optim.setting_rules import Rule, check_schedule, check_setting
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
+from mp_optim.warn import warn
 
 __all__ = ["Closure", "SlotOptimizer", "check_fits", "check_step"]
 
@@ -234,9 +234,9 @@ class SlotOptimizer(torch.optim.Optimizer):
                 setting, step or loss scale is out of range, or bits would be lost.
         """
         if written := self.restore(state_dict, convert=convert):
-            warnings.warn(f"{len(written)} parameters did not have the values of the loaded main params, and were "
+            warn(f"{len(written)} parameters did not have the values of the loaded main params, and were "
                           f"written from them: {names_in_words(written)}. Were all of the model's weights loaded? "
-                          "(Where they are loaded after the optimizer's state, load them before it.)", stacklevel=2)
+                          "(Where they are loaded after the optimizer's state, load them before it.)")
 
     @in_own_modes
     def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:

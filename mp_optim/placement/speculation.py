@@ -8,8 +8,9 @@ where it nearly always fails.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
+
+from mp_optim.warn import warn
 
 __all__ = ["PAUSE_BELOW", "RESUME_AT", "WINDOW", "speculates_next", "warn_of_written"]
 
@@ -38,8 +39,8 @@ def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
 def warn_of_written(mode: str, times: int) -> None:
     """Say, the first time, that gradients were written after backward."""
     if times == 1:
-        warnings.warn(
+        warn(
             f"offload_mode={mode!r}: gradients were written after backward, so what was begun on them is done again in "
             "step(), and nothing is gained. torch's clip_grad_norm_ writes all of them, also where it clips nothing: "
             "leave clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0, and a _get_grad_norm that does "
-            "not call it; Lightning: gradient_clip_val=None)", stacklevel=2)
+            "not call it; Lightning: gradient_clip_val=None)")

@@ -3,7 +3,6 @@ skipped again and again. A healthy step pays a comparison or two for it, and nev
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
@@ -19,6 +18,7 @@ from mp_optim.missing_ranks import call, naming_missing_ranks
 from mp_optim.precision.pending import PendingVerdict
 from mp_optim.precision.verdict import Verdict
 from mp_optim.slots import ParamGroups, current_grad, iter_slots, local_tensor, slot_name
+from mp_optim.warn import warn
 
 if TYPE_CHECKING:
     from mp_optim.precision.megatron_optimizer import MegatronOptimizer
@@ -91,10 +91,10 @@ class StandstillWatch:
         count = sum(len(group["params"]) for group in stack.param_groups)
         found = (f"The model has {len(untrained)} trainable parameters that the optimizer does not know: "
                  f"{_listed(untrained)}. " if untrained else "")
-        warnings.warn(
+        warn(
             f"none of the optimizer's {count} parameters has a gradient in this step, so nothing is trained. {found}"
             "Was backward() called? Was the model replaced or wrapped after the optimizer was built (peft, deepcopy, "
-            "fully_shard)? Build the optimizer last, from the model that is trained", stacklevel=4)
+            "fully_shard)? Build the optimizer last, from the model that is trained")
 
     def judged(self, stack: MegatronOptimizer, verdict: Verdict) -> None:
         """Take note of a step's verdict, and warn of the 1st, 10th, 100th ... skipped one in a row; of one that a
@@ -109,10 +109,10 @@ class StandstillWatch:
         if not verdict.found_inf:  # one is what the threshold is for
             if self.skips == 1:
                 return
-            warnings.warn(f"{times} skipped: the gradient norm is {verdict.grad_norm:g}, over "
-                          f"grad_norm_skip_threshold={stack.config.grad_norm_skip_threshold:g}", stacklevel=4)
+            warn(f"{times} skipped: the gradient norm is {verdict.grad_norm:g}, over "
+                          f"grad_norm_skip_threshold={stack.config.grad_norm_skip_threshold:g}")
         elif stack.grad_scaler is None or not stack.grad_scaler.may_shrink:
-            warnings.warn(f"{times} skipped, and nothing was trained: {_culprit(stack)}", stacklevel=4)
+            warn(f"{times} skipped, and nothing was trained: {_culprit(stack)}")
 
 
 class StandstillWatched:

@@ -327,3 +327,11 @@ def test_gradients_that_are_clipped_outside_are_counted_and_said_once(mode: str)
     assert warned(lambda: work(False)) == [] and stack.metrics()["speculation_stale"] == 0
     message, = warned(lambda: work(True))
     assert "clip_grad_norm_" in message and stack.metrics()["speculation_stale"] >= 4
+
+
+def test_warnings_point_at_the_line_of_the_program():
+    model = nn.Linear(4, 4)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), model)
+    with pytest.warns(UserWarning, match="has a gradient") as caught:
+        optimizer.step()
+    assert [warning.filename for warning in caught] == [__file__]

@@ -35,7 +35,8 @@ class _Functions(TorchFunctionMode):
         self._on_host = on_host
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func in _MAKERS and (kwargs or {}).get("device") is not None
+        # The literal "cpu" is the host; a device that is handed on is the one that stands for an accelerator.
+        made = func in _MAKERS and (kwargs or {}).get("device") not in (None, "cpu")
         if made and not isinstance(args[0], Tensor):  # a copy from memory that is not page-locked
             raise WaitedError(f"{func.__name__} of host values on a device")
         if func in _READS:
