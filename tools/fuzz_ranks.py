@@ -45,6 +45,7 @@ class Tally:
 
     tried: int = 0
     refused: int = 0
+    among_threads: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
 
 
@@ -58,6 +59,9 @@ def explore(pool: Pool, cases: Iterable[Case], options: Options) -> Tally:
         verdict = attempt(pool, case)
         tally.tried += 1
         tally.refused += verdict.refused
+        if verdict.among_threads:
+            tally.among_threads += (case.seed,)
+            print(f"among threads alone: {grouped(case)}\n  {verdict.among_threads[0]}", flush=True)
         if verdict.faults:
             tally.failed += (case.seed,)
             print(f"FAILED after {time.monotonic() - began:.1f} s: {grouped(case)}\n{case}", flush=True)
@@ -78,7 +82,8 @@ def main(options: Options) -> int:
     with Pool() as pool:
         tally = explore(pool, map(draw, numbers), options)
     print(f"{tally.tried} layouts from {numbers[0]}: {len(tally.failed)} failed {list(tally.failed) or ''}, "
-          f"{tally.refused} that torch refuses, {time.monotonic() - began:.0f} s, {pool.restarts} restarts")
+          f"{tally.refused} that torch refuses, {len(tally.among_threads)} failed among threads alone, "
+          f"{time.monotonic() - began:.0f} s, {pool.restarts} restarts")
     return 1 if tally.failed else 0
 
 

@@ -16,14 +16,32 @@ __all__ = ["Verdict", "attempt"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with a case, in words; or that torch does not build its model."""
+    """What is wrong with a case, in words; or that torch does not build its model.
+
+    Attributes:
+        among_threads: what was wrong while ranks were threads, and is not with processes.
+    """
 
     faults: tuple[str, ...] = ()
     refused: bool = False
+    among_threads: tuple[str, ...] = ()
 
 
 def attempt(pool: Pool, case: Case) -> Verdict:
-    """Run a case and hold it against one process. A rank that hangs or dies is a fault like any other."""
+    """Run a case and hold it against one process. A rank that hangs or dies is a fault like any other.
+
+    Torch's DTensors are not made for threads (now and then one is given the size of another), so
+    what goes wrong with them there has to go wrong among processes too.
+    """
+    verdict = _attempt(pool, case)
+    dtensors = any(layout.kind in ("fsdp", "placed") for layout in case.layouts)
+    if case.world == "processes" or not (verdict.faults and dtensors):
+        return verdict
+    again = _attempt(pool, case.with_(world="processes"))
+    return again if again.faults else Verdict(among_threads=verdict.faults)
+
+
+def _attempt(pool: Pool, case: Case) -> Verdict:
     try:
         wanted = expected(case.with_(disagreement=None))
     except Exception:
