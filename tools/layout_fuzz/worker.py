@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from layout_fuzz.running import Outcome, perform
-from mp_optim.checkpoint.presence import Presence
+from mp_optim import missing_ranks
 
 __all__ = ["receive", "send", "serve"]
 
@@ -104,11 +104,12 @@ class _Backend:
 
 
 def _install_threads() -> None:
-    """Torch's process group of threads; a world belongs to its thread, so nothing may communicate in others."""
+    """Torch's process group of threads, completed. A world belongs to its thread: nothing may communicate in others,
+    as what waits for gloo does."""
     from torch.testing._internal.distributed import multi_threaded_pg
 
     group: Any = multi_threaded_pg.ProcessLocalGroup
     group._get_backend, group._device_types = lambda self, device: _Backend, [torch.device("cpu")]
-    Presence._waited = lambda self, communicate: communicate()  # type: ignore[method-assign]
+    missing_ranks._uses_gloo = lambda group, device: False
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
