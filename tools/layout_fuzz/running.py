@@ -120,7 +120,7 @@ class _Run:
         self.model = self._model()
         outcome.stage = "optimizer"
         groups = None
-        if layout.kind == "copies" and (len(layout.mesh) > 1 or case.seed % 2):
+        if layout.kind == "copies" and (names != ["dp"] or case.seed % 2):
             groups = ProcessGroups.from_device_mesh(self.mesh)
         config = config_of(case, layout)
         if self._differs("clip_grad", -1):
