@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,33 @@ class Options:
     """Carry out the program in this file instead."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A program that failed.
+
+    Attributes:
+        programs, seconds: after how many.
+        message: what it said. program: its operations.
+    """
+
+    programs: int
+    seconds: float
+    message: str
+    program: str
+
+
 @dataclass
 class Tally:
     """What has been done.
 
     Attributes:
         counts: programs and operations, without those tried while a failing program was made shorter.
-        failures: for each failure, after how many programs and seconds, what it said, and the program.
+        failures: one of each round that failed.
     """
 
     started: float = field(default_factory=time.monotonic)
     counts: Counter[str] = field(default_factory=Counter)
-    failures: list[tuple[int, float, str, str]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -75,13 +90,13 @@ class Tally:
 
 def one_round(options: Options, number: int, limit: int, tally: Tally) -> None:
     """Some programs of one seed and length; the first that fails ends it."""
-    first: list[tuple[int, float, str, str]] = []
+    first: list[Failure] = []
     AnyProgram.counts = Counter()
 
     def note(error: Exception, lines: list[str]) -> None:
         if not first:
             tally.counts += AnyProgram.counts
-            first.append((tally.counts["programs"], tally.seconds, _in_short(error), "\n".join(lines)))
+            first.append(Failure(tally.counts["programs"], tally.seconds, _in_short(error), "\n".join(lines)))
 
     AnyProgram.on_failure, AnyProgram.without = staticmethod(note), frozenset(options.without)
     seed(options.seed + number)(AnyProgram)
@@ -92,8 +107,8 @@ def one_round(options: Options, number: int, limit: int, tally: Tally) -> None:
             suppress_health_check=list(HealthCheck), phases=phases, print_blob=False, report_multiple_bugs=False))
         tally.counts += AnyProgram.counts
     except Exception as error:
-        programs, seconds, message, program = first[0] if first else (0, tally.seconds, "", "")
-        tally.failures.append((programs, seconds, message or _in_short(error), _shortest(error) or program))
+        failure = first[0] if first else Failure(tally.counts["programs"], tally.seconds, _in_short(error), "")
+        tally.failures.append(replace(failure, program=_shortest(error) or failure.program))
 
 
 def _in_short(error: BaseException) -> str:
@@ -133,9 +148,13 @@ def report(tally: Tally, console: Console) -> None:
         if name not in ("programs", "operations"):
             table.add_row(name, str(count))
     console.print(table)
-    for programs, seconds, message, program in tally.failures:
-        console.print(f"[red]after {programs} programs, {seconds:.1f} s:[/red] {message}", highlight=False)
-        console.print(program, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_last(tally: Tally, console: Console) -> None:
+    """The failure of the last round."""
+    failure = tally.failures[-1]
+    console.print(f"[red]after {failure.programs} programs, {failure.seconds:.1f} s:[/red]")
+    console.print(f"{failure.message}\n{failure.program}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main(options: Options, console: Console) -> int:
@@ -147,7 +166,10 @@ def main(options: Options, console: Console) -> int:
     tally, number = Tally(), 0
     while go_on(options, tally):
         left = PROGRAMS_A_ROUND if options.programs is None else options.programs - tally.counts["programs"]
+        before = len(tally.failures)
         one_round(options, number, max(1, min(PROGRAMS_A_ROUND, left)), tally)
+        if len(tally.failures) > before:
+            show_last(tally, console)
         number += 1
     report(tally, console)
     return int(bool(tally.failures))

@@ -27,7 +27,7 @@ def _state(key: str, convert: Callable[[torch.Tensor], Any]) -> Change:
     def change(state_dict: dict[str, Any], index: int) -> None:
         state = state_dict["state"][index]
         found = next((name for name in state if name.startswith(key) and not name.endswith("_scale")), None)
-        need(found is not None)
+        need(found is not None and f"{found}_scale" not in state)  # of codes, the values decide
         state[found] = convert(state[found])
 
     return change

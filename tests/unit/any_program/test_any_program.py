@@ -9,7 +9,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from any_program.machine import AnyProgram
 
 
-@pytest.mark.parametrize(("operations", "programs"), [(6, 60), (15, 60), (40, 40)])
+@pytest.mark.timeout(900)  # a program that fails is made shorter first
+@pytest.mark.parametrize(("operations", "programs"), [(6, 80), (15, 80), (40, 40)])
 def test_any_program_leaves_what_the_promises_say(operations, programs):
     run_state_machine_as_test(AnyProgram, settings=settings(
         max_examples=programs, stateful_step_count=operations, deadline=None, derandomize=True, database=None,
