@@ -67,6 +67,7 @@ def test_differences_are_counted(tmp_path):
         "same": "equal", "near": "values", "zero": "values", "short": "values", "whole": "values", "nan": "values",
         "mine": "only in a", "yours": "only in b", "shape": "shape", "kind": "dtype"}
     numbers = {name: (d.differing, d.largest, d.ulps) for name, d in found.items() if d.what == "values"}
+    assert {(d.differing, d.largest, d.ulps) for d in found.values() if d.what != "values"} == {(0, 0.0, None)}
     assert math.isnan(numbers.pop("nan")[1])
     assert numbers == {"near": (1, 2.0**-22, 2), "zero": (1, 0.0, 0), "short": (1, 2.0, 2 * 0x3F80),
                        "whole": (1, 3.0, None)}
