@@ -188,15 +188,18 @@ def test_names_that_do_not_fit_are_listed():
     with pytest.raises(ValueError, match=r"masters of parameters .*\['other'\]"):
         foreign.from_torch(adamw.state_dict(), names, masters={"other": torch.ones(1)})
     state = foreign.from_torch(adamw.state_dict(), names, masters=masters)
-    prefixed = state.renamed(lambda name: f"module.{name}")
+    prefixed = state.renamed(lambda name: f"policy.{name}")
     _, optimizer = build("bf16")
     before = cloned(foreign.export_state(optimizer))
-    with pytest.raises(ValueError, match=r"missing \['bias', .*unknown \['module.bias'"):
+    with pytest.raises(ValueError, match=r"missing \['bias', .*unknown \['policy.bias'"):
         foreign.import_state(optimizer, prefixed)
     with pytest.raises(ValueError, match=r"would be called \['x'\]"):
         state.renamed(lambda name: "x")
     assert same_state(foreign.export_state(optimizer), before)
-    foreign.import_state(optimizer, prefixed.renamed(lambda name: name.removeprefix("module.")))
+    foreign.import_state(optimizer, prefixed.renamed(lambda name: name.removeprefix("policy.")))
+    imported = cloned(foreign.export_state(optimizer))
+    foreign.import_state(optimizer, state.renamed(lambda name: f"module.{name}"))  # as DDP has them
+    assert same_state(foreign.export_state(optimizer), imported)
 
 
 def test_state_that_does_not_fit_is_refused_and_nothing_is_written():
