@@ -460,5 +460,5 @@ class AnyProgram(RuleBasedStateMachine):
         if "pending" in self.without and any(slot.touched for slot in self.oracle.slots.values()):
             return
         self.oracle.follow()
-        self.subject.check_state_dict(self.oracle, self.subject.optimizer.state_dict())
+        leaving.look(self.subject, self.oracle, "state_dict" if "look:torch.save" in self.without else "torch.save")
         self.subject.check_main_params(self.oracle)
