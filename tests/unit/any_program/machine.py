@@ -8,21 +8,22 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize
 from torch import nn
 
 from any_program import gradients, leaving, nonsense
 from any_program.arithmetic import F
-from any_program.oracle import Group, Oracle, Scaler, Slot
+from any_program.operations import operation
+from any_program.oracle import Group, Oracle, Slot
 from any_program.setups import PARAMS, REMAINDERS, SETTINGS, Param, Place, Settings, Setup, places, setups
+from any_program.starting import predicted, settings_of
 from any_program.subject import (
     Model,
-    NotNow,
     Subject,
     as_tensor,
     as_values,
@@ -33,35 +34,9 @@ from any_program.subject import (
 )
 from mp_optim import OptimizerParamScheduler
 
-Rule = TypeVar("Rule", bound=Callable[..., None])
-
 INDEX = st.integers(0, 5)
 SEED = st.integers(0, 99)
 VALUES = ("random", "same", "zero", "one", "nan", "inf", "subnormal", "fine")
-
-
-def operation(**strategies: Any) -> Callable[[Rule], Any]:
-    """A rule that is named for its function, is counted, and can be left out of programs."""
-
-    def decorate(function: Rule) -> Any:
-        name = function.__name__
-        return precondition(lambda self: name not in self.without)(rule(**strategies)(counted(function)))
-
-    return decorate
-
-
-def counted(function: Rule) -> Rule:
-    def call(self: AnyProgram, **arguments: Any) -> None:
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        self.lines.append(f"state.{function.__name__}({given})")
-        with self.watched(), contextlib.suppress(NotNow):
-            function(self, **arguments)
-            self.counts["operations"] += 1
-            self.counts[function.__name__] += 1
-            self.subject.check_model(self.oracle)
-
-    call.__name__, call.__doc__ = function.__name__, function.__doc__
-    return call  # type: ignore[return-value]
 
 
 class AnyProgram(RuleBasedStateMachine):
@@ -111,7 +86,7 @@ class AnyProgram(RuleBasedStateMachine):
         for index, param in enumerate(setup.params):
             name = name_of(index, param)
             slots[name] = self.new_param(model, name, param, setup.seed + index)
-        self.oracle = self.predicted(slots)
+        self.oracle = predicted(setup, slots)
         explicit = self.oracle.groups if setup.groups else None
         with self.watched():
             self.subject = Subject(setup, setup.place, model, explicit)
@@ -124,56 +99,6 @@ class AnyProgram(RuleBasedStateMachine):
         tensor = as_tensor(values, param.shape, dtype, param.transposed)
         model.add(name, nn.Parameter(tensor, requires_grad=not param.frozen))
         return Slot(name, param.shape, dtype, values, bound=not param.frozen)
-
-    def predicted(self, slots: dict[str, Slot]) -> Oracle:
-        """What the optimizer of a new model holds."""
-        setup, groups = self.setup, self.predicted_groups(slots)
-        grouped = {name for group in groups for name in group.names}
-        scaler = None
-        if setup.precision == "fp16":
-            scaler = Scaler(setup.scale, setup.window, setup.hysteresis, setup.constant)
-        oracle = Oracle(setup.rule, {name: slot for name, slot in slots.items() if name in grouped}, groups, scaler,
-                        setup.clip, setup.threshold, setup.count_zeros)
-        oracle.outside = {name: slot.model for name, slot in slots.items() if name not in grouped}
-        oracle.deal_out()
-        oracle.keep_as(setup.place)
-        return oracle
-
-    def predicted_groups(self, slots: dict[str, Slot]) -> list[Group]:
-        """One group for each combination that occurs, in the order of named_parameters."""
-        setup = self.setup
-        found: dict[tuple[bool, int], Group] = {}
-        of = {name_of(index, param): param for index, param in enumerate(setup.params)}
-        for name in sorted(of, key=lambda name: of[name].expert):
-            param = of[name]
-            if setup.groups:
-                given = setup.groups[param.group]
-                group = Group([], param.expert, self.settings(given, explicit=True))
-                key = (param.expert, param.group)
-            else:
-                if param.frozen:
-                    continue
-                decay = 0.0 if len(param.shape) <= 1 else 0.1
-                group = Group([], param.expert, self.settings(Settings(0.01, decay), explicit=False))
-                key = (param.expert, int(decay == 0.0))
-            found.setdefault(key, group).names.append(name)
-        return list(found.values())
-
-    def settings(self, given: Settings, explicit: bool) -> dict[str, Any]:
-        """All settings of a group: what is given, and the rule's defaults under the program's config."""
-        rule, variant = self.setup.rule, self.setup.variant
-        common = {"lr": given.lr, "weight_decay": given.weight_decay}
-        if rule in ("adam", "lamb"):
-            betas, eps = (given.betas, given.eps) if explicit else ((0.9, 0.999), 1e-8)
-            more: dict[str, Any] = {"betas": betas, "eps": eps, "bias_correction": True,
-                                    "adam_w_mode": not (rule == "adam" and variant)}
-            if rule == "lamb":
-                more |= {"grad_averaging": not variant, "use_nvlamb": variant}
-        elif rule == "lion":
-            more = {"betas": (0.5 if variant else 0.95, 0.98)}
-        else:
-            more = {"momentum": 0.0 if variant else 0.9, "dampening": 0.0, "nesterov": False}
-        return {**common, **more}
 
     # -- who is meant -----------------------------------------------------------------------------
 
@@ -344,7 +269,7 @@ class AnyProgram(RuleBasedStateMachine):
             slot = self.new_param(model, name, param, 50 + self.serial)
             self.serial += 1
         expert = name.startswith("experts")
-        group = Group([name], expert, self.settings(settings, explicit=True))
+        group = Group([name], expert, settings_of(self.setup, settings, explicit=True))
         self.oracle.slots[name] = slot
         self.oracle.add_group(group)
         self.oracle.keep_slot_as(slot, self.subject.place)
