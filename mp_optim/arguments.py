@@ -81,13 +81,10 @@ def check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_grou
         raise ValueError(f"the model has no trainable parameter ({len(named)} are frozen): unfreeze some with "
                          "requires_grad_(True), or add adapters (peft) before the optimizer is built. To begin "
                          "with nothing and add groups later, pass param_groups=[]")
-    if (meta := next((name for name, param in trained if param.device.type == "meta"), None)) is not None:
-        raise ValueError(f"{meta} is on the meta device, without values: call model.to_empty(device=...) and "
-                         "initialise or load the weights, then build the optimizer")
     kinds = {param.dtype for _, param in named if param.is_floating_point()}
     if config.bf16 and kinds == {torch.float32}:
-        warn("bf16=True, but all parameters are float32: they are stepped as they are, without main params. "
-                      "For mixed precision convert the model first (model.bfloat16()); under autocast leave bf16 off")
+        warn("bf16=True, but all parameters are float32: they are stepped as they are, without main params. For mixed "
+             "precision convert the model first (model.bfloat16()); under autocast leave bf16 off")
 
 
 # -- overrides ------------------------------------------------------------------------------------

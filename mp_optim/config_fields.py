@@ -151,7 +151,7 @@ def _cores(value: Any) -> tuple[int, ...] | None:
     rule = "must name at least one core, each once, as whole numbers >= 0 in a tuple or list"
     if not isinstance(value, (tuple, list, range)) or not value:
         raise ValueError(rule)
-    check = Whole(0, 2**16, rule)
+    check = Whole(0, 2**20, rule)
     cores = tuple(check(core) for core in value)
     if len(set(cores)) != len(cores):
         raise ValueError(rule)

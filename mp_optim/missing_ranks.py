@@ -57,6 +57,8 @@ def _present(rank: int) -> str:
 
 def announce() -> None:
     """Let other ranks ask whether this process exists. Not collective; cheap when repeated."""
+    if not dist.is_initialized():  # a stand-in for a group has no store
+        return
     store = _get_default_store()
     address = own_address(_master(store))
     rank = dist.get_rank()

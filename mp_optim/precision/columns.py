@@ -168,6 +168,7 @@ class SlotColumns:
 
         Raises:
             TypeError: a gradient is sparse or not floating point, naming the parameter.
+            ValueError: it has no values, because its parameter is on the meta device.
         """
         simple = self._plain and have_grad_only(self.params)
         found: list[Tensor | None] = list(map(_GRAD, self.params)) if simple else list(map(current_grad, self.params))
@@ -184,6 +185,10 @@ class SlotColumns:
         return indices, SteadyList(map(local_grad, [self.params[index] for index in indices], grads))
 
     def _check(self, indices: Sequence[int], grads: SteadyList, name_of: Callable[[Slot], str]) -> None:
+        if torch.device("meta") in grads.devices:
+            name = name_of(next(self.slots[i] for i, g in zip(indices, grads, strict=True) if g.is_meta))
+            raise ValueError(f"{name} is on the meta device, without values: call model.to_empty(device=...) and "
+                             "initialise or load the weights, then build the optimizer")
         if grads.strided and grads.dtypes <= _GRADIENT_DTYPES:
             return
         index, grad = next((i, g) for i, g in zip(indices, grads, strict=True)

@@ -360,7 +360,8 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
         optimizer = FusedLAMB([param], lr=0.01, max_grad_norm=0.0, backend=name)
         del standins.calls[:]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", lambda sums, group: sums[:, 0].mul_(4))  # as if there were other shards
+            patch.setattr(dist, "all_reduce", lambda sums, group, async_op: sums[:, 0].mul_(4))  # as if there were more
+            patch.setattr("mp_optim.update.lamb.wait_for", lambda *_: None)
             optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))])
         results.append(param)
     assert "multi_tensor_lamb" not in standins.calls and torch.equal(*results)
