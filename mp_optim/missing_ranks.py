@@ -8,9 +8,9 @@ of the processes' kernels (:mod:`mp_optim.presence`), not inferred from who is l
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
+from mp_optim.background import in_background
 from mp_optim.presence import Address, exists, own_address
 
 __all__ = ["MissingRanksError", "announce", "call", "learn_addresses", "naming_missing_ranks",
@@ -36,7 +37,7 @@ _STORE = 3.0
 """Seconds that the store may take beyond that."""
 
 _addresses: dict[int, Address] = {}
-_looks: list[threading.Thread] = []
+_looks: list[futures.Future[bool]] = []
 
 
 class MissingRanksError(RuntimeError):
@@ -128,24 +129,10 @@ def call(group: ProcessGroup, communicate: Callable[[], T]) -> T:
     """
     if not _uses_gloo(group, torch.device("cpu")):
         return communicate()
-    results: list[T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(communicate())
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="mp_optim-collective", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK.total_seconds())
-        if thread.is_alive():
-            _raise_if_noticed(group)
-    if failures:
-        raise failures[0]
-    return results[0]
+    result = in_background(communicate)
+    while not futures.wait([result], _LOOK.total_seconds()).done:
+        _raise_if_noticed(group)
+    return result.result()
 
 
 def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:
@@ -157,14 +144,11 @@ def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:
 
 def _raise_if_noticed(group: ProcessGroup) -> None:
     """Look for a note in a thread: whoever keeps the store may be stopped, and then nobody answers."""
-    if any(look.is_alive() for look in _looks):
+    if any(not look.done() for look in _looks):
         return
-    noticed: list[bool] = []
-    look = threading.Thread(target=lambda: noticed.append(_is_noticed(group)), daemon=True)
+    look = in_background(lambda: _is_noticed(group))
     _looks[:] = [look]
-    look.start()
-    look.join(_STORE)
-    if noticed and noticed[0]:
+    if futures.wait([look], _STORE).done and look.result():
         raise _NoticedError("another rank found that communication failed")
 
 
@@ -220,13 +204,10 @@ def _first_line(error: RuntimeError) -> str:
 def _who_is_missing(group: ProcessGroup, doing: str) -> str:
     """In words. The store is asked in a thread: the process that keeps it may be the one that is gone, or stopped."""
     ranks = dist.get_process_group_ranks(group)
-    verdicts: list[str] = []
     noticed: set[int] = {dist.get_rank()}
-    thread = threading.Thread(target=lambda: verdicts.append(_by_notes(group, doing, noticed)), daemon=True)
-    thread.start()
-    thread.join(_PATIENCE + _STORE)
-    if verdicts and verdicts[0]:
-        return verdicts[0]
+    verdict = in_background(lambda: _by_notes(group, doing, noticed))
+    if futures.wait([verdict], _PATIENCE + _STORE).done and verdict.result():
+        return verdict.result()
     if gone := _gone(rank for rank in ranks if rank not in noticed):
         return _named(gone, ranks, "ended")
     return "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, has ended or is stuck"
