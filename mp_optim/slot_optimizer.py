@@ -33,6 +33,9 @@ __all__ = ["Closure", "SlotOptimizer", "check_fits", "check_step"]
 
 Closure = Callable[[], Any]
 
+_KEPT_BYTES = 64 << 20
+"""Of state in the form to load, kept from its check until it is loaded; what is beyond is formed twice."""
+
 
 class SlotOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose state is keyed by ``(group, position)``.
@@ -252,13 +255,19 @@ class SlotOptimizer(torch.optim.Optimizer):
         self.follow_model()
         match = self.check_plain(state_dict, convert=convert)
         loads = self._loads(match, state_dict["state"])
+        kept: dict[Slot, dict[str, Any]] = {}
+        room = _KEPT_BYTES
         for slot, state in loads:
             if not convert:
                 self.check_checksum(slot, state, match.checksums.get(slot))
-            self.check_slot_state(slot, self.fit_slot_state(slot, state, convert))
+            fitting = self.fit_slot_state(slot, state, convert)
+            self.check_slot_state(slot, fitting)
+            room -= sum(value.nbytes for value in fitting.values() if isinstance(value, Tensor))
+            if room >= 0:
+                kept[slot] = fitting
         self.step_mark.touch()
         for slot, state in loads:
-            self.load_slot_state(slot, self.fit_slot_state(slot, state, convert))
+            self.load_slot_state(slot, kept.pop(slot, {}) or self.fit_slot_state(slot, state, convert))
         for group, saved in zip(self.param_groups, match.settings, strict=True):
             group.update(saved)
         self.load_beside(state_dict)

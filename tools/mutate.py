@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Mutation testing: put small faults into the package, one at a time, and see whether a test fails.
 
-    python tools/mutate.py cover --out /tmp/mutants
-    python tools/mutate.py try --out /tmp/mutants --packages precision slots --size 40 --seed 1
-    python tools/mutate.py report --out /tmp/mutants
+    python tools/mutate.py cover --out ../mutants
+    python tools/mutate.py try --out ../mutants --packages precision slots --size 40 --seed 1
+    python tools/mutate.py report --out ../mutants
 
 ``cover`` runs the unit tests once and notes which test runs which line. ``try`` tries a sample of faults on the tests
 that cover them, the fastest first; it goes on where it was interrupted. A fault that no test notices survives.
