@@ -89,6 +89,9 @@ def test_what_cannot_be_loaded_is_refused_at_save(tmp_path):
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 1})
     with pytest.raises(ValueError, match="numbers, strings, tensors"):
         checkpoint.save(tmp_path, model, optimizer, extra={"where": tmp_path})
+    with (torch.serialization.safe_globals([type(tmp_path)]),  # trusted here, and perhaps not where it is loaded
+          pytest.raises(ValueError, match="numbers, strings, tensors")):
+        checkpoint.save(tmp_path, model, optimizer, extra={"where": tmp_path})
     assert checkpoint.load(tmp_path, *build("bf16")) == {"step": 1}
 
 
