@@ -1,7 +1,8 @@
 """Calls that may never return, made by threads that wait for the next one afterwards.
 
-A thread that comes to its end just when the process does takes apart what is its own while the rest is taken apart,
-which aborts the process now and then. One that waits for work is simply gone with it. So these never end.
+A thread that comes to its end just when the process does takes apart what is its own while the rest
+is taken apart, which aborts the process now and then. One that waits for work is simply gone with
+it. So these never end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What remembers that a step was broken off half-way, so that nobody goes on with the halves.
 
-A signal, or an error in a kernel, may end a step between two parameters. What is stepped in place cannot be taken back,
-so the next step, ``state_dict`` or save raises instead; ``load_state_dict`` makes the optimizer whole again.
+A signal, or an error in a kernel, may end a step between two parameters. What is stepped in place
+cannot be taken back, so the next step, ``state_dict`` or save raises instead; ``load_state_dict``
+makes the optimizer whole again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ class BrokenOffError(RuntimeError):
 class StepMark:
     """One for all layers of a stack.
 
-    NOTE: whoever writes main params, state, model parameters or the loss scale in a step calls :meth:`touch` first, in
-    the thread of the step. What is written where nobody reads it (other halves) needs no mark.
+    NOTE: whoever writes main params, state, model parameters or the loss scale in a step calls
+    :meth:`touch` first, in the thread of the step. What is written where nobody reads it (other
+    halves) needs no mark.
     """
 
     def __init__(self) -> None:
@@ -58,8 +60,11 @@ class StepMark:
         if self._touched:
             raise BrokenOffError(
                 f"{doing}: an earlier step or load of this optimizer was broken off half-way"
-                f"{self._why and f' by {self._why}'}, so that some parameters have taken it and others have not. Load "
-                "the last checkpoint, model and optimizer (load_state_dict makes the optimizer usable again)")
+                f"{self._why and f' by {self._why}'}, so that some parameters have taken it and "
+                "others have not. Load "
+                "the last checkpoint, model and optimizer (load_state_dict makes the optimizer "
+                "usable again)"
+            )
 
     @contextmanager
     def step(self, layer: object) -> Iterator[None]:

@@ -28,8 +28,16 @@ from mp_optim.slots import Multiplier, Slot, SlotStateView, SlotUpdate, local_te
 
 __all__ = ["ChainedOptimizer"]
 
-_SUMMED = ("reloaded_params", "copy_wait_ms", "worker_wait_ms", "host_ms", "hidden_ms", "speculation_hits",
-           "speculation_redone", "speculation_stale")
+_SUMMED = (
+    "reloaded_params",
+    "copy_wait_ms",
+    "worker_wait_ms",
+    "host_ms",
+    "hidden_ms",
+    "speculation_hits",
+    "speculation_redone",
+    "speculation_stale",
+)
 
 
 class ChainedOptimizer(MegatronOptimizer):
@@ -51,21 +59,33 @@ class ChainedOptimizer(MegatronOptimizer):
         self._parts = list(chained_optimizers)
         self.config = self._parts[0].config
         if any(part.config != self.config for part in self._parts):
-            raise ValueError("the chained optimizers' configs differ; build all parts with one OptimizerConfig")
+            raise ValueError(
+                "the chained optimizers' configs differ; build all parts with one OptimizerConfig"
+            )
         self.grad_scaler = self._parts[0].grad_scaler
         for part in self._parts:
             part.grad_scaler = self.grad_scaler
         self._last: Verdict | PendingVerdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0}
         self._graphed = None
-        self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
+        self._state_view = SlotStateView(
+            lambda: self.param_groups, self.slot_state, self.load_slot_state
+        )
         groups = [group for part in self._parts for group in part.param_groups]
-        torch.optim.Optimizer.__init__(self, [{"params": [empty_host_tensor()]}], dict(self._parts[0].defaults))
+        torch.optim.Optimizer.__init__(
+            self, [{"params": [empty_host_tensor()]}], dict(self._parts[0].defaults)
+        )
         self.param_groups[:] = groups
-        reducers = [reducer for part in self._parts if isinstance(part, DistributedOptimizer)
-                    and isinstance(reducer := part.grad_reducer, GradReducer)]
+        reducers = [
+            reducer
+            for part in self._parts
+            if isinstance(part, DistributedOptimizer)
+            and isinstance(reducer := part.grad_reducer, GradReducer)
+        ]
         if len(reducers) > 1:
-            reduce_in_one_order(reducers, again=self.config.data_parallel_sharding_strategy == "optim_grads")
+            reduce_in_one_order(
+                reducers, again=self.config.data_parallel_sharding_strategy == "optim_grads"
+            )
         self.use_mark(StepMark())
 
     def use_mark(self, mark: StepMark) -> None:
@@ -90,7 +110,9 @@ class ChainedOptimizer(MegatronOptimizer):
         """
         if len(self._parts) == 1:
             return self._parts[0].optimizer
-        raise AttributeError("a chain of several optimizers has no single inner one; use .chained_optimizers")
+        raise AttributeError(
+            "a chain of several optimizers has no single inner one; use .chained_optimizers"
+        )
 
     def _part(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
         index = slot.group
@@ -106,7 +128,10 @@ class ChainedOptimizer(MegatronOptimizer):
             SlotOptimizer.add_param_group(self, param_group)
             return
         expert = param_group.get("is_expert_parallel", False)
-        kinds = [any(g.get("is_expert_parallel", False) for g in part.param_groups) for part in self._parts]
+        kinds = [
+            any(g.get("is_expert_parallel", False) for g in part.param_groups)
+            for part in self._parts
+        ]
         part = self._parts[len(kinds) - 1 - kinds[::-1].index(expert) if expert in kinds else -1]
         part.add_param_group(param_group)
         self.param_groups[:] = [group for part in self._parts for group in part.param_groups]
@@ -145,7 +170,9 @@ class ChainedOptimizer(MegatronOptimizer):
         for part in self._parts:
             part.forget_grads()
 
-    def carry_out(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+    def carry_out(
+        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
+    ) -> None:
         for part in self._parts:
             part.carry_out(multipliers, grad_norm)
 
@@ -159,7 +186,9 @@ class ChainedOptimizer(MegatronOptimizer):
         return any(part.reduces() for part in self._parts)
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        raise NotImplementedError("a chain is stepped by step(); step the parts' inner optimizers by slot")
+        raise NotImplementedError(
+            "a chain is stepped by step(); step the parts' inner optimizers by slot"
+        )
 
     def check_param(self, slot: Slot, param: Tensor) -> None:
         part, theirs = self._part(slot)
@@ -169,7 +198,9 @@ class ChainedOptimizer(MegatronOptimizer):
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for part in self._parts:
-            part.allocate_state([theirs for owner, theirs in map(self._part, slots) if owner is part])
+            part.allocate_state(
+                [theirs for owner, theirs in map(self._part, slots) if owner is part]
+            )
 
     def follow_model(self, slot: Slot | None = None) -> None:
         if slot is None:
@@ -247,7 +278,8 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The parts' ``no_sync``, where they have one (see :class:`~mp_optim.DistributedOptimizer`)."""
+        """The parts' ``no_sync``, where they have one (see
+        :class:`~mp_optim.DistributedOptimizer`)."""
         with contextlib.ExitStack() as stack:
             for part in self._parts:
                 if hasattr(part, "no_sync"):
@@ -291,8 +323,14 @@ class ChainedOptimizer(MegatronOptimizer):
     def metrics(self) -> dict[str, float]:
         parts = [part.metrics() for part in self._parts]
         names = dict.fromkeys(key for part in parts for key in part)
-        summed = {key: sum(part.get(key, 0) for part in parts) for key in names
-                  if key.startswith("bytes_") or key in _SUMMED}
-        graphs = {} if self._graphed is None else {"graph_captures": self._graphed.captures,
-                                                   "graph_replays": self._graphed.replays}
+        summed = {
+            key: sum(part.get(key, 0) for part in parts)
+            for key in names
+            if key.startswith("bytes_") or key in _SUMMED
+        }
+        graphs = (
+            {}
+            if self._graphed is None
+            else {"graph_captures": self._graphed.captures, "graph_replays": self._graphed.replays}
+        )
         return {**parts[0], **summed, **graphs}

@@ -1,5 +1,6 @@
-"""What each field of a config may be by itself: one table, one rule. A value is finite unless the field says otherwise,
-in range, and of the field's kind; numpy's scalars count as Python's, a bool is no number, text is no number.
+"""What each field of a config may be by itself: one table, one rule. A value is finite unless the
+field says otherwise, in range, and of the field's kind; numpy's scalars count as Python's, a bool
+is no number, text is no number.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Any
 import torch
 
 from mp_optim.capabilities import BACKENDS, OPTIMIZERS
-from mp_optim.muon_settings import COEFFICIENT_TYPES, MATMUL_PRECISIONS, SCALAR_OPTIMIZERS, SCALE_MODES, TP_MODES
+from mp_optim.muon_settings import (
+    COEFFICIENT_TYPES,
+    MATMUL_PRECISIONS,
+    SCALAR_OPTIMIZERS,
+    SCALE_MODES,
+    TP_MODES,
+)
 
 __all__ = ["LARGEST", "check_field", "check_fields", "nearest"]
 
@@ -27,11 +34,13 @@ _MOST_THREADS = 1024
 _INT32 = 2**31 - 1
 
 Check = Callable[[Any], Any]
-"""Takes a value and returns it in the form in which it is kept. Raises ValueError with a rule, in words."""
+"""Takes a value and returns it in the form in which it is kept. Raises ValueError with a rule, in
+words."""
 
 
 def nearest(name: str, known: Sequence[str], cutoff: float = 0.4) -> str:
-    """A question whether the most similar of the known names was meant; empty if none is similar."""
+    """A question whether the most similar of the known names was meant; empty if none is
+    similar."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""
 
@@ -125,14 +134,18 @@ def _bool(value: Any) -> bool:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    """A dtype from itself or its name, with or without ``torch.``; ``bf16``, ``fp16`` and ``fp32`` are understood."""
+    """A dtype from itself or its name, with or without ``torch.``; ``bf16``, ``fp16`` and ``fp32``
+    are understood."""
     if isinstance(value, torch.dtype):
         return value
     short = str(value).removeprefix("torch.")
     known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(short, short)
     dtype = getattr(torch, known, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"not a torch dtype or the name of one{nearest(short, ['float32', 'bfloat16', 'float16'])}")
+        raise ValueError(
+            "not a torch dtype or the name of "
+            f"one{nearest(short, ['float32', 'bfloat16', 'float16'])}"
+        )
     return dtype
 
 
@@ -180,7 +193,11 @@ def _wrong_kind(value: Any, kind: str) -> str:
             return text
         digits, exponent = f"{number:e}".split("e") if math.isfinite(number) else ("", "0")
         written = f"{digits.rstrip('0').ljust(3, '0')}e{int(exponent):+d}"
-        why = f"YAML reads {value} as text, write {written}" if "e" in value.lower() else "leave the quotes away"
+        why = (
+            f"YAML reads {value} as text, write {written}"
+            if "e" in value.lower()
+            else "leave the quotes away"
+        )
         return f"{text}: {why}"
     if isinstance(value, torch.Tensor):
         return f"{text}; give a number (value.item())"
@@ -196,44 +213,78 @@ _SCALE_SAID = "must be positive and at most 2**126, at least 2**-126"
 _SCALE = Number(1 / _SCALE_LIMIT, _SCALE_LIMIT, said=_SCALE_SAID)
 _STEPS = Whole(1, _INT32, "must be a whole number of steps >= 1, below 2**31")
 _NO_RULE = "optimizer is adam, sgd, lamb, lion or muon"
-_MOMENTS_IN_8_BITS = ("8-bit moments are use_precision_aware_optimizer=True with exp_avg_dtype='uint8' and "
-                      "exp_avg_sq_dtype='uint8'")
-_OTHER_RULES = (("adafactor", _NO_RULE), ("shampoo", _NO_RULE), ("soap", _NO_RULE), ("adamw8bit", _MOMENTS_IN_8_BITS),
-                ("adam8bit", _MOMENTS_IN_8_BITS), ("adamw_8bit", _MOMENTS_IN_8_BITS),
-                ("adamw_torch", "'adam' is AdamW"), ("adamw_torch_fused", "'adam' is AdamW"))
+_MOMENTS_IN_8_BITS = (
+    "8-bit moments are use_precision_aware_optimizer=True with exp_avg_dtype='uint8' and "
+    "exp_avg_sq_dtype='uint8'"
+)
+_OTHER_RULES = (
+    ("adafactor", _NO_RULE),
+    ("shampoo", _NO_RULE),
+    ("soap", _NO_RULE),
+    ("adamw8bit", _MOMENTS_IN_8_BITS),
+    ("adam8bit", _MOMENTS_IN_8_BITS),
+    ("adamw_8bit", _MOMENTS_IN_8_BITS),
+    ("adamw_torch", "'adam' is AdamW"),
+    ("adamw_torch_fused", "'adam' is AdamW"),
+)
 
 CHECKS: dict[str, Check] = {
     "optimizer": Choice(tuple(OPTIMIZERS), _OTHER_RULES),
     **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _OPTIONAL_RATE),
     **dict.fromkeys(("weight_decay", "adam_eps"), _RATE),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"), _BETA),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"), _BETA
+    ),
     "sgd_momentum": Number(0.0, 1.0, said="must be a finite number >= 0, at most 1"),
-    **dict.fromkeys(("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
-                    _dtype),
+    **dict.fromkeys(
+        (
+            "params_dtype",
+            "main_grads_dtype",
+            "main_params_dtype",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+        ),
+        _dtype,
+    ),
     "param_remainder_bits": Whole(8, 16, "must be 16 or 8"),
     "stochastic_rounding_seed": Whole(0, 2**32 - 1, "must be a whole number in [0, 2**32)"),
     "loss_scale": Number(1 / _SCALE_LIMIT, _SCALE_LIMIT, optional=True, said=_SCALE_SAID),
-    "initial_loss_scale": _SCALE, "min_loss_scale": _SCALE, "loss_scale_window": _STEPS, "hysteresis": _STEPS,
-    "muon_scale_mode": Choice(tuple(SCALE_MODES)), "muon_coefficient_type": Choice(tuple(COEFFICIENT_TYPES)),
-    "muon_fp32_matmul_prec": Choice(tuple(MATMUL_PRECISIONS), (("high", "TF32 is not to be had on the host"),)),
-    "muon_tp_mode": Choice(tuple(TP_MODES), (("distributed", "it adds up products in an order that depends on the "
-                                                             "ranks"),)),
+    "initial_loss_scale": _SCALE,
+    "min_loss_scale": _SCALE,
+    "loss_scale_window": _STEPS,
+    "hysteresis": _STEPS,
+    "muon_scale_mode": Choice(tuple(SCALE_MODES)),
+    "muon_coefficient_type": Choice(tuple(COEFFICIENT_TYPES)),
+    "muon_fp32_matmul_prec": Choice(
+        tuple(MATMUL_PRECISIONS), (("high", "TF32 is not to be had on the host"),)
+    ),
+    "muon_tp_mode": Choice(
+        tuple(TP_MODES),
+        (("distributed", "it adds up products in an order that depends on the ranks"),),
+    ),
     "muon_scalar_optimizer": Choice(tuple(SCALAR_OPTIMIZERS)),
-    "muon_extra_scale_factor": Number(0.0, LARGEST, open_low=True, said=f"must be a finite number > 0, at most "
-                                                                       f"{LARGEST:g}"),
+    "muon_extra_scale_factor": Number(
+        0.0, LARGEST, open_low=True, said=f"must be a finite number > 0, at most {LARGEST:g}"
+    ),
     "muon_num_ns_steps": Whole(1, 100, "must be a whole number >= 1, at most 100"),
     "clip_grad": Number(),
-    "grad_norm_skip_threshold": Number(0.0, open_low=True, may_be_infinite=True,
-                                       said="must be > 0 (inf: never skip)"),
+    "grad_norm_skip_threshold": Number(
+        0.0, open_low=True, may_be_infinite=True, said="must be > 0 (inf: never skip)"
+    ),
     "optimizer_offload_fraction": _fraction,
-    "gpu_memory": Whole(1, 2**62, "must be a whole number of bytes >= 1 (60 GiB is 60 * 2**30)", optional=True),
+    "gpu_memory": Whole(
+        1, 2**62, "must be a whole number of bytes >= 1 (60 GiB is 60 * 2**30)", optional=True
+    ),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
     "data_parallel_sharding_strategy": Choice(("no_shard", "optim", "optim_grads")),
     "grad_reduce_op": Choice(("avg", "sum")),
     "bucket_size": Whole(1, 2**62, "must be a whole number of elements >= 1", optional=True),
     "fused_backend": Choice(tuple(BACKENDS)),
-    "host_threads": Whole(1, _MOST_THREADS, f"must be a whole number >= 1, at most {_MOST_THREADS}", optional=True),
-    "host_cores": _cores, "timers": _timers,
+    "host_threads": Whole(
+        1, _MOST_THREADS, f"must be a whole number >= 1, at most {_MOST_THREADS}", optional=True
+    ),
+    "host_cores": _cores,
+    "timers": _timers,
 }
 """Fields that are not switches, and what they may be."""
 

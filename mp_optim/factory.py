@@ -13,7 +13,12 @@ from torch import nn
 from mp_optim.chained import ChainedOptimizer
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed_optimizer import DistributedOptimizer
-from mp_optim.param_groups import ParamKey, check_claims, get_param_groups, get_standard_config_overrides
+from mp_optim.param_groups import (
+    ParamKey,
+    check_claims,
+    get_param_groups,
+    get_standard_config_overrides,
+)
 from mp_optim.placement import HybridDeviceOptimizer
 from mp_optim.precision import (
     ConstantGradScaler,
@@ -25,15 +30,30 @@ from mp_optim.precision import (
 )
 from mp_optim.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon, check_serves, set_host_cores, set_host_threads
+from mp_optim.update import (
+    SGD,
+    FusedAdam,
+    FusedLAMB,
+    Lion,
+    Muon,
+    check_serves,
+    set_host_cores,
+    set_host_threads,
+)
 from mp_optim.warn import warn
 
 __all__ = ["build", "device_of", "with_data_parallel"]
 
 
-def build(config: OptimizerConfig, chunks: Sequence[nn.Module], config_overrides: Mapping[ParamKey, Any] | None = None,
-          *, process_groups: ProcessGroups | None = None, expert_predicate: Callable[..., bool] | None = None,
-          param_groups: Sequence[dict[str, Any]] | None = None) -> MegatronOptimizer:
+def build(
+    config: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    config_overrides: Mapping[ParamKey, Any] | None = None,
+    *,
+    process_groups: ProcessGroups | None = None,
+    expert_predicate: Callable[..., bool] | None = None,
+    param_groups: Sequence[dict[str, Any]] | None = None,
+) -> MegatronOptimizer:
     """Build the optimizer stack from a checked config whose offload fraction is a number.
 
     Arguments, result and errors are those of :func:`mp_optim.get_megatron_optimizer`.
@@ -42,7 +62,9 @@ def build(config: OptimizerConfig, chunks: Sequence[nn.Module], config_overrides
     _set_up_host(config)
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
-        overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
+        overrides = (
+            get_standard_config_overrides(config) if config_overrides is None else config_overrides
+        )
         param_groups = get_param_groups(chunks, config, overrides, expert_predicate)
     check_claims(chunks, param_groups)
     _check_partitions(config, param_groups, groups_of)
@@ -50,23 +72,39 @@ def build(config: OptimizerConfig, chunks: Sequence[nn.Module], config_overrides
     experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
     scaler = _grad_scaler(config, device_of(chunks))
     if config.is_distributed:
-        if wrapped := [chunk for chunk in chunks if isinstance(chunk, nn.parallel.DistributedDataParallel)]:
-            raise ValueError(f"use_distributed_optimizer=True with a {type(wrapped[0]).__name__}, which reduces "
-                             "gradients itself; pass its .module")
+        if wrapped := [
+            chunk for chunk in chunks if isinstance(chunk, nn.parallel.DistributedDataParallel)
+        ]:
+            raise ValueError(
+                f"use_distributed_optimizer=True with a {type(wrapped[0]).__name__}, which reduces "
+                "gradients itself; pass its .module"
+            )
         groups_of = with_data_parallel(groups_of, bool(experts))
-    expert_groups = ProcessGroups(grad_stats=groups_of.expert_grad_stats, expert_tp=groups_of.expert_tp,
-                                  dp=groups_of.expert_dp)
-    # A rank without parameters of a kind still takes part in that kind's reductions, with an empty optimizer.
-    kinds = [(groups, where) for groups, where in ((dense, groups_of), (experts, expert_groups))
-             if groups or where.grad_stats is not None]
+    expert_groups = ProcessGroups(
+        grad_stats=groups_of.expert_grad_stats,
+        expert_tp=groups_of.expert_tp,
+        dp=groups_of.expert_dp,
+    )
+    # A rank without parameters of a kind still takes part in that kind's reductions, with an empty
+    # optimizer.
+    kinds = [
+        (groups, where)
+        for groups, where in ((dense, groups_of), (experts, expert_groups))
+        if groups or where.grad_stats is not None
+    ]
     data_parallel = groups_of.dp.size() if groups_of.dp is not None else None
-    parts = [_part(config, groups, scaler, where, chunks, data_parallel)
-             for groups, where in kinds or [(dense, groups_of)]]
+    parts = [
+        _part(config, groups, scaler, where, chunks, data_parallel)
+        for groups, where in kinds or [(dense, groups_of)]
+    ]
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
-def _check_partitions(config: OptimizerConfig, groups: Sequence[Mapping[str, Any]], ranks: ProcessGroups) -> None:
-    """Raise unless muon can know how the matrices are split that it has to gather, and may do so when it steps."""
+def _check_partitions(
+    config: OptimizerConfig, groups: Sequence[Mapping[str, Any]], ranks: ProcessGroups
+) -> None:
+    """Raise unless muon can know how the matrices are split that it has to gather, and may do so
+    when it steps."""
     if config.optimizer != "muon" or config.muon_tp_mode == "blockwise":
         return
     for group in groups:
@@ -78,11 +116,17 @@ def _check_partitions(config: OptimizerConfig, groups: Sequence[Mapping[str, Any
                 continue
             name = (group.get("param_names") or {index: f"param{index}"})[index]
             if config.may_offload and config.offload_mode == "speculative":
-                raise ValueError(f"offload_mode='speculative': muon steps {name}, which is split over ranks, by a "
-                                 "collective, which may not meet those of backward; use 'overlap'")
+                raise ValueError(
+                    f"offload_mode='speculative': muon steps {name}, which is split over ranks, by "
+                    "a "
+                    "collective, which may not meet those of backward; use 'overlap'"
+                )
             if not hasattr(param, "partition_dim"):
-                raise ValueError(f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot gather it: "
-                                 "set the attribute, or muon_tp_mode='blockwise'")
+                raise ValueError(
+                    f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot "
+                    "gather it: "
+                    "set the attribute, or muon_tp_mode='blockwise'"
+                )
 
 
 def _set_up_host(config: OptimizerConfig) -> None:
@@ -103,35 +147,69 @@ def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradS
         return None
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale, device)
-    return DynamicGradScaler(config.initial_loss_scale, config.min_loss_scale, growth_factor=2.0, backoff_factor=0.5,
-                             growth_interval=config.loss_scale_window, hysteresis=config.hysteresis, device=device)
+    return DynamicGradScaler(
+        config.initial_loss_scale,
+        config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        device=device,
+    )
 
 
 def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroups:
-    """Process groups with those for data parallelism; by default all ranks hold copies of everything."""
+    """Process groups with those for data parallelism; by default all ranks hold copies of
+    everything."""
     if groups.dp is None and not dist.is_initialized():
-        raise ValueError("use_distributed_optimizer=True: there is one process; call "
-                         "torch.distributed.init_process_group first (torchrun starts several), or set it to False")
-    if has_experts and groups.expert_dp is None and groups.expert_grad_stats not in (None, groups.grad_stats):
-        raise ValueError("process_groups.expert_grad_stats says that ranks hold different experts, and expert_dp is "
-                         "None: set expert_dp to the ranks that hold the same ones (perhaps this one alone)")
+        raise ValueError(
+            "use_distributed_optimizer=True: there is one process; call "
+            "torch.distributed.init_process_group first (torchrun starts several), or set it to "
+            "False"
+        )
+    if (
+        has_experts
+        and groups.expert_dp is None
+        and groups.expert_grad_stats not in (None, groups.grad_stats)
+    ):
+        raise ValueError(
+            "process_groups.expert_grad_stats says that ranks hold different experts, and "
+            "expert_dp is "
+            "None: set expert_dp to the ranks that hold the same ones (perhaps this one alone)"
+        )
     dp = groups.dp or dist.group.WORLD
     expert_dp = groups.expert_dp or dp
-    if has_experts and dp is not None and expert_dp is not None and expert_dp.size() < dp.size() and (
-            groups.expert_grad_stats is None):
-        raise ValueError(f"process_groups.expert_dp has {expert_dp.size()} of the {dp.size()} ranks of dp, so ranks "
-                         "hold different experts; set expert_grad_stats to the ranks that hold different ones, or they "
-                         "would disagree on the gradient norm")
+    if (
+        has_experts
+        and dp is not None
+        and expert_dp is not None
+        and expert_dp.size() < dp.size()
+        and (groups.expert_grad_stats is None)
+    ):
+        raise ValueError(
+            f"process_groups.expert_dp has {expert_dp.size()} of the {dp.size()} ranks of dp, so "
+            "ranks "
+            "hold different experts; set expert_grad_stats to the ranks that hold different ones, "
+            "or they "
+            "would disagree on the gradient norm"
+        )
     return dataclasses.replace(groups, dp=dp, expert_dp=expert_dp)
 
 
-def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: MegatronGradScaler | None,
-          process_groups: ProcessGroups, chunks: Sequence[nn.Module], data_parallel: int | None) -> MegatronOptimizer:
+def _part(
+    config: OptimizerConfig,
+    groups: Sequence[dict[str, Any]],
+    scaler: MegatronGradScaler | None,
+    process_groups: ProcessGroups,
+    chunks: Sequence[nn.Module],
+    data_parallel: int | None,
+) -> MegatronOptimizer:
     """The optimizer for the dense or the expert parameters.
 
     Args:
-        data_parallel: how many ranks compute gradients of the loss, by which those of experts are divided too: an
-            expert's gradient adds up what the tokens of several of them contributed.
+        data_parallel: how many ranks compute gradients of the loss, by which those of experts are
+            divided too: an expert's gradient adds up what the tokens of several of them
+            contributed.
     """
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 
@@ -140,8 +218,15 @@ def _part(config: OptimizerConfig, groups: Sequence[dict[str, Any]], scaler: Meg
 
     if not config.is_distributed:
         return build([with_names(group) for group in groups] or [{"params": []}])
-    return DistributedOptimizer(groups or [{"params": []}], config, scaler, build=build, model_chunks=chunks,
-                                process_groups=process_groups, divisor=data_parallel)
+    return DistributedOptimizer(
+        groups or [{"params": []}],
+        config,
+        scaler,
+        build=build,
+        model_chunks=chunks,
+        process_groups=process_groups,
+        divisor=data_parallel,
+    )
 
 
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -155,38 +240,70 @@ def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
         optimizer: torch.optim.Optimizer = rule(groups, **construction, **settings)
         return optimizer
     return HybridDeviceOptimizer(
-        groups, offload_fraction=float(config.optimizer_offload_fraction), cpu_optimizer_cls=rule,
-        gpu_optimizer_cls=rule, param_update_in_fp32=True, pin_cpu_grads=config.pin_cpu_grads,
+        groups,
+        offload_fraction=float(config.optimizer_offload_fraction),
+        cpu_optimizer_cls=rule,
+        gpu_optimizer_cls=rule,
+        param_update_in_fp32=True,
+        pin_cpu_grads=config.pin_cpu_grads,
         pin_cpu_params=config.pin_cpu_params,
-        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d, offload_mode=config.offload_mode,
-        host_threads=config.host_threads, host_cores=config.host_cores,
-        sub_optimizer_kwargs=construction, **settings)
+        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
+        offload_mode=config.offload_mode,
+        host_threads=config.host_threads,
+        host_cores=config.host_cores,
+        sub_optimizer_kwargs=construction,
+        **settings,
+    )
 
 
 def _state_precision(config: OptimizerConfig) -> dict[str, Any]:
-    return {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
-            "store_param_remainders": config.keeps_remainders, "param_remainder_bits": config.param_remainder_bits,
-            "stochastic_rounding": config.stochastic_rounding, "seed": config.stochastic_rounding_seed}
+    return {
+        "exp_avg_dtype": config.exp_avg_dtype,
+        "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
+        "store_param_remainders": config.keeps_remainders,
+        "param_remainder_bits": config.param_remainder_bits,
+        "stochastic_rounding": config.stochastic_rounding,
+        "seed": config.stochastic_rounding_seed,
+    }
 
 
 def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:
-    """The rule's class and its hyperparameters. The one place that knows a rule by its config name."""
+    """The rule's class and its hyperparameters. The one place that knows a rule by its config
+    name."""
     common = {"lr": config.lr, "weight_decay": config.weight_decay}
     adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     if config.optimizer == "adam":
         return FusedAdam, {**common, **adam, "adam_w_mode": config.decoupled_weight_decay}
     if config.optimizer == "lamb":  # clip_grad is the stack's one clip, so LAMB's own is off
-        return FusedLAMB, {**common, **adam, "adam_w_mode": config.decoupled_weight_decay, "max_grad_norm": 0.0,
-                           "grad_averaging": config.lamb_grad_averaging, "use_nvlamb": config.lamb_use_nvlamb}
+        return FusedLAMB, {
+            **common,
+            **adam,
+            "adam_w_mode": config.decoupled_weight_decay,
+            "max_grad_norm": 0.0,
+            "grad_averaging": config.lamb_grad_averaging,
+            "use_nvlamb": config.lamb_use_nvlamb,
+        }
     if config.optimizer == "lion":
         return Lion, {**common, "betas": (config.lion_beta1, config.lion_beta2)}
     if config.optimizer == "muon":
-        betas = adam["betas"] if config.muon_scalar_optimizer == "adam" else (config.lion_beta1, config.lion_beta2)
-        return Muon, {**common, "betas": betas, "eps": config.adam_eps, "momentum": config.muon_momentum,
-                      "nesterov": config.muon_use_nesterov, "num_ns_steps": config.muon_num_ns_steps,
-                      "coefficient_type": config.muon_coefficient_type, "scale_mode": config.muon_scale_mode,
-                      "extra_scale_factor": config.muon_extra_scale_factor, "tp_mode": config.muon_tp_mode,
-                      "fp32_matmul_prec": config.muon_fp32_matmul_prec}
+        betas = (
+            adam["betas"]
+            if config.muon_scalar_optimizer == "adam"
+            else (config.lion_beta1, config.lion_beta2)
+        )
+        return Muon, {
+            **common,
+            "betas": betas,
+            "eps": config.adam_eps,
+            "momentum": config.muon_momentum,
+            "nesterov": config.muon_use_nesterov,
+            "num_ns_steps": config.muon_num_ns_steps,
+            "coefficient_type": config.muon_coefficient_type,
+            "scale_mode": config.muon_scale_mode,
+            "extra_scale_factor": config.muon_extra_scale_factor,
+            "tp_mode": config.muon_tp_mode,
+            "fp32_matmul_prec": config.muon_fp32_matmul_prec,
+        }
     if config.optimizer == "sgd":
         return SGD, {**common, "momentum": config.sgd_momentum}
     raise ValueError(f"optimizer={config.optimizer!r} has no rule here")

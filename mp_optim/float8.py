@@ -1,4 +1,5 @@
-"""Keep a model's matrices as torch float8 codes with scales, and compute with what they stand for."""
+"""Keep a model's matrices as torch float8 codes with scales, and compute with what they stand
+for."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class _Values(torch.autograd.Function):
 
 
 class Dequantize(nn.Module):
-    """The parametrization of a float8 parameter: its codes times its scale in FP32, rounded to ``dtype``.
+    """The parametrization of a float8 parameter: its codes times its scale in FP32, rounded to
+    ``dtype``.
 
     Args:
         scale: FP32, in one of the shapes of :func:`mp_optim.quantized.scaled_codes`.
@@ -53,19 +55,26 @@ class Dequantize(nn.Module):
         return cast(Tensor, _Values.apply(codes, self.dtype))  # type: ignore[no-untyped-call]
 
 
-def quantize_weights(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn, *, rowwise: bool = True,
-                     select: Select | None = None) -> list[str]:
-    """Replace parameters of a model, in place, by float8 ones that torch optimizers cannot step and these can.
+def quantize_weights(
+    model: nn.Module,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    rowwise: bool = True,
+    select: Select | None = None,
+) -> list[str]:
+    """Replace parameters of a model, in place, by float8 ones that torch optimizers cannot step and
+    these can.
 
-    The module computes with their values in the dtype it had, so any model works, and no faster: this halves the
-    memory of the weights and trains what a float8 kernel will be given. Every read makes the values anew; within
-    ``torch.nn.utils.parametrize.cached()`` once.
+    The module computes with their values in the dtype it had, so any model works, and no faster:
+    this halves the memory of the weights and trains what a float8 kernel will be given. Every read
+    makes the values anew; within ``torch.nn.utils.parametrize.cached()`` once.
 
     Args:
         dtype: one of torch's float8 dtypes.
-        rowwise: a scale for each row of a matrix (of each matrix of a stack); else one for the whole tensor.
-        select: ``(module, name, param) -> bool``, which parameters; by default trainable ones of at least two
-            dimensions, but for embeddings.
+        rowwise: a scale for each row of a matrix (of each matrix of a stack); else one for the
+            whole tensor.
+        select: ``(module, name, param) -> bool``, which parameters; by default trainable ones of at
+            least two dimensions, but for embeddings.
 
     Returns:
         Names of the parameters that are float8 now, ``<module>.parametrizations.<name>.original``.
@@ -78,30 +87,52 @@ def quantize_weights(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn,
     if dtype not in FLOAT8_DTYPES:
         raise ValueError(f"dtype={dtype}: must be one of {list(FLOAT8_DTYPES)}")
     if not hasattr(torch.Tensor, "grad_dtype"):
-        raise RuntimeError(f"torch {torch.__version__} has no Tensor.grad_dtype, so gradients of float8 parameters "
-                           "would be float8 too; install a newer torch")
+        raise RuntimeError(
+            f"torch {torch.__version__} has no Tensor.grad_dtype, so gradients of float8 "
+            "parameters "
+            "would be float8 too; install a newer torch"
+        )
     wanted = select or _is_matrix
-    chosen = [(path, module, name, param) for path, module in list(model.named_modules())
-              for name, param in list(module.named_parameters(recurse=False)) if wanted(module, name, param)]
+    chosen = [
+        (path, module, name, param)
+        for path, module in list(model.named_modules())
+        for name, param in list(module.named_parameters(recurse=False))
+        if wanted(module, name, param)
+    ]
     if not chosen:
-        raise ValueError(f"nothing to keep as {dtype} in a {type(model).__name__}: no parameter is selected")
+        raise ValueError(
+            f"nothing to keep as {dtype} in a {type(model).__name__}: no parameter is selected"
+        )
     owners: dict[int, str] = {}
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             other = owners.setdefault(id(param), f"{path}.{name}")
             if other != f"{path}.{name}" and any(param is mine for *_, mine in chosen):
                 raise TypeError(f"{path}.{name} is tied to {other}: leave it out by select=")
-    return [_quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen]
+    return [
+        _quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen
+    ]
 
 
 def _is_matrix(module: nn.Module, name: str, param: nn.Parameter) -> bool:
-    is_embedding = isinstance(module, nn.Embedding) or getattr(param, "is_embedding_or_output_parameter", False)
-    return param.ndim >= 2 and param.requires_grad and param.dtype not in FLOAT8_DTYPES and not is_embedding
+    is_embedding = isinstance(module, nn.Embedding) or getattr(
+        param, "is_embedding_or_output_parameter", False
+    )
+    return (
+        param.ndim >= 2
+        and param.requires_grad
+        and param.dtype not in FLOAT8_DTYPES
+        and not is_embedding
+    )
 
 
-def _quantize(path: str, module: nn.Module, name: str, param: nn.Parameter, dtype: torch.dtype, rowwise: bool) -> str:
-    codes: Any = nn.Parameter(torch.empty(param.shape, dtype=dtype, device=param.device),
-                              requires_grad=param.requires_grad)
+def _quantize(
+    path: str, module: nn.Module, name: str, param: nn.Parameter, dtype: torch.dtype, rowwise: bool
+) -> str:
+    codes: Any = nn.Parameter(
+        torch.empty(param.shape, dtype=dtype, device=param.device),
+        requires_grad=param.requires_grad,
+    )
     for attribute, value in vars(param).items():
         setattr(codes, attribute, value)
     shape = (*param.shape[:-1], 1) if rowwise else ()

@@ -1,7 +1,8 @@
-"""Host memory for what is read and written in every step: on huge pages, and small tensors side by side.
+"""Host memory for what is read and written in every step: on huge pages, and small tensors side by
+side.
 
-A step streams through gigabytes. With pages of 4 KiB the processor looks up an address every 1,024 FP32 values and
-its prefetchers stop at each page's end; with 2 MiB they rarely do.
+A step streams through gigabytes. With pages of 4 KiB the processor looks up an address every 1,024
+FP32 values and its prefetchers stop at each page's end; with 2 MiB they rarely do.
 """
 
 from __future__ import annotations
@@ -18,8 +19,19 @@ from torch import Tensor
 
 from mp_optim.own_modes import in_own_modes
 
-__all__ = ["ALIGNMENT", "HUGE_FROM", "Block", "Form", "aligned_bytes", "as_tensor", "beside", "cut",
-           "empty_host_tensor", "zeros", "zeros_host"]
+__all__ = [
+    "ALIGNMENT",
+    "HUGE_FROM",
+    "Block",
+    "Form",
+    "aligned_bytes",
+    "as_tensor",
+    "beside",
+    "cut",
+    "empty_host_tensor",
+    "zeros",
+    "zeros_host",
+]
 
 Form = tuple[torch.Size, torch.dtype]
 """What a tensor is to be."""
@@ -37,7 +49,8 @@ def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
 
 @in_own_modes
 def zeros_host(num_bytes: int) -> Tensor:
-    """A 1-D uint8 tensor of pageable, zeroed host memory, in huge pages where they pay and the system has them."""
+    """A 1-D uint8 tensor of pageable, zeroed host memory, in huge pages where they pay and the
+    system has them."""
     if num_bytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     start = next(_allocations) * _STAGGER % _HUGE_PAGE
@@ -49,8 +62,8 @@ def zeros_host(num_bytes: int) -> Tensor:
 
 _HUGE_PAGE = 2 << 20
 _STAGGER = 17 * 1024 + ALIGNMENT
-"""Bytes by which allocations start later in a huge page than the one before: streams that run side by side at the
-same offsets of their pages meet in the same cache sets and memory banks."""
+"""Bytes by which allocations start later in a huge page than the one before: streams that run side
+by side at the same offsets of their pages meet in the same cache sets and memory banks."""
 _allocations = itertools.count()
 
 
@@ -61,7 +74,9 @@ def as_tensor(value: Any) -> Tensor:
     """
     if isinstance(value, Tensor):
         return value
-    return torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
+    return torch.tensor(
+        value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu"
+    )
 
 
 def empty_host_tensor() -> Tensor:
@@ -80,8 +95,9 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
 def cut(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A contiguous tensor in a piece of 1-D uint8 memory.
 
-    It has a storage of its own over that piece, which keeps all of the memory alive; so ``torch.save`` writes its bytes
-    and no others, and takes neighbours of another dtype. And a version counter: a write to one is no write to all.
+    It has a storage of its own over that piece, which keeps all of the memory alive; so
+    ``torch.save`` writes its bytes and no others, and takes neighbours of another dtype. And a
+    version counter: a write to one is no write to all.
     """
     if memory.device.type == "meta":
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -128,8 +144,8 @@ class Block:
 
 
 def beside(forms: Sequence[Form]) -> list[Tensor] | None:
-    """Zeroed host tensors that lie one after the other, for many that are stepped together; None if all of them are
-    too little to be worth it."""
+    """Zeroed host tensors that lie one after the other, for many that are stepped together; None if
+    all of them are too little to be worth it."""
     size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
     if size < HUGE_FROM or len(forms) < 2:
         return None

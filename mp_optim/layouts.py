@@ -1,4 +1,5 @@
-"""Layouts: where a parameter of the model lies and how it is split over ranks, for rules that need it whole."""
+"""Layouts: where a parameter of the model lies and how it is split over ranks, for rules that need
+it whole."""
 
 from __future__ import annotations
 
@@ -12,29 +13,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Layout", "is_split", "layout_of", "ranks_of_copies", "shard_groups_of", "split_dims", "splits"]
+__all__ = [
+    "Layout",
+    "is_split",
+    "layout_of",
+    "ranks_of_copies",
+    "shard_groups_of",
+    "split_dims",
+    "splits",
+]
 
 _SPLITTING: tuple[type, ...] = (Shard, getattr(placement_types, "_StridedShard", Shard))
-"""Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has split already; in
-some versions of torch it says of itself that it is no shard."""
+"""Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has
+split already; in some versions of torch it says of itself that it is no shard."""
 
 
 def splits(placement: Placement, name: str = "a parameter") -> bool:
     """Whether ranks hold different parts along a mesh dimension, rather than copies.
 
     Raises:
-        ValueError: the placement is ``Partial``, of which no rank holds a value, or not one that is known here; naming
-            it.
+        ValueError: the placement is ``Partial``, of which no rank holds a value, or not one that is
+            known here; naming it.
     """
     if isinstance(placement, _SPLITTING):
         return True
     if isinstance(placement, Replicate):
         return False
     if isinstance(placement, Partial) or placement.is_partial():
-        raise ValueError(f"{name}: placement {placement}: a Partial parameter has no value to step; redistribute it to "
-                         "Shard or Replicate first")
-    raise ValueError(f"{name}: placement {placement!r} ({type(placement).__name__}): how it splits a parameter is not "
-                     "known here; redistribute it to Shard or Replicate first")
+        raise ValueError(
+            f"{name}: placement {placement}: a Partial parameter has no value to step; "
+            "redistribute it to "
+            "Shard or Replicate first"
+        )
+    raise ValueError(
+        f"{name}: placement {placement!r} ({type(placement).__name__}): how it splits a parameter "
+        "is not "
+        "known here; redistribute it to Shard or Replicate first"
+    )
 
 
 def split_dims(param: Tensor, name: str = "a parameter") -> tuple[int, ...]:
@@ -55,8 +70,8 @@ def is_split(param: Tensor) -> bool:
 
 
 def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
-    """Process groups over which a parameter is split, one for each such dimension of a DTensor's mesh; of a fragment
-    of a flat buffer, what its attribute ``shard_groups`` says.
+    """Process groups over which a parameter is split, one for each such dimension of a DTensor's
+    mesh; of a fragment of a flat buffer, what its attribute ``shard_groups`` says.
 
     Raises:
         ValueError: see :func:`splits`.
@@ -69,7 +84,9 @@ def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
 def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
     """Process groups over which there are copies of this rank's part of a parameter."""
     mesh, cut = param.device_mesh, split_dims(param)
-    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in cut and mesh.size(dim) > 1)
+    return tuple(
+        mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in cut and mesh.size(dim) > 1
+    )
 
 
 @dataclass(frozen=True)
@@ -92,12 +109,17 @@ class Layout:
     def _whole_matrices(self) -> list[Placement]:
         """The placements with the last two dimensions not split; a split of the others remains."""
         leading = len(self.shape) - 2
-        return [p if splits(p) and getattr(p, "dim", leading) < leading else Replicate() for p in self.placements]
+        return [
+            p if splits(p) and getattr(p, "dim", leading) < leading else Replicate()
+            for p in self.placements
+        ]
 
     @property
     def splits_matrices(self) -> bool:
         """Whether a rank has only a part of each matrix."""
-        return any(p != keep for p, keep in zip(self.placements, self._whole_matrices(), strict=True))
+        return any(
+            p != keep for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
+        )
 
     def gather(self, local: Tensor) -> Tensor:
         """This rank's matrices whole, on the mesh's device. Collective."""
@@ -107,11 +129,21 @@ class Layout:
         """This rank's part of what :meth:`gather` gave; nothing is sent."""
         return self._move(whole, self._whole_matrices(), self.placements)
 
-    def _move(self, local: Tensor, source: tuple[Placement, ...] | list[Placement],
-              target: tuple[Placement, ...] | list[Placement]) -> Tensor:
+    def _move(
+        self,
+        local: Tensor,
+        source: tuple[Placement, ...] | list[Placement],
+        target: tuple[Placement, ...] | list[Placement],
+    ) -> Tensor:
         assert self.mesh is not None
-        spread = DTensor.from_local(local, self.mesh, source, run_check=False, shape=torch.Size(self.shape),
-                                    stride=self.stride)
+        spread = DTensor.from_local(
+            local,
+            self.mesh,
+            source,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
+        )
         moved = spread.redistribute(placements=target).to_local()
         return getattr(moved, "wait", lambda: moved)().contiguous()
 
@@ -124,16 +156,31 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
         tensor_parallel: the ranks that have the other parts of the second kind.
     """
     if isinstance(param, DTensor):
-        return Layout(param.to_local().device, param.device_mesh, tuple(param.placements), tuple(param.shape),
-                      tuple(param.stride()))
+        return Layout(
+            param.to_local().device,
+            param.device_mesh,
+            tuple(param.placements),
+            tuple(param.shape),
+            tuple(param.stride()),
+        )
     dim = getattr(param, "partition_dim", -1)
-    if tensor_parallel is None or tensor_parallel.size() == 1 or not getattr(param, "tensor_model_parallel", False) \
-            or dim is None or dim < 0:
+    if (
+        tensor_parallel is None
+        or tensor_parallel.size() == 1
+        or not getattr(param, "tensor_model_parallel", False)
+        or dim is None
+        or dim < 0
+    ):
         return _whole(param.device)
     shape = list(param.shape)
     shape[dim] *= tensor_parallel.size()
-    return Layout(param.device, _mesh(tensor_parallel, param.device.type), (Shard(dim),), tuple(shape),
-                  torch.empty(shape, dtype=torch.float32, device="meta").stride())
+    return Layout(
+        param.device,
+        _mesh(tensor_parallel, param.device.type),
+        (Shard(dim),),
+        tuple(shape),
+        torch.empty(shape, dtype=torch.float32, device="meta").stride(),
+    )
 
 
 @cache

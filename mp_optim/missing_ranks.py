@@ -1,8 +1,10 @@
-"""Who is missing, where ranks communicate: an error that names the ranks that are gone, within seconds, and no others.
+"""Who is missing, where ranks communicate: an error that names the ranks that are gone, within
+seconds, and no others.
 
-In a ring only the neighbours of a dead process notice that it is gone. So whoever notices leaves a note in the store
-through which the processes found each other, whoever waits looks for such a note now and then, and who is gone is asked
-of the processes' kernels (:mod:`mp_optim.presence`), not inferred from who is late.
+In a ring only the neighbours of a dead process notice that it is gone. So whoever notices leaves a
+note in the store through which the processes found each other, whoever waits looks for such a note
+now and then, and who is gone is asked of the processes' kernels (:mod:`mp_optim.presence`), not
+inferred from who is late.
 """
 
 from __future__ import annotations
@@ -22,8 +24,15 @@ from torch.distributed.distributed_c10d import _get_default_store
 from mp_optim.background import in_background
 from mp_optim.presence import Address, exists, own_address
 
-__all__ = ["MissingRanksError", "announce", "call", "learn_addresses", "naming_missing_ranks",
-           "wait_for", "wait_for_all"]
+__all__ = [
+    "MissingRanksError",
+    "announce",
+    "call",
+    "learn_addresses",
+    "naming_missing_ranks",
+    "wait_for",
+    "wait_for_all",
+]
 
 T = TypeVar("T")
 
@@ -78,26 +87,29 @@ def _master(store: Any) -> tuple[str, int] | None:
 
 
 def learn_addresses(group: ProcessGroup) -> None:
-    """Look up where a group's processes listen, so that it is known when the store is gone. Every rank has announced
-    itself: this follows a communication of the group."""
+    """Look up where a group's processes listen, so that it is known when the store is gone. Every
+    rank has announced itself: this follows a communication of the group."""
     _learn(_get_default_store(), dist.get_process_group_ranks(group))
 
 
 def _learn(store: Any, ranks: list[int]) -> None:
     unknown = [rank for rank in ranks if rank not in _addresses and store.check([_present(rank)])]
-    for rank, text in zip(unknown, store.multi_get([_present(rank) for rank in unknown]) if unknown else (),
-                          strict=True):
+    for rank, text in zip(
+        unknown,
+        store.multi_get([_present(rank) for rank in unknown]) if unknown else (),
+        strict=True,
+    ):
         _addresses[rank] = Address.parse(text.decode())
 
 
-# -- waiting ------------------------------------------------------------------------------------------------------
+# -- waiting --------------------------------------------------------------------------------------
 
 
 def wait_for(work: Any, group: ProcessGroup, device: torch.device) -> None:
     """Wait for communication of a group, or until another rank has found that it failed.
 
-    On backends whose waiting blocks the host (gloo) this looks for notes of failure once a second; it costs nothing
-    when the work is done sooner. Others watch over their communicators themselves.
+    On backends whose waiting blocks the host (gloo) this looks for notes of failure once a second;
+    it costs nothing when the work is done sooner. Others watch over their communicators themselves.
 
     Raises:
         RuntimeError: the communication failed, here or elsewhere.
@@ -122,10 +134,12 @@ def wait_for_all(works: Sequence[Any], group: ProcessGroup, device: torch.device
 
 
 def call(group: ProcessGroup, communicate: Callable[[], T]) -> T:
-    """The same for what cannot be waited for in pieces, such as collectives of objects; in a thread of its own.
+    """The same for what cannot be waited for in pieces, such as collectives of objects; in a thread
+    of its own.
 
-    NOTE: after a failure the thread stays where it is; a process that goes on has to leave the group alone. Objects
-    that travel over an accelerator are sent by this thread, which knows the device.
+    NOTE: after a failure the thread stays where it is; a process that goes on has to leave the
+    group alone. Objects that travel over an accelerator are sent by this thread, which knows the
+    device.
     """
     if not _uses_gloo(group, torch.device("cpu")):
         return communicate()
@@ -143,7 +157,8 @@ def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _raise_if_noticed(group: ProcessGroup) -> None:
-    """Look for a note in a thread: whoever keeps the store may be stopped, and then nobody answers."""
+    """Look for a note in a thread: whoever keeps the store may be stopped, and then nobody
+    answers."""
     if any(not look.done() for look in _looks):
         return
     look = in_background(lambda: _is_noticed(group))
@@ -160,12 +175,12 @@ def _is_noticed(group: ProcessGroup) -> bool:
         return True
 
 
-# -- naming ---------------------------------------------------------------------------------------------------------
+# -- naming ---------------------------------------------------------------------------------------
 
 
 def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
-    """A context for communication within a group; a failure in it raises MissingRanksError, which says who is gone, or
-    did not get there."""
+    """A context for communication within a group; a failure in it raises MissingRanksError, which
+    says who is gone, or did not get there."""
     announce()
 
     @contextlib.contextmanager
@@ -193,8 +208,10 @@ def _tell_of_failure(group: ProcessGroup) -> None:
 
 def _is_communication(error: RuntimeError) -> bool:
     text = str(error)
-    return isinstance(error, dist.DistError | _NoticedError) or any(sign in text for sign in (
-        "gloo", "Connection", "Timed out", "timed out", "NCCL", "monitoredBarrier"))
+    return isinstance(error, dist.DistError | _NoticedError) or any(
+        sign in text
+        for sign in ("gloo", "Connection", "Timed out", "timed out", "NCCL", "monitoredBarrier")
+    )
 
 
 def _first_line(error: RuntimeError) -> str:
@@ -202,7 +219,8 @@ def _first_line(error: RuntimeError) -> str:
 
 
 def _who_is_missing(group: ProcessGroup, doing: str) -> str:
-    """In words. The store is asked in a thread: the process that keeps it may be the one that is gone, or stopped."""
+    """In words. The store is asked in a thread: the process that keeps it may be the one that is
+    gone, or stopped."""
     ranks = dist.get_process_group_ranks(group)
     noticed: set[int] = {dist.get_rank()}
     verdict = in_background(lambda: _by_notes(group, doing, noticed))
@@ -210,7 +228,10 @@ def _who_is_missing(group: ProcessGroup, doing: str) -> str:
         return verdict.result()
     if gone := _gone(rank for rank in ranks if rank not in noticed):
         return _named(gone, ranks, "ended")
-    return "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, has ended or is stuck"
+    return (
+        "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, "
+        "has ended or is stuck"
+    )
 
 
 def _gone(ranks: Iterable[int]) -> list[int]:
@@ -221,7 +242,8 @@ def _gone(ranks: Iterable[int]) -> list[int]:
 def _by_notes(group: ProcessGroup, doing: str, noticed: set[int]) -> str:
     """Who is missing by the notes in the store; empty if it is gone.
 
-    A rank that is well and busy somewhere else gets time to come here: whoever ended earlier would look gone to it.
+    A rank that is well and busy somewhere else gets time to come here: whoever ended earlier would
+    look gone to it.
 
     Args:
         noticed: gets those who left a note.
@@ -244,7 +266,8 @@ def _by_notes(group: ProcessGroup, doing: str, noticed: set[int]) -> str:
 
 
 def _watch(group: ProcessGroup, ranks: list[int], noticed: set[int]) -> str:
-    """Wait until every rank has left a note or is gone, or has had the time to; who is missing, in words."""
+    """Wait until every rank has left a note or is gone, or has had the time to; who is missing, in
+    words."""
     store, until, gone = _get_default_store(), time.monotonic() + _PATIENCE, list[int]()
     silent = [rank for rank in ranks if rank not in noticed]
     while set(silent) != set(gone) and time.monotonic() < until:
@@ -264,10 +287,15 @@ def _at_other_places(doings: dict[int, str]) -> str:
     """Who was doing what, if that differs."""
     if len(set(doings.values())) == 1:
         return ""
-    where = "; ".join(f"{_numbered([rank for rank in doings if doings[rank] == doing])} was {doing}"
-                      for doing in dict.fromkeys(doings.values()))
-    return (f", at different places: {where}; did one of them call step(), backward() or zero_grad() more often than "
-            "the others?")
+    where = "; ".join(
+        f"{_numbered([rank for rank in doings if doings[rank] == doing])} was {doing}"
+        for doing in dict.fromkeys(doings.values())
+    )
+    return (
+        f", at different places: {where}; did one of them call step(), backward() or zero_grad() "
+        "more often than "
+        "the others?"
+    )
 
 
 def _numbered(ranks: Sequence[int]) -> str:

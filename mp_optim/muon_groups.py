@@ -1,4 +1,5 @@
-"""Which parameters Muon steps: hidden matrices and experts' stacks of them. The rest is for the scalar optimizer."""
+"""Which parameters Muon steps: hidden matrices and experts' stacks of them. The rest is for the
+scalar optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _EMBEDDINGS = ("embed_tokens", "word_embeddings", "lm_head", "output_layer")
 
 
 def is_embedding_or_output(param: Tensor, name: str) -> bool:
-    """Megatron's attribute ``is_embedding_or_output_parameter``, or, where it is absent, a part of the FQN."""
+    """Megatron's attribute ``is_embedding_or_output_parameter``, or, where it is absent, a part of
+    the FQN."""
     named = any(part in _EMBEDDINGS for part in name.split("."))
     return bool(getattr(param, "is_embedding_or_output_parameter", named))
 
@@ -24,42 +26,64 @@ class MuonAssignment:
     """Says for each parameter of a model which rule steps it, and how a fused QKV weight is cut.
 
     Args:
-        model_chunks: whose embeddings and output layers are told also by their modules: ``nn.Embedding``, and what
-            Hugging Face's ``get_output_embeddings()`` names.
+        model_chunks: whose embeddings and output layers are told also by their modules:
+            ``nn.Embedding``, and what Hugging Face's ``get_output_embeddings()`` names.
     """
 
     def __init__(self, model_chunks: Sequence[nn.Module], config: OptimizerConfig) -> None:
         self._config = config
-        self._embeddings = {id(param) for chunk in model_chunks for module in _embeddings(chunk)
-                            for param in module.parameters(recurse=False)}
-        self._sizes = {id(param): getattr(chunk, "config", None) for chunk in model_chunks
-                       for param in chunk.parameters()}
+        self._embeddings = {
+            id(param)
+            for chunk in model_chunks
+            for module in _embeddings(chunk)
+            for param in module.parameters(recurse=False)
+        }
+        self._sizes = {
+            id(param): getattr(chunk, "config", None)
+            for chunk in model_chunks
+            for param in chunk.parameters()
+        }
 
-    def settings(self, param: Tensor, name: str, is_expert: bool, override: Mapping[str, Any]) -> dict[str, Any]:
-        """The overrides of a parameter with ``optimizer`` among them, and ``qkv_split_shapes`` where it is fused.
+    def settings(
+        self, param: Tensor, name: str, is_expert: bool, override: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The overrides of a parameter with ``optimizer`` among them, and ``qkv_split_shapes``
+        where it is fused.
 
         Raises:
-            ValueError: it is fused, and nobody says how; or it is no matrix and an override says ``muon``.
+            ValueError: it is fused, and nobody says how; or it is no matrix and an override says
+                ``muon``.
         """
-        chosen = override.get("optimizer", "muon" if self.is_hidden(param, name, is_expert)
-                              else self._config.muon_scalar_optimizer)
+        chosen = override.get(
+            "optimizer",
+            "muon"
+            if self.is_hidden(param, name, is_expert)
+            else self._config.muon_scalar_optimizer,
+        )
         if chosen != "muon":
             return {**override, "optimizer": chosen}
         if param.dim() < 2:
-            raise ValueError(f"{name} has shape {tuple(param.shape)}: override optimizer='muon' is for matrices")
+            raise ValueError(
+                f"{name} has shape {tuple(param.shape)}: override optimizer='muon' is for matrices"
+            )
         parts = override.get("qkv_split_shapes", self._qkv_parts(param, name))
         if parts is None:
             return {**override, "optimizer": chosen}
         if param.shape[-2] % sum(parts):
-            raise ValueError(f"{name} has {param.shape[-2]} rows, which is no multiple of the sum of "
-                             f"qkv_split_shapes={parts}")
+            raise ValueError(
+                f"{name} has {param.shape[-2]} rows, which is no multiple of the sum of "
+                f"qkv_split_shapes={parts}"
+            )
         return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
 
     def is_hidden(self, param: Tensor, name: str, is_expert: bool) -> bool:
-        """Whether Muon steps a parameter unless an override says otherwise: a matrix, or an expert's stack of them,
-        that is neither an embedding nor the output layer."""
-        return ((param.dim() == 2 or (param.dim() == 3 and is_expert))
-                and id(param) not in self._embeddings and not is_embedding_or_output(param, name))
+        """Whether Muon steps a parameter unless an override says otherwise: a matrix, or an
+        expert's stack of them, that is neither an embedding nor the output layer."""
+        return (
+            (param.dim() == 2 or (param.dim() == 3 and is_expert))
+            and id(param) not in self._embeddings
+            and not is_embedding_or_output(param, name)
+        )
 
     def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
         """Megatron's rows per query group: queries, keys, values."""
@@ -67,16 +91,25 @@ class MuonAssignment:
         if not self._config.muon_split_qkv or not fused:
             return None
         sizes = self._sizes.get(id(param))
-        heads, groups, width = (getattr(sizes, field, None) for field in
-                                ("num_attention_heads", "num_query_groups", "kv_channels"))
+        heads, groups, width = (
+            getattr(sizes, field, None)
+            for field in ("num_attention_heads", "num_query_groups", "kv_channels")
+        )
         if not heads or not groups or not width:
-            raise ValueError(f"{name} is a fused QKV weight and muon_split_qkv=True, but the model's config does not "
-                             "say how it is laid out (num_attention_heads, num_query_groups, kv_channels); override "
-                             "qkv_split_shapes=(rows of Q, of K, of V in each group), or set muon_split_qkv=False")
+            raise ValueError(
+                f"{name} is a fused QKV weight and muon_split_qkv=True, but the model's config "
+                "does not "
+                "say how it is laid out (num_attention_heads, num_query_groups, kv_channels); "
+                "override "
+                "qkv_split_shapes=(rows of Q, of K, of V in each group), or set "
+                "muon_split_qkv=False"
+            )
         return heads // groups * width, width, width
 
 
 def _embeddings(chunk: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = [module for module in chunk.modules() if isinstance(module, nn.Embedding)]
+    found: list[nn.Module] = [
+        module for module in chunk.modules() if isinstance(module, nn.Embedding)
+    ]
     output = getattr(chunk, "get_output_embeddings", lambda: None)()
     return [*found, output] if isinstance(output, nn.Module) else found

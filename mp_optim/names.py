@@ -19,15 +19,18 @@ _HELD_IN = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper."
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel."
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "lightning.fabric.wrappers._FabricModule": "_forward_module",
     "lightning_fabric.wrappers._FabricModule": "_forward_module",
     "megatron.core.distributed.data_parallel_base._BaseDataParallel": "module",
     "megatron.core.transformer.module.Float16Module": "module",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
 }
-"""Wrappers, and the attribute in which they hold what they wrap. By name: none of them has to be installed."""
+"""Wrappers, and the attribute in which they hold what they wrap. By name: none of them has to be
+installed."""
 _NEVER_REAL = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts of a name that only wrappers put there, whatever the module."""
 
@@ -48,11 +51,16 @@ def _wrapped(module: nn.Module | None) -> tuple[str, nn.Module] | None:
 
 
 def canonical_name(module: nn.Module, name: str) -> str:
-    """A parameter's or buffer's name in a module (or in its state dict), without wrappers' attributes."""
+    """A parameter's or buffer's name in a module (or in its state dict), without wrappers'
+    attributes."""
     kept: list[str] = []
     current: nn.Module | None = module
     for part in name.split("."):
-        while (inner := _wrapped(current)) is not None and part != inner[0] and not _has(current, part):
+        while (
+            (inner := _wrapped(current)) is not None
+            and part != inner[0]
+            and not _has(current, part)
+        ):
             current = inner[1]  # a wrapper that leaves itself out of its state dict
         if inner is not None and part == inner[0]:
             current = inner[1]
@@ -64,18 +72,22 @@ def canonical_name(module: nn.Module, name: str) -> str:
 
 
 def _has(module: nn.Module | None, part: str) -> bool:
-    return module is not None and any(part in own for own in (module._modules, module._parameters, module._buffers))
+    return module is not None and any(
+        part in own for own in (module._modules, module._parameters, module._buffers)
+    )
 
 
 def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names in a module, and what they are canonically; those that would become one stay as they are."""
+    """Names in a module, and what they are canonically; those that would become one stay as they
+    are."""
     renamed = {name: canonical_name(module, name) for name in names}
     counts = Counter(renamed.values())
     return {name: short if counts[short] == 1 else name for name, short in renamed.items()}
 
 
 def prefixed(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Model chunks with what names in them begin with: nothing, or their index if there are several."""
+    """Model chunks with what names in them begin with: nothing, or their index if there are
+    several."""
     return [(f"{index}." if len(chunks) > 1 else "", chunk) for index, chunk in enumerate(chunks)]
 
 
@@ -92,7 +104,8 @@ def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """For names saved by whatever version, of a model wrapped in whatever way: those of them that are wanted now.
+    """For names saved by whatever version, of a model wrapped in whatever way: those of them that
+    are wanted now.
 
     A name that matches nothing is its own match, without the parts that only wrappers put there.
     """
@@ -106,7 +119,11 @@ def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
         candidates = bare.get(_without(short, {"module"}), [])
         if short not in known and len(candidates) == 1:
             short = candidates[0]
-        elif short not in known and everything_wrapped and not all(name.startswith("module.") for name in known):
+        elif (
+            short not in known
+            and everything_wrapped
+            and not all(name.startswith("module.") for name in known)
+        ):
             short = short.removeprefix("module.")
         result[name] = short
     return result

@@ -1,7 +1,7 @@
 """The modes of torch that a caller may be in, and none of which may show in what the package makes.
 
-A state tensor allocated inside ``torch.inference_mode()`` could never be stepped outside of it, and one that autograd
-sees would keep a graph alive.
+A state tensor allocated inside ``torch.inference_mode()`` could never be stepped outside of it, and
+one that autograd sees would keep a graph alive.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ T = TypeVar("T")
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a door of the package without autograd and outside of inference mode, whatever its caller is in."""
+    """Run a door of the package without autograd and outside of inference mode, whatever its caller
+    is in."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         had_grad = torch.is_grad_enabled()
-        try:  # by hand: an interrupt that ends a no_grad() before its time would leave autograd off for good
+        # by hand: an interrupt that ends a no_grad() before its time would leave autograd off for
+        # good
+        try:
             if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False), torch.no_grad():  # leaving inference mode turns autograd on
+                with (
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                ):  # leaving inference mode turns autograd on
                     return function(*args, **kwargs)
             torch._C._set_grad_enabled(False)
             return function(*args, **kwargs)

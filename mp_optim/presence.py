@@ -1,7 +1,9 @@
-"""Whether a process of the job still exists, asked of its kernel: it needs no thread and no message while all is well.
+"""Whether a process of the job still exists, asked of its kernel: it needs no thread and no message
+while all is well.
 
-Each process listens on a port of its own and never answers. The kernel completes the connection for as long as the
-process exists, also while it computes, holds the interpreter's lock or is stopped, and refuses it from then on.
+Each process listens on a port of its own and never answers. The kernel completes the connection for
+as long as the process exists, also while it computes, holds the interpreter's lock or is stopped,
+and refuses it from then on.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def own_address(towards: tuple[str, int] | None) -> Address | None:
     """Where this process listens, from now on; None if it may not.
 
     Args:
-        towards: host and port through which the job's processes find each other: the way there shows under which
-            address they know this machine.
+        towards: host and port through which the job's processes find each other: the way there
+            shows under which address they know this machine.
     """
     if _listening and _listening[0].pid == os.getpid():
         return _listening[0].address

@@ -17,11 +17,13 @@ class ProcessGroups:
     """Process groups by what they are for; None means this process alone.
 
     Attributes:
-        grad_stats: ranks that hold different dense parameters of one model copy (tensor x pipeline parallel).
+        grad_stats: ranks that hold different dense parameters of one model copy (tensor x pipeline
+            parallel).
         expert_grad_stats: the same for expert parameters (expert x tensor x pipeline parallel).
         tp, expert_tp: tensor-parallel groups, to count duplicated parameters once.
-        dp, expert_dp: ranks that hold copies of dense and of expert parameters; a distributed optimizer reduces over
-            them. With ``use_distributed_optimizer``, dp is by default all ranks, expert_dp the same as dp.
+        dp, expert_dp: ranks that hold copies of dense and of expert parameters; a distributed
+            optimizer reduces over them. With ``use_distributed_optimizer``, dp is by default all
+            ranks, expert_dp the same as dp.
     """
 
     grad_stats: ProcessGroup | None = None
@@ -33,10 +35,11 @@ class ProcessGroups:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessGroups:
-        """From a mesh whose dimensions are named ``dp``, ``tp``, ``pp`` and ``ep`` (any subset). Collective.
+        """From a mesh whose dimensions are named ``dp``, ``tp``, ``pp`` and ``ep`` (any subset).
+        Collective.
 
-        Ranks along ``ep`` hold different experts and copies of the dense parameters, so the latter are data-parallel
-        over it too.
+        Ranks along ``ep`` hold different experts and copies of the dense parameters, so the latter
+        are data-parallel over it too.
 
         Raises:
             ValueError: the mesh has no names, or an unknown one.
@@ -44,7 +47,9 @@ class ProcessGroups:
         names = mesh.mesh_dim_names
         known = {"dp", "dp_shard", "dp_replicate", "tp", "pp", "ep"}
         if not names or set(names) - known:
-            raise ValueError(f"mesh_dim_names={names!r}: name every dimension, out of {sorted(known)}")
+            raise ValueError(
+                f"mesh_dim_names={names!r}: name every dimension, out of {sorted(known)}"
+            )
 
         def over(*wanted: str) -> ProcessGroup | None:
             present = tuple(name for name in names if name in wanted)
@@ -57,15 +62,30 @@ class ProcessGroups:
         expert_dp = over(*copies)
         if expert_dp is None and "ep" in names:  # no two ranks hold the same expert
             expert_dp = dist.new_subgroups(1)[0]  # type: ignore[no-untyped-call]
-        return cls(grad_stats=over("tp", "pp"), expert_grad_stats=over("tp", "pp", "ep"), tp=over("tp"),
-                   expert_tp=over("tp"), dp=over(*copies, "ep"), expert_dp=expert_dp)
+        return cls(
+            grad_stats=over("tp", "pp"),
+            expert_grad_stats=over("tp", "pp", "ep"),
+            tp=over("tp"),
+            expert_tp=over("tp"),
+            dp=over(*copies, "ep"),
+            expert_dp=expert_dp,
+        )
 
     @classmethod
     def from_attributes(cls, groups: Any) -> ProcessGroups:
-        """From any object with Megatron's attribute names (``mp``, ``tp``, ``expt_tp``, ``tp_ep_pp``, ...)."""
+        """From any object with Megatron's attribute names (``mp``, ``tp``, ``expt_tp``,
+        ``tp_ep_pp``, ...)."""
 
         def first(*names: str) -> ProcessGroup | None:
-            return next((g for name in names if (g := getattr(groups, name, None)) is not None), None)
+            return next(
+                (g for name in names if (g := getattr(groups, name, None)) is not None), None
+            )
 
-        return cls(grad_stats=first("mp"), expert_grad_stats=first("expt_tp_pp", "tp_ep_pp"), tp=first("tp"),
-                   expert_tp=first("expt_tp"), dp=first("dp_cp", "dp"), expert_dp=first("expt_dp"))
+        return cls(
+            grad_stats=first("mp"),
+            expert_grad_stats=first("expt_tp_pp", "tp_ep_pp"),
+            tp=first("tp"),
+            expert_tp=first("expt_tp"),
+            dp=first("dp_cp", "dp"),
+            expert_dp=first("expt_dp"),
+        )

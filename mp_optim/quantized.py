@@ -1,7 +1,8 @@
 """Model parameters in 8 bits: what they stand for, and how they take the values of a main param.
 
-Two kinds: torch's float8 dtypes with the scale as an attribute ``fp8_scale``, and tensor subclasses that bring their
-own ``quantize_`` and ``dequantize``, as Transformer Engine's do. Either way the optimizer steps an FP32 main param.
+Two kinds: torch's float8 dtypes with the scale as an attribute ``fp8_scale``, and tensor subclasses
+that bring their own ``quantize_`` and ``dequantize``, as Transformer Engine's do. Either way the
+optimizer steps an FP32 main param.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "FLOAT8_DTYPES", "check_quantized", "dequantized", "forget_initial_values", "holds", "is_quantized", "quantize_",
+    "FLOAT8_DTYPES",
+    "check_quantized",
+    "dequantized",
+    "forget_initial_values",
+    "holds",
+    "is_quantized",
+    "quantize_",
     "scaled_codes",
 ]
 
-FLOAT8_DTYPES = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-                      if (dtype := getattr(torch, name, None)) is not None)
+FLOAT8_DTYPES = tuple(
+    dtype
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if (dtype := getattr(torch, name, None)) is not None
+)
 _SMALLEST_SCALE = 2.0**-126
 
 
@@ -36,34 +46,49 @@ def check_quantized(name: str, param: Tensor) -> None:
     """Raise if a quantised parameter cannot be trained.
 
     Raises:
-        TypeError: it is a DTensor. ValueError: its ``fp8_scale`` is missing or does not fit, saying what would.
+        TypeError: it is a DTensor. ValueError: its ``fp8_scale`` is missing or does not fit, saying
+            what would.
     """
     if isinstance(param, DTensor):
         if param.dtype in FLOAT8_DTYPES or _brings_its_own(param.to_local()):
-            raise TypeError(f"{name} is a DTensor of {type(param.to_local()).__name__} {param.dtype}: the scale of a "
-                            "parameter that is split over ranks is not kept in agreement; shard it in 16 bits")
+            raise TypeError(
+                f"{name} is a DTensor of {type(param.to_local()).__name__} {param.dtype}: the "
+                "scale of a "
+                "parameter that is split over ranks is not kept in agreement; shard it in 16 bits"
+            )
         return
     if param.dtype not in FLOAT8_DTYPES:
         return
     scale = getattr(param, "fp8_scale", None)
     if not isinstance(scale, Tensor):
-        raise ValueError(f"{name} is {param.dtype} and has no scale: set param.fp8_scale to an FP32 tensor, so that "
-                         "param.float() * fp8_scale are its values")
+        raise ValueError(
+            f"{name} is {param.dtype} and has no scale: set param.fp8_scale to an FP32 tensor, so "
+            "that "
+            "param.float() * fp8_scale are its values"
+        )
     if scale.dtype != torch.float32 or scale.device != param.device:
-        raise ValueError(f"{name}.fp8_scale is {scale.dtype} on {scale.device}: it must be float32 on {param.device}")
-    fits = scale.ndim in (0, param.ndim) and all(0 < part <= size or part == size
-                                                 for part, size in zip(scale.shape, param.shape, strict=False))
+        raise ValueError(
+            f"{name}.fp8_scale is {scale.dtype} on {scale.device}: it must be float32 on "
+            f"{param.device}"
+        )
+    fits = scale.ndim in (0, param.ndim) and all(
+        0 < part <= size or part == size
+        for part, size in zip(scale.shape, param.shape, strict=False)
+    )
     if not fits:
-        raise ValueError(f"{name}.fp8_scale has shape {tuple(scale.shape)}: it must be () for one scale, or of "
-                         f"{param.ndim} dimensions, each at most the parameter's {tuple(param.shape)}: the number of "
-                         "blocks along it")
+        raise ValueError(
+            f"{name}.fp8_scale has shape {tuple(scale.shape)}: it must be () for one scale, or of "
+            f"{param.ndim} dimensions, each at most the parameter's {tuple(param.shape)}: the "
+            "number of "
+            "blocks along it"
+        )
 
 
 def dequantized(param: Any) -> Tensor:
     """The values of a quantised parameter: FP32, its shape and device, memory of its own.
 
-    A parameter that still has the values it was quantised from (Transformer Engine's ``get_high_precision_init_val``)
-    gives those.
+    A parameter that still has the values it was quantised from (Transformer Engine's
+    ``get_high_precision_init_val``) gives those.
     """
     with torch.no_grad():
         if _brings_its_own(param):
@@ -84,8 +109,8 @@ def forget_initial_values(param: Any) -> None:
 def quantize_(param: Any, main: Tensor) -> None:
     """Give a quantised parameter the values of its FP32 main param, which may be on the host.
 
-    A float8 parameter's scale is made from the present values (:func:`scaled_codes`); a subclass does as its own
-    recipe says.
+    A float8 parameter's scale is made from the present values (:func:`scaled_codes`); a subclass
+    does as its own recipe says.
     """
     with torch.no_grad():
         values = main.to(param.device)
@@ -104,22 +129,30 @@ def holds(param: Any, main: Tensor) -> bool:
         if _brings_its_own(param):
             other: Any = torch.empty_like(param.detach())
             other.quantize_(values)
-            return torch.equal(other.dequantize(dtype=torch.float32), param.dequantize(dtype=torch.float32))
+            return torch.equal(
+                other.dequantize(dtype=torch.float32), param.dequantize(dtype=torch.float32)
+            )
         scale, codes = scaled_codes(values, param.fp8_scale.shape, param.dtype)
-        return bool(torch.equal(scale, param.fp8_scale)
-                    and torch.equal(codes.view(torch.uint8), param.detach().view(torch.uint8)))
+        return bool(
+            torch.equal(scale, param.fp8_scale)
+            and torch.equal(codes.view(torch.uint8), param.detach().view(torch.uint8))
+        )
 
 
-def scaled_codes(values: Tensor, scale_shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of a float8 dtype with scales of the given shape: each block's largest magnitude becomes the largest code.
+def scaled_codes(
+    values: Tensor, scale_shape: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Codes of a float8 dtype with scales of the given shape: each block's largest magnitude
+    becomes the largest code.
 
-    ``scale = max |values| / max(dtype)`` over the block, at least 2^-126, and 1 for a block of zeros; ``codes =
-    round(values / scale)``, to the nearest, ties to even. FP32 throughout, so the same bits on every device.
+    ``scale = max |values| / max(dtype)`` over the block, at least 2^-126, and 1 for a block of
+    zeros; ``codes = round(values / scale)``, to the nearest, ties to even. FP32 throughout, so the
+    same bits on every device.
 
     Args:
         values: FP32.
-        scale_shape: () for one block, or how many blocks there are along each dimension; all but the last of a
-            dimension are equally large.
+        scale_shape: () for one block, or how many blocks there are along each dimension; all but
+            the last of a dimension are equally large.
 
     Returns:
         The scales, FP32, and the codes, in the shape of the values.
@@ -133,12 +166,18 @@ def scaled_codes(values: Tensor, scale_shape: Sequence[int], dtype: torch.dtype)
 def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
     """The maximum of each block."""
     if not len(blocks) or magnitudes.numel() == 0:
-        return magnitudes.amax() if magnitudes.numel() and not len(blocks) else magnitudes.new_zeros(tuple(blocks))
+        return (
+            magnitudes.amax()
+            if magnitudes.numel() and not len(blocks)
+            else magnitudes.new_zeros(tuple(blocks))
+        )
     for dim, count in enumerate(blocks):
         size = magnitudes.shape[dim]
         width = -(-size // count)
         if count * width != size:  # the last block is filled up; magnitudes are not below 0
-            filled = magnitudes.new_zeros((*magnitudes.shape[:dim], count * width, *magnitudes.shape[dim + 1 :]))
+            filled = magnitudes.new_zeros(
+                (*magnitudes.shape[:dim], count * width, *magnitudes.shape[dim + 1 :])
+            )
             filled.narrow(dim, 0, size).copy_(magnitudes)
             magnitudes = filled
         split = (*magnitudes.shape[:dim], count, width, *magnitudes.shape[dim + 1 :])

@@ -18,12 +18,14 @@ WD_STYLES = ("constant", "linear", "cosine")
 
 
 def decay_factor(style: str, done: float) -> float:
-    """What is left of ``max - min`` after a share ``done`` in [0, 1] of the decay: 1 at 0, 0 at 1."""
+    """What is left of ``max - min`` after a share ``done`` in [0, 1] of the decay: 1 at 0, 0 at
+    1."""
     return 0.5 * (1.0 + math.cos(math.pi * done)) if style == "cosine" else 1.0 - done
 
 
 def cooldown_factor(style: str, done: float) -> float:
-    """The same for the cooldown of WSD; ``exponential`` is 2*0.5**x - 1 (Megatron), ``minus_sqrt`` 1 - sqrt(x)."""
+    """The same for the cooldown of WSD; ``exponential`` is 2*0.5**x - 1 (Megatron), ``minus_sqrt``
+    1 - sqrt(x)."""
     if style == "exponential":
         return float(2.0 * 0.5**done - 1.0)
     return 1.0 - math.sqrt(done) if style == "minus_sqrt" else decay_factor(style, done)
@@ -32,17 +34,18 @@ def cooldown_factor(style: str, done: float) -> float:
 class OptimizerParamScheduler:
     """Sets ``lr`` and ``weight_decay`` of every param group.
 
-    A group's own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``, ``wd_mult`` and ``lr_mult`` win over
-    the arguments; groups of :func:`mp_optim.get_megatron_optimizer` have ``max_lr``, and ``min_lr`` if the
-    config says it. Tensor learning rates are filled in place. All ``*_steps`` are in the unit that
-    :meth:`step` is called with.
+    A group's own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``, ``wd_mult`` and ``lr_mult`` win
+    over the arguments; groups of :func:`mp_optim.get_megatron_optimizer` have ``max_lr``, and
+    ``min_lr`` if the config says it. Tensor learning rates are filled in place. All ``*_steps`` are
+    in the unit that :meth:`step` is called with.
 
     Args:
         optimizer: anything with ``param_groups``.
         init_lr: where warmup starts. max_lr, min_lr: top and floor of the schedule.
         lr_warmup_steps, lr_decay_steps: end of the warmup, end of the whole schedule.
         lr_decay_style: constant, linear, cosine, inverse-square-root or WSD.
-        start_wd, end_wd, wd_incr_steps, wd_incr_style: weight decay ramp (constant, linear, cosine).
+        start_wd, end_wd, wd_incr_steps, wd_incr_style: weight decay ramp (constant, linear,
+            cosine).
         use_checkpoint_opt_param_scheduler: take the checkpoint's settings at load.
         override_opt_param_scheduler: keep this object's settings at load.
         wsd_decay_steps, lr_wsd_decay_style: length and shape of WSD's cooldown.
@@ -52,30 +55,64 @@ class OptimizerParamScheduler:
     """
 
     _LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
-    _SETTINGS = ("max_lr", "min_lr", "init_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "start_wd",
-                 "end_wd", "wd_incr_steps", "wd_incr_style", "wsd_decay_steps", "lr_wsd_decay_style")
+    _SETTINGS = (
+        "max_lr",
+        "min_lr",
+        "init_lr",
+        "lr_warmup_steps",
+        "lr_decay_steps",
+        "lr_decay_style",
+        "start_wd",
+        "end_wd",
+        "wd_incr_steps",
+        "wd_incr_style",
+        "wsd_decay_steps",
+        "lr_wsd_decay_style",
+    )
 
-    def __init__(self, optimizer: Any, init_lr: float, max_lr: float, min_lr: float | None, lr_warmup_steps: int,
-                 lr_decay_steps: int, lr_decay_style: str, start_wd: float, end_wd: float, wd_incr_steps: int,
-                 wd_incr_style: str, use_checkpoint_opt_param_scheduler: bool = True,
-                 override_opt_param_scheduler: bool = False, wsd_decay_steps: int | None = None,
-                 lr_wsd_decay_style: str | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float | None,
+        lr_warmup_steps: int,
+        lr_decay_steps: int,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: int,
+        wd_incr_style: str,
+        use_checkpoint_opt_param_scheduler: bool = True,
+        override_opt_param_scheduler: bool = False,
+        wsd_decay_steps: int | None = None,
+        lr_wsd_decay_style: str | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.init_lr, self.max_lr, self.min_lr = init_lr, max_lr, min_lr or 0.0
-        self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style = lr_warmup_steps, lr_decay_steps, lr_decay_style
+        self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style = (
+            lr_warmup_steps,
+            lr_decay_steps,
+            lr_decay_style,
+        )
         self.start_wd, self.end_wd = start_wd, end_wd
         self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
-        self._limits = [{name: group[name] for name in self._LIMITS if name in group}
-                        for group in optimizer.param_groups]
+        self._limits = [
+            {name: group[name] for name in self._LIMITS if name in group}
+            for group in optimizer.param_groups
+        ]
         self.num_steps = 0
         self._check()
         tops = {group.get("max_lr", max_lr) for group in optimizer.param_groups}
         if tops and max_lr not in tops:
-            warn(f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, {sorted(tops)}; set "
-                          "OptimizerConfig.lr, or the groups'")
+            warn(
+                f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, "
+                f"{sorted(tops)}; set "
+                "OptimizerConfig.lr, or the groups'"
+            )
         self.step(0)
 
     def _check(self) -> None:
@@ -88,21 +125,33 @@ class OptimizerParamScheduler:
             "lr_decay_steps": (self.lr_decay_steps > 0, "> 0"),
             "lr_warmup_steps": (0 <= self.lr_warmup_steps < end, f"in [0, lr_decay_steps={end})"),
             "end_wd": (0.0 <= self.start_wd <= self.end_wd, ">= start_wd >= 0"),
-            "wd_incr_steps": (self.wd_incr_style == "constant" or self.wd_incr_steps > 0, "> 0 for a ramp"),
-            "wsd_decay_steps": (not wsd or (self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end),
-                                f"in (0, lr_decay_steps={end}] for WSD"),
-            "lr_wsd_decay_style": (not wsd or self.lr_wsd_decay_style in WSD_STYLES, f"one of {WSD_STYLES} for WSD"),
+            "wd_incr_steps": (
+                self.wd_incr_style == "constant" or self.wd_incr_steps > 0,
+                "> 0 for a ramp",
+            ),
+            "wsd_decay_steps": (
+                not wsd or (self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end),
+                f"in (0, lr_decay_steps={end}] for WSD",
+            ),
+            "lr_wsd_decay_style": (
+                not wsd or self.lr_wsd_decay_style in WSD_STYLES,
+                f"one of {WSD_STYLES} for WSD",
+            ),
         }
         for name, (good, rule) in rules.items():
             if not good:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
         if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
-            raise ValueError(f"end_wd={self.end_wd!r}: must equal start_wd={self.start_wd!r} for wd_incr_style="
-                             "'constant'")
+            raise ValueError(
+                f"end_wd={self.end_wd!r}: must equal start_wd={self.start_wd!r} for wd_incr_style="
+                "'constant'"
+            )
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """The learning rate of a group at ``num_steps``."""
-        return lr_at(self, param_group.get("max_lr", self.max_lr), param_group.get("min_lr", self.min_lr))
+        return lr_at(
+            self, param_group.get("max_lr", self.max_lr), param_group.get("min_lr", self.min_lr)
+        )
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """The weight decay of a group at ``num_steps``, before ``wd_mult``."""
@@ -110,7 +159,10 @@ class OptimizerParamScheduler:
         start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
         if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
             return float(end)
-        return float(end - (end - start) * decay_factor(self.wd_incr_style, self.num_steps / self.wd_incr_steps))
+        return float(
+            end
+            - (end - start) * decay_factor(self.wd_incr_style, self.num_steps / self.wd_incr_steps)
+        )
 
     def step(self, increment: int = 1) -> None:
         """Count ``increment`` more steps and set every group's ``lr`` and ``weight_decay``."""
@@ -126,7 +178,10 @@ class OptimizerParamScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
-        return {**{name: getattr(self, name) for name in self._SETTINGS}, "num_steps": self.num_steps}
+        return {
+            **{name: getattr(self, name) for name in self._SETTINGS},
+            "num_steps": self.num_steps,
+        }
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise; change nothing."""
@@ -135,14 +190,16 @@ class OptimizerParamScheduler:
         for name in self._SETTINGS:
             saved = state_dict.get(name, getattr(self, name))
             if saved != getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)!r} here, {saved!r} in the checkpoint; set "
-                                 "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} here, {saved!r} in the checkpoint; set "
+                    "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the saved one was; loading twice is loading once. Sets the groups at once.
 
-        With ``override_opt_param_scheduler`` the groups' own limits, too, are those of this object's construction,
-        whatever an optimizer's state dict brought along.
+        With ``override_opt_param_scheduler`` the groups' own limits, too, are those of this
+        object's construction, whatever an optimizer's state dict brought along.
 
         Raises:
             ValueError: the settings differ and neither of the two flags says whose to take.
@@ -161,7 +218,8 @@ class OptimizerParamScheduler:
 
 
 def lr_at(schedule: OptimizerParamScheduler, max_lr: float, min_lr: float) -> float:
-    """The schedule's learning rate between ``min_lr`` and ``max_lr`` after ``schedule.num_steps``."""
+    """The schedule's learning rate between ``min_lr`` and ``max_lr`` after
+    ``schedule.num_steps``."""
     done, warmup, end = schedule.num_steps, schedule.lr_warmup_steps, schedule.lr_decay_steps
     if warmup > 0 and done <= warmup:
         start = min(schedule.init_lr, max_lr)
@@ -175,7 +233,11 @@ def lr_at(schedule: OptimizerParamScheduler, max_lr: float, min_lr: float) -> fl
     if schedule.lr_decay_style == "WSD":
         length = schedule.wsd_decay_steps or end
         since = done - (end - length)
-        left = 1.0 if since <= 0 else cooldown_factor(schedule.lr_wsd_decay_style or "linear", since / length)
+        left = (
+            1.0
+            if since <= 0
+            else cooldown_factor(schedule.lr_wsd_decay_style or "linear", since / length)
+        )
     else:
         left = decay_factor(schedule.lr_decay_style, (done - warmup) / (end - warmup))
     return min_lr + (max_lr - min_lr) * left

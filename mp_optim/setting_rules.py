@@ -1,6 +1,8 @@
-"""What a hyperparameter may be: one rule, wherever it is said: in a constructor, a param group, loaded state.
+"""What a hyperparameter may be: one rule, wherever it is said: in a constructor, a param group,
+loaded state.
 
-A number is an int, a float, a number of numpy's or a tensor of one element, not a bool, and finite in FP32.
+A number is an int, a float, a number of numpy's or a tensor of one element, not a bool, and finite
+in FP32.
 """
 
 from __future__ import annotations
@@ -13,8 +15,19 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["FINITE", "FRACTION", "NOT_NEGATIVE", "POSITIVE", "WHOLE", "Rule", "as_number", "check_betas",
-           "check_flags", "check_schedule", "check_setting"]
+__all__ = [
+    "FINITE",
+    "FRACTION",
+    "NOT_NEGATIVE",
+    "POSITIVE",
+    "WHOLE",
+    "Rule",
+    "as_number",
+    "check_betas",
+    "check_flags",
+    "check_schedule",
+    "check_setting",
+]
 
 _LARGEST = 3.4028234663852886e38
 """The largest finite FP32 number."""
@@ -74,12 +87,22 @@ def check_flags(group: Mapping[str, Any], names: tuple[str, ...]) -> None:
             raise ValueError(f"{name}={group[name]!r}: must be True or False")
 
 
-_SCHEDULED = ("lr", "weight_decay", "initial_lr", "max_lr", "min_lr", "lr_mult", "start_wd", "end_wd", "wd_mult")
+_SCHEDULED = (
+    "lr",
+    "weight_decay",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "lr_mult",
+    "start_wd",
+    "end_wd",
+    "wd_mult",
+)
 
 
 def check_schedule(group: Mapping[str, Any]) -> None:
-    """Raise ValueError unless what schedulers read and write in a param group, where it is there, can be stepped with;
-    ``lr`` may not be None."""
+    """Raise ValueError unless what schedulers read and write in a param group, where it is there,
+    can be stepped with; ``lr`` may not be None."""
     for name in _SCHEDULED:
         if name in group and (group[name] is not None or name == "lr"):
             check_setting(name, group[name], NOT_NEGATIVE)

@@ -1,4 +1,5 @@
-"""The common shape of every optimizer in this package: a torch optimizer whose state lives in slots.
+"""The common shape of every optimizer in this package: a torch optimizer whose state lives in
+slots.
 
 The layers differ in *where* a slot's state is (in the rule itself, in a sub-optimizer, in the layer
 below) and in what ``step`` does; how state is shown, saved, matched and loaded is the same for all
@@ -34,7 +35,8 @@ __all__ = ["Closure", "SlotOptimizer", "check_fits", "check_step"]
 Closure = Callable[[], Any]
 
 _KEPT_BYTES = 64 << 20
-"""Of state in the form to load, kept from its check until it is loaded; what is beyond is formed twice."""
+"""Of state in the form to load, kept from its check until it is loaded; what is beyond is formed
+twice."""
 
 
 class SlotOptimizer(torch.optim.Optimizer):
@@ -46,7 +48,9 @@ class SlotOptimizer(torch.optim.Optimizer):
     param_groups: ParamGroups
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._state_view = SlotStateView(lambda: self.param_groups, self.slot_state, self.load_slot_state)
+        self._state_view = SlotStateView(
+            lambda: self.param_groups, self.slot_state, self.load_slot_state
+        )
         self._reserved: Iterator[Tensor] = iter(())
         self.step_mark = StepMark()
         super().__init__(params, defaults)
@@ -59,7 +63,8 @@ class SlotOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or mis-shaped."""
+        """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or
+        mis-shaped."""
 
     @abstractmethod
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
@@ -67,14 +72,15 @@ class SlotOptimizer(torch.optim.Optimizer):
 
         Args:
             updates: gradients and outputs; each slot at most once.
-            grad_norm: global L2 norm of the gradients after their multipliers, for rules that clip by
-                it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
+            grad_norm: global L2 norm of the gradients after their multipliers, for rules that clip
+                by it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
         """
 
     def check_groups(self) -> None:
-        """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing has been stepped."""
+        """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing
+        has been stepped."""
 
-    # -- steps that were broken off -----------------------------------------------------------------
+    # -- steps that were broken off ---------------------------------------------------------------
 
     def use_mark(self, mark: StepMark) -> None:
         """Tell of broken-off steps by this mark, which belongs to the layer above."""
@@ -84,8 +90,8 @@ class SlotOptimizer(torch.optim.Optimizer):
         """A step was broken off: forget what it left under way. Values are loaded after this."""
 
     def verdict_device(self) -> torch.device | None:
-        """The one device on which every slot is stepped by kernels that read multipliers there; None if
-        :meth:`step_slots` needs numbers."""
+        """The one device on which every slot is stepped by kernels that read multipliers there;
+        None if :meth:`step_slots` needs numbers."""
         return None
 
     # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise --------------
@@ -99,18 +105,27 @@ class SlotOptimizer(torch.optim.Optimizer):
 
         Args:
             slot: which parameter.
-            source: local model parameter (any floating dtype); its values are copied, unless it has the dtype
-                to step already and is stepped where it lies, in which case it is used itself.
+            source: local model parameter (any floating dtype); its values are copied, unless it has
+                the dtype to step already and is stepped where it lies, in which case it is used
+                itself.
         """
         dtype = self.main_dtype(source.dtype)
-        main = source if source.dtype == dtype else self._main_memory(source.shape, dtype, source.device).copy_(source)
+        main = (
+            source
+            if source.dtype == dtype
+            else self._main_memory(source.shape, dtype, source.device).copy_(source)
+        )
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
-        """Calls of :meth:`new_main_param` will follow, with these arguments: let main params lie side by side."""
-        forms = [(source.shape, self.main_dtype(source.dtype)) for _, source in coming if source.device.type == "cpu"
-                 and source.dtype != self.main_dtype(source.dtype)]
+        """Calls of :meth:`new_main_param` will follow, with these arguments: let main params lie
+        side by side."""
+        forms = [
+            (source.shape, self.main_dtype(source.dtype))
+            for _, source in coming
+            if source.device.type == "cpu" and source.dtype != self.main_dtype(source.dtype)
+        ]
         self._reserved = iter(beside(forms) or ())
 
     def _main_memory(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -129,10 +144,12 @@ class SlotOptimizer(torch.optim.Optimizer):
         self.param_groups[slot.group]["params"][slot.position].copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
-        """The stepped tensor was replaced or written by somebody else; make state agree that depends on its value."""
+        """The stepped tensor was replaced or written by somebody else; make state agree that
+        depends on its value."""
 
     def memory_moved(self) -> None:
-        """Main params and state were given other memory (``tensor.data = ...``); forget where it was."""
+        """Main params and state were given other memory (``tensor.data = ...``); forget where it
+        was."""
 
     # -- other forms of the state -----------------------------------------------------------------
 
@@ -156,8 +173,11 @@ class SlotOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: always; copy ``state_dict()`` instead.
         """
-        raise TypeError(f"{type(self).__name__} cannot be copied or pickled; build another one for the copied model "
-                        "and give it load_state_dict(optimizer.state_dict())")
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled; build another one for the copied "
+            "model "
+            "and give it load_state_dict(optimizer.state_dict())"
+        )
 
     @property  # type: ignore[override]
     def state(self) -> SlotStateView:
@@ -191,7 +211,8 @@ class SlotOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
         """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
-        State tensors are the live ones, as torch's are: clone (or save) before the next step. Settings are copies.
+        State tensors are the live ones, as torch's are: clone (or save) before the next step.
+        Settings are copies.
 
         Args:
             full_precision: state that is stored in fewer bits as FP32 copies instead.
@@ -220,30 +241,37 @@ class SlotOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
 
-        State is copied into the tensors that exist, so placement and dtypes stay what they are configured to be, and
-        settings are copied. The argument is not modified. Nothing is written before everything has been checked, so
-        what is refused has changed nothing.
+        State is copied into the tensors that exist, so placement and dtypes stay what they are
+        configured to be, and settings are copied. The argument is not modified. Nothing is written
+        before everything has been checked, so what is refused has changed nothing.
 
-        A parameter that does not round to the main param loaded for it is written from it, with a warning: load the
-        model's weights first. A remainder belongs to the weights it was saved with; if others are there when it is
-        first used (by a step, or by reading state), that raises.
+        A parameter that does not round to the main param loaded for it is written from it, with a
+        warning: load the model's weights first. A remainder belongs to the weights it was saved
+        with; if others are there when it is first used (by a step, or by reading state), that
+        raises.
 
         Args:
-            convert: round saved state to the dtypes configured here also where that loses bits; take a remainder
-                beside any weights; keep the present loss scale if none was saved.
+            convert: round saved state to the dtypes configured here also where that loses bits;
+                take a remainder beside any weights; keep the present loss scale if none was saved.
 
         Raises:
-            ValueError: a parameter or its state is missing on either side, a tensor's shape or dtype does not fit, a
-                setting, step or loss scale is out of range, or bits would be lost.
+            ValueError: a parameter or its state is missing on either side, a tensor's shape or
+                dtype does not fit, a setting, step or loss scale is out of range, or bits would be
+                lost.
         """
         if written := self.restore(state_dict, convert=convert):
-            warn(f"{len(written)} parameters did not have the values of the loaded main params, and were "
-                          f"written from them: {names_in_words(written)}. Were all of the model's weights loaded? "
-                          "(Where they are loaded after the optimizer's state, load them before it.)")
+            warn(
+                f"{len(written)} parameters did not have the values of the loaded main params, and "
+                "were "
+                f"written from them: {names_in_words(written)}. Were all of the model's weights "
+                "loaded? "
+                "(Where they are loaded after the optimizer's state, load them before it.)"
+            )
 
     @in_own_modes
     def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:
-        """As :meth:`load_state_dict`; returns the names of the parameters that were written, instead of warning."""
+        """As :meth:`load_state_dict`; returns the names of the parameters that were written,
+        instead of warning."""
         check_form(state_dict)
         state_dict = dict(state_dict)
         if self.step_mark.is_set:
@@ -267,7 +295,9 @@ class SlotOptimizer(torch.optim.Optimizer):
                 kept[slot] = fitting
         self.step_mark.touch()
         for slot, state in loads:
-            self.load_slot_state(slot, kept.pop(slot, {}) or self.fit_slot_state(slot, state, convert))
+            self.load_slot_state(
+                slot, kept.pop(slot, {}) or self.fit_slot_state(slot, state, convert)
+            )
         for group, saved in zip(self.param_groups, match.settings, strict=True):
             group.update(saved)
         self.load_beside(state_dict)
@@ -279,29 +309,40 @@ class SlotOptimizer(torch.optim.Optimizer):
             post_hook(self)
         return written
 
-    def _loads(self, match: GroupMatch, saved: Mapping[Any, Any]) -> list[tuple[Slot, dict[str, Any]]]:
-        """What each slot is to be given. A slot whose state was never allocated had none to save."""
+    def _loads(
+        self, match: GroupMatch, saved: Mapping[Any, Any]
+    ) -> list[tuple[Slot, dict[str, Any]]]:
+        """What each slot is to be given. A slot whose state was never allocated had none to
+        save."""
         loads: list[tuple[Slot, dict[str, Any]]] = []
         missing: list[str] = []
         for slot, index in match.index_of.items():
             state = saved.get(index) or {}
             if not isinstance(state, dict):
-                raise ValueError(f"state of {self.slot_name(slot)} is a {type(state).__name__}, not a dict")
+                raise ValueError(
+                    f"state of {self.slot_name(slot)} is a {type(state).__name__}, not a dict"
+                )
             if not state and self.requires_state(slot):
                 missing.append(self.slot_name(slot))
             elif state or self.slot_state(slot):
                 loads.append((slot, state))
         if missing:
-            raise ValueError(f"the saved state has none for {len(missing)} of {len(match.index_of)} parameters: "
-                             f"{names_in_words(missing)}. Was it saved before the first step of an optimizer that "
-                             "has no state until then, or with these parameters frozen? Load a complete one, or none")
+            raise ValueError(
+                f"the saved state has none for {len(missing)} of {len(match.index_of)} parameters: "
+                f"{names_in_words(missing)}. Was it saved before the first step of an optimizer "
+                "that "
+                "has no state until then, or with these parameters frozen? Load a complete one, or "
+                "none"
+            )
         return loads
 
     def check_plain(self, state_dict: Mapping[str, Any], *, convert: bool = False) -> GroupMatch:
-        """What can be said of a state dict without its state: which parameters and settings go where.
+        """What can be said of a state dict without its state: which parameters and settings go
+        where.
 
         Raises:
-            ValueError: parameters are missing on either side, or a setting or the loss scale is out of range.
+            ValueError: parameters are missing on either side, or a setting or the loss scale is out
+                of range.
         """
         match = match_groups(self.param_groups, state_dict["param_groups"])
         for index, (group, saved) in enumerate(zip(self.param_groups, match.settings, strict=True)):
@@ -322,7 +363,8 @@ class SlotOptimizer(torch.optim.Optimizer):
         return bool(self.slot_state(slot))
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError naming a setting of a param group, and its value, if it cannot be stepped with."""
+        """Raise ValueError naming a setting of a param group, and its value, if it cannot be
+        stepped with."""
         check_schedule(group)
 
     def check_beside(self, state_dict: Mapping[str, Any], convert: bool) -> None:
@@ -332,16 +374,18 @@ class SlotOptimizer(torch.optim.Optimizer):
         """Load what a state dict holds beside slots."""
 
     def write_model(self, slot: Slot) -> bool:
-        """Give the model's parameter the value of a main param that was loaded; returns whether it had another."""
+        """Give the model's parameter the value of a main param that was loaded; returns whether it
+        had another."""
         return False
 
     def param_checksums(self) -> list[int | None]:
-        """For every slot, a checksum of the parameter that its remainder belongs to; None if there is no remainder, or
-        this rank does not have all of the parameter."""
+        """For every slot, a checksum of the parameter that its remainder belongs to; None if there
+        is no remainder, or this rank does not have all of the parameter."""
         return [None] * len(self.slots())
 
     def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        """Raise ValueError if a state has to be loaded beside the parameter it was saved with, and that is another."""
+        """Raise ValueError if a state has to be loaded beside the parameter it was saved with, and
+        that is another."""
 
     def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
         """A state was loaded that belongs to a parameter of this checksum."""
@@ -352,8 +396,10 @@ class SlotOptimizer(torch.optim.Optimizer):
         name = self.slot_name(slot)
         missing, unknown = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
         if missing or unknown:
-            raise ValueError(f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
-                             f"{sorted(mine)}. Was the state saved by another optimizer?")
+            raise ValueError(
+                f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
+                f"{sorted(mine)}. Was the state saved by another optimizer?"
+            )
         for key, own in mine.items():
             if key == "step":
                 check_step(name, state[key])
@@ -361,7 +407,9 @@ class SlotOptimizer(torch.optim.Optimizer):
                 check_fits(f"{name}.{key}", own, state[key])
 
 
-_STEPS = Rule(lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]")
+_STEPS = Rule(
+    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]"
+)
 """What an FP32 counter counts to."""
 
 
@@ -375,14 +423,19 @@ def check_step(name: str, value: Any) -> None:
 def check_fits(label: str, own: Tensor, saved: Any) -> None:
     """Raise ValueError unless ``saved`` can be copied into ``own`` without losing anything."""
     if not isinstance(saved, Tensor) or saved.is_meta:
-        raise ValueError(f"{label}: saved as a {'meta tensor' if isinstance(saved, Tensor) else type(saved).__name__}, "
-                         f"expected a tensor of shape {tuple(own.shape)}")
+        raise ValueError(
+            f"{label}: saved as a "
+            f"{'meta tensor' if isinstance(saved, Tensor) else type(saved).__name__}, "
+            f"expected a tensor of shape {tuple(own.shape)}"
+        )
     if saved.shape != own.shape:
         raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(own.shape)}")
     kinds = own.is_floating_point() == saved.is_floating_point()
     if not kinds or saved.is_complex() or torch.promote_types(saved.dtype, own.dtype) != own.dtype:
-        raise ValueError(f"{label}: saved as {saved.dtype}, which {own.dtype} cannot hold without loss; "
-                         f"convert it explicitly, or configure this state as {saved.dtype}")
+        raise ValueError(
+            f"{label}: saved as {saved.dtype}, which {own.dtype} cannot hold without loss; "
+            f"convert it explicitly, or configure this state as {saved.dtype}"
+        )
 
 
 def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:

@@ -14,7 +14,8 @@ _INSIDE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__) if
 
 
 def warn(message: str) -> None:
-    """Warn from the innermost line that is neither this package's nor torch's, which wraps ``step``."""
+    """Warn from the innermost line that is neither this package's nor torch's, which wraps
+    ``step``."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1

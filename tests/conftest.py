@@ -1,4 +1,5 @@
-"""Tests that need an accelerator are marked, skipped where there is none, and listed at the end as not run."""
+"""Tests that need an accelerator are marked, skipped where there is none, and listed at the end as
+not run."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: its kernels run on the CPU then
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when Triton is imported: its kernels run on the CPU then
 
 _NEEDS_A_GPU = "needs an accelerator that torch can use"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure saving and loading of many small parameters, and the planning of many ranks.
 
-python tools/benchmark_checkpoint.py --params 5000        # nothing else should run on the machine meanwhile
+python tools/benchmark_checkpoint.py --params 5000        # on an idle machine
 python tools/benchmark_checkpoint.py --planning --ranks 1024 --params 10000
 """
 
@@ -51,9 +51,15 @@ class Options:
 def build(options: Options) -> tuple[nn.Module, Any]:
     """A stepped model of many parameters; on one rank, ZeRO-1."""
     side = math.isqrt(options.elements)
-    model = nn.ParameterDict({f"p{index}": nn.Parameter(torch.randn(side, side).bfloat16())
-                              for index in range(options.params)})
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, bf16=True, use_distributed_optimizer=True), model)
+    model = nn.ParameterDict(
+        {
+            f"p{index}": nn.Parameter(torch.randn(side, side).bfloat16())
+            for index in range(options.params)
+        }
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=1e-3, bf16=True, use_distributed_optimizer=True), model
+    )
     torch.stack([param.float().sum() for param in model.values()]).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -74,10 +80,17 @@ def measure(options: Options, folder: Path, console: Console) -> None:
         port = probe.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     held, other = build(options), build(options)
-    table = Table("", "seconds", "of the processor", title=f"{options.params:,} parameters of {options.elements}")
+    table = Table(
+        "",
+        "seconds",
+        "of the processor",
+        title=f"{options.params:,} parameters of {options.elements}",
+    )
     for _ in range(options.rounds):
-        for what, work in (("save", lambda: checkpoint.save(folder, *held)),
-                           ("load", lambda: checkpoint.load(folder, *other))):
+        for what, work in (
+            ("save", lambda: checkpoint.save(folder, *held)),
+            ("load", lambda: checkpoint.load(folder, *other)),
+        ):
             seconds, used = timed(work)
             table.add_row(what, f"{seconds:.2f}", f"{used:.2f}")
     console.print(table)
@@ -85,7 +98,8 @@ def measure(options: Options, folder: Path, console: Console) -> None:
 
 
 def holdings(options: Options) -> list[Holding]:
-    """What ranks of ZeRO-1 hold: the model whole, equal flat ranges of the state, and its step counts."""
+    """What ranks of ZeRO-1 hold: the model whole, equal flat ranges of the state, and its step
+    counts."""
     side = math.isqrt(options.elements)
     names = [f"layers.{index}.weight" for index in range(options.params)]
     model = tuple(Whole(f"model.{name}", torch.bfloat16, (side, side)) for name in names)
@@ -97,11 +111,15 @@ def holdings(options: Options) -> list[Holding]:
         parts: list[Parted] = []
         for index in range(begin // numel, -(-end // numel)):
             first, last = max(begin, index * numel), min(end, (index + 1) * numel)
-            places = tuple(Place(box.offsets, box.sizes)
-                           for box in boxes((side, side), first - index * numel, last - first))
+            places = tuple(
+                Place(box.offsets, box.sizes)
+                for box in boxes((side, side), first - index * numel, last - first)
+            )
             steps.append(Whole(f"optimizer.state.step.{names[index]}", torch.float32, ()))
-            parts += [Parted(f"optimizer.state.{key}.{names[index]}", torch.float32, (side, side), places)
-                      for key in ("master_param", "exp_avg", "exp_avg_sq")]
+            parts += [
+                Parted(f"optimizer.state.{key}.{names[index]}", torch.float32, (side, side), places)
+                for key in ("master_param", "exp_avg", "exp_avg_sq")
+            ]
         result.append(Holding((*model, *steps), tuple(parts)))
     return result
 
@@ -114,7 +132,9 @@ def plan(options: Options, console: Console) -> None:
     told = {digest: sheet for own in sheets for digest, sheet in own.items()}
     sent = pickle.dumps((told, [holding.parts for holding in every]))
     received, _ = timed(lambda: pickle.loads(sent))
-    decided, _ = timed(lambda: shares(told, [list(own) for own in sheets], [holding.parts for holding in every]))
+    decided, _ = timed(
+        lambda: shares(told, [list(own) for own in sheets], [holding.parts for holding in every])
+    )
     table = Table("", "", title=f"{options.ranks:,} ranks, {options.params:,} parameters")
     table.add_row("each rank digests what it holds", f"{alone:.2f} s")
     table.add_row("all of them tell the first", f"{len(sent) / 1e6:.1f} MB")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure the host kernels and the full step against what else there is, in one process, in turn.
 
-python tools/benchmark_host.py --params 50e6        # nothing else should run on the machine meanwhile
+python tools/benchmark_host.py --params 50e6        # on an idle machine
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Train one small mixture of experts with AdamW and with Muon, each at the best of several learning rates.
+"""Train one small mixture of experts with AdamW and with Muon, each at the best of several learning
+rates.
 
 python tools/benchmark_muon.py --steps 300 --output docs/benchmarks
 """
@@ -29,8 +30,8 @@ RULES: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "Muon": {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True},
 }
-"""Settings by name. With this scale Muon's steps are about as long as AdamW's, so one learning rate serves both rules
-of the stack, and both contenders have one number to tune."""
+"""Settings by name. With this scale Muon's steps are about as long as AdamW's, so one learning rate
+serves both rules of the stack, and both contenders have one number to tune."""
 
 
 @dataclass
@@ -71,27 +72,48 @@ def run_one(job: tuple[str, float, int, int]) -> Run:
     torch.set_num_threads(1)
     rule, lr, seed, steps = job
     records = train(config_of(rule, lr, seed, steps)).records
-    return Run(rule, lr, seed, float(records[-1].eval_loss or float("nan")), [record.loss for record in records])
+    return Run(
+        rule,
+        lr,
+        seed,
+        float(records[-1].eval_loss or float("nan")),
+        [record.loss for record in records],
+    )
 
 
 def report(runs: Sequence[Run], best: dict[str, float], steps: int) -> str:
     """Two tables: every learning rate with the first seed, and the best ones over the seeds."""
     rates, first = sorted({run.lr for run in runs}), runs[0].seed
-    lines = [f"Held-out loss (nats per byte) after {steps} steps, by learning rate:", "",
-             f"| | {' | '.join(f'{lr:g}' for lr in rates)} |", "|---" * (len(rates) + 1) + "|"]
+    lines = [
+        f"Held-out loss (nats per byte) after {steps} steps, by learning rate:",
+        "",
+        f"| | {' | '.join(f'{lr:g}' for lr in rates)} |",
+        "|---" * (len(rates) + 1) + "|",
+    ]
     for rule in best:
         found = {run.lr: run.eval_loss for run in runs if run.rule == rule and run.seed == first}
-        lines.append(f"| {rule} | {' | '.join(f'{found[lr]:.4f}' if lr in found else '' for lr in rates)} |")
+        lines.append(
+            f"| {rule} | {' | '.join(f'{found[lr]:.4f}' if lr in found else '' for lr in rates)} |"
+        )
     marks = [at for at in (100, 200, 300, 500, 1000) if at <= steps]
-    lines += ["", "At the best rate, over the seeds; training loss as the mean of the 20 steps before:", "",
-              f"| | lr | {' | '.join(f'step {at}' for at in marks)} | held out | per seed |",
-              "|---" * (len(marks) + 4) + "|"]
+    lines += [
+        "",
+        "At the best rate, over the seeds; training loss as the mean of the 20 steps before:",
+        "",
+        f"| | lr | {' | '.join(f'step {at}' for at in marks)} | held out | per seed |",
+        "|---" * (len(marks) + 4) + "|",
+    ]
     for rule, lr in best.items():
         mine = [run for run in runs if run.rule == rule and run.lr == lr]
-        curve = [statistics.mean(statistics.mean(run.losses[at - 20 : at]) for run in mine) for at in marks]
+        curve = [
+            statistics.mean(statistics.mean(run.losses[at - 20 : at]) for run in mine)
+            for at in marks
+        ]
         held = [run.eval_loss for run in mine]
-        lines.append(f"| {rule} | {lr:g} | {' | '.join(f'{value:.4f}' for value in curve)} | "
-                     f"{statistics.mean(held):.4f} | {', '.join(f'{value:.4f}' for value in held)} |")
+        lines.append(
+            f"| {rule} | {lr:g} | {' | '.join(f'{value:.4f}' for value in curve)} | "
+            f"{statistics.mean(held):.4f} | {', '.join(f'{value:.4f}' for value in held)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -100,17 +122,24 @@ def main(options: Options) -> None:
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         jobs = [(rule, lr, first, options.steps) for rule in RULES for lr in options.rates]
         runs = list(track(pool.map(run_one, jobs), total=len(jobs), description="learning rates"))
-        best = {rule: min((run for run in runs if run.rule == rule), key=lambda run: run.eval_loss).lr
-                for rule in RULES}
-        jobs = [(rule, lr, first + seed, options.steps)
-                for rule, lr in best.items() for seed in range(1, options.seeds)]
+        best = {
+            rule: min((run for run in runs if run.rule == rule), key=lambda run: run.eval_loss).lr
+            for rule in RULES
+        }
+        jobs = [
+            (rule, lr, first + seed, options.steps)
+            for rule, lr in best.items()
+            for seed in range(1, options.seeds)
+        ]
         runs += track(pool.map(run_one, jobs), total=len(jobs), description="seeds")
     text = report(runs, best, options.steps)
     print(text)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "muon.md").write_text(text)
-        (options.output / "muon.json").write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
+        (options.output / "muon.json").write_text(
+            json.dumps([dataclasses.asdict(run) for run in runs])
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""Measure what the offload modes hide under backward: sync, overlap and speculative in one process, in turn.
+"""Measure what the offload modes hide under backward: sync, overlap and speculative in one process,
+in turn.
 
-python tools/benchmark_overlap.py --params 30e6        # nothing else should run on the machine meanwhile
+python tools/benchmark_overlap.py --params 30e6        # on an idle machine
 
-Backward is simulated: autograd nodes that wait (``--backward sleep``: an accelerator is busy, the host is not) or
-compute on one core (``--backward busy``), then hand out gradients that were made before. The bus is simulated too.
+Backward is simulated: autograd nodes that wait (``--backward sleep``: an accelerator is busy, the
+host is not) or compute on one core (``--backward busy``), then hand out gradients that were made
+before. The bus is simulated too.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def main(options: Options) -> None:
     found = []
     for rate in options.bus:
         for clip in ("off", "on, not firing", "always firing"):
-            setting = overlap.Setting(int(options.params), options.tensors, options.backward, rate, clip)
+            setting = overlap.Setting(
+                int(options.params), options.tensors, options.backward, rate, clip
+            )
             if clip == "off" or rate == options.bus[0]:
                 found.append(overlap.measure(setting, options.lengths, options.rounds))
                 report.show(console, found[-1])

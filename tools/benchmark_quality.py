@@ -28,8 +28,13 @@ from training.loop import train
 
 def _compact(moments: str, bits: int = 16, **more: Any) -> dict[str, Any]:
     remainder = {} if bits == 16 else {"param_remainder_bits": bits}
-    return {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, **remainder,
-            **more}
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
+        **remainder,
+        **more,
+    }
 
 
 def _offload(fraction: float) -> dict[str, Any]:
@@ -50,14 +55,19 @@ FORMS: dict[str, dict[str, Any]] = {
 FLOAT8: dict[str, tuple[str, dict[str, Any]]] = {
     f"float8 weights, {scale}{place}": (word, settings)
     for scale, word in (("a scale each", "tensor"), ("a scale a row", "row"))
-    for place, settings in (("", {}), (", half on the host", _offload(0.5)), (", all on the host", _offload(1.0)))
+    for place, settings in (
+        ("", {}),
+        (", half on the host", _offload(0.5)),
+        (", all on the host", _offload(1.0)),
+    )
 }
 """Model weights in 8 bits by name: where their scales are, and where they are stepped."""
 
 
 @dataclass
 class Options:
-    """What to train. Besides the forms of state there are those of float8 weights, which have to be named."""
+    """What to train. Besides the forms of state there are those of float8 weights, which have to be
+    named."""
 
     steps: int = 2000
     seeds: int = 3
@@ -65,7 +75,8 @@ class Options:
     """Runs at a time, one thread each."""
     forms: tuple[str, ...] = tuple(FORMS)
     output: Path | None = None
-    """Folder for quality.json, quality.md and quality.png; runs that are in the first already are not done again."""
+    """Folder for quality.json, quality.md and quality.png; runs that are in the first already are
+    not done again."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +93,37 @@ def run_config(form: str, seed: int, steps: int) -> TrainConfig:
     """A mixture of experts small enough to train often."""
     weights, settings = FLOAT8[form] if form in FLOAT8 else ("none", FORMS[form])
     return TrainConfig(
-        model=ModelConfig(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
-                          num_experts=4, num_experts_per_tok=2, float8_weights=weights),
+        model=ModelConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            float8_weights=weights,
+        ),
         data=DataConfig(source="stdlib", seq_length=128, max_megabytes=16.0),
-        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, adam_beta2=0.99, clip_grad=1.0, bf16=True,
-                                  **settings),
+        optimizer=OptimizerConfig(
+            lr=3e-3,
+            min_lr=3e-4,
+            weight_decay=0.1,
+            adam_beta2=0.99,
+            clip_grad=1.0,
+            bf16=True,
+            **settings,
+        ),
         scheduler=SchedulerConfig(lr_warmup_steps=steps // 20),
-        run=RunConfig(steps=steps, global_batch_size=8, micro_batch_size=8, seed=seed, device="cpu",
-                      eval_interval=steps, eval_batches=64))
+        run=RunConfig(
+            steps=steps,
+            global_batch_size=8,
+            micro_batch_size=8,
+            seed=seed,
+            device="cpu",
+            eval_interval=steps,
+            eval_batches=64,
+        ),
+    )
 
 
 def run_one(job: tuple[str, int, int]) -> Run:
@@ -97,23 +131,37 @@ def run_one(job: tuple[str, int, int]) -> Run:
     torch.set_num_threads(1)
     form, seed, steps = job
     records = train(run_config(form, seed, steps)).records
-    return Run(form, seed, float(records[-1].eval_loss or float("nan")), [record.loss for record in records])
+    return Run(
+        form,
+        seed,
+        float(records[-1].eval_loss or float("nan")),
+        [record.loss for record in records],
+    )
 
 
 def main(options: Options) -> None:
     known = {(run.form, run.seed): run for run in _found(options)}
-    jobs = [(form, 1000 + seed, options.steps) for seed in range(options.seeds) for form in options.forms]
+    jobs = [
+        (form, 1000 + seed, options.steps)
+        for seed in range(options.seeds)
+        for form in options.forms
+    ]
     missing = [job for job in jobs if job[:2] not in known]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for run in track(pool.map(run_one, missing), total=len(missing), description="training"):
             known[run.form, run.seed] = run
             if options.output is not None:
                 options.output.mkdir(parents=True, exist_ok=True)
-                _store(options).write_text(json.dumps([dataclasses.asdict(run) for run in known.values()]))
+                _store(options).write_text(
+                    json.dumps([dataclasses.asdict(run) for run in known.values()])
+                )
     runs = [known[job[:2]] for job in jobs]
     for form in options.forms:
         found = [run.eval_loss for run in runs if run.form == form]
-        print(f"{form:45s} {statistics.mean(found):.4f}  {' '.join(f'{value:.4f}' for value in found)}")
+        print(
+            f"{form:45s} {statistics.mean(found):.4f}  "
+            f"{' '.join(f'{value:.4f}' for value in found)}"
+        )
     if options.output is not None:
         write(options.output, [dataclasses.asdict(run) for run in runs], options.steps)
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env python
 """Convert optimizer state between libraries.
 
-python tools/convert_checkpoint.py --source-format torch --source adamw.pt --names names.json --target imported.pt
-python tools/convert_checkpoint.py --source-format checkpoint --source runs/x/checkpoints --target-format deepspeed \
+python tools/convert_checkpoint.py --source-format torch --source adamw.pt --names names.json
+--target imported.pt python tools/convert_checkpoint.py --source-format checkpoint --source
+runs/x/checkpoints --target-format deepspeed \
     --target universal
 
-What --target-format mp_optim writes is loaded by mp_optim.checkpoint.foreign.import_state(optimizer, from_file(path)).
+What --target-format mp_optim writes is loaded by
+mp_optim.checkpoint.foreign.import_state(optimizer, from_file(path)).
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ class Options:
     """From where to where."""
 
     source: Path
-    """A file; for deepspeed the folder of a universal checkpoint; for checkpoint a folder of mp_optim's."""
+    """A file; for deepspeed the folder of a universal checkpoint; for checkpoint a folder of
+    mp_optim's."""
     target: Path
     """A file; for torch and deepspeed a folder."""
     source_format: Literal["torch", "megatron", "apex", "deepspeed", "mp_optim", "checkpoint"]
-    """torch: a state dict. megatron: of one rank that holds whole parameters. apex: {"optimizer": state dict,
-    "masters": [group["params"] for group in optimizer.param_groups_master]}. mp_optim: what this tool wrote."""
+    """torch: a state dict. megatron: of one rank that holds whole parameters. apex: {"optimizer":
+    state dict, "masters": [group["params"] for group in optimizer.param_groups_master]}. mp_optim:
+    what this tool wrote."""
     target_format: Literal["mp_optim", "torch", "deepspeed"] = "mp_optim"
     names: Path | None = None
-    """Names of the parameters in the order of the source's param groups: a JSON list, or one in a line. Not needed
-    where the source has them."""
+    """Names of the parameters in the order of the source's param groups: a JSON list, or one in a
+    line. Not needed where the source has them."""
     fp32_names: tuple[str, ...] = ()
     """Parameters that the model itself keeps in FP32 (megatron)."""
     masters: Path | None = None
@@ -105,7 +109,10 @@ def main(options: Options) -> None:
         state = state.renamed(lambda name: name.removeprefix(options.strip_prefix))
     write(state, options)
     elements = sum(value.numel() for found in state.state.values() for value in found.values())
-    print(f"{len(state.names)} parameters, {elements:,} elements of state: {options.source} -> {options.target}")
+    print(
+        f"{len(state.names)} parameters, {elements:,} elements of state: {options.source} -> "
+        f"{options.target}"
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ def layers() -> list[list[str]]:
     """Modules by layer, the uppermost first, as the import linter is told."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         (contract,) = tomllib.load(file)["tool"]["importlinter"]["contracts"]
-    return [[name.strip().removeprefix(f"{PACKAGE}.") for name in line.split(":")] for line in contract["layers"]]
+    return [
+        [name.strip().removeprefix(f"{PACKAGE}.") for name in line.split(":")]
+        for line in contract["layers"]
+    ]
 
 
 def imports() -> dict[str, set[str]]:
@@ -39,16 +42,25 @@ def imports() -> dict[str, set[str]]:
         if graph.find_children(f"{PACKAGE}.{name}"):
             graph.squash_module(f"{PACKAGE}.{name}")
     direct = {name: graph.find_modules_directly_imported_by(f"{PACKAGE}.{name}") for name in names}
-    return {name: {short for other in others if (short := other.removeprefix(f"{PACKAGE}.")) in names and short != name}
-            for name, others in direct.items()}
+    return {
+        name: {
+            short
+            for other in others
+            if (short := other.removeprefix(f"{PACKAGE}.")) in names and short != name
+        }
+        for name, others in direct.items()
+    }
 
 
 def _needed(name: str, found: dict[str, set[str]]) -> list[str]:
     """Imports of a module that do not follow from those of what it imports."""
+
     def beyond(start: str) -> set[str]:
         return found[start].union(*map(beyond, found[start]))
 
-    return sorted(other for other in found[name] if not any(other in beyond(third) for third in found[name]))
+    return sorted(
+        other for other in found[name] if not any(other in beyond(third) for third in found[name])
+    )
 
 
 def diagram() -> Iterator[str]:
@@ -60,8 +72,11 @@ def diagram() -> Iterator[str]:
         for name in layer:
             yield f'    {name}["{name}"]'
     yield f'    ground["{", ".join(sorted(bottom))}"]'
-    above = {name: {"ground" if other in bottom else other for other in others}
-             for name, others in found.items() if name not in bottom} | {"ground": set()}
+    above = {
+        name: {"ground" if other in bottom else other for other in others}
+        for name, others in found.items()
+        if name not in bottom
+    } | {"ground": set()}
     for name in above:
         yield from (f"    {name} --> {other}" for other in _needed(name, above))
 

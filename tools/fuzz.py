@@ -3,7 +3,8 @@
 
 python tools/fuzz.py --minutes 60 --seed 1
 
-Ends with 1 if a program failed; its shortest form is printed, and can be carried out again with --replay FILE.
+Ends with 1 if a program failed; its shortest form is printed, and can be carried out again with
+--replay FILE.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Options:
     seed: int = 0
     """Of the first round of programs; the next has the next one."""
     without: tuple[str, ...] = ()
-    """Operations to leave out, by name, or "operation:kind"; "pending" takes state only where nothing was written from
-    outside since the last step."""
+    """Operations to leave out, by name, or "operation:kind"; "pending" takes state only where
+    nothing was written from outside since the last step."""
     failures: int = 5
     """Stop after so many rounds that failed."""
     shrink: bool = True
@@ -75,7 +76,8 @@ class Tally:
     """What has been done.
 
     Attributes:
-        counts: programs and operations, without those tried while a failing program was made shorter.
+        counts: programs and operations, without those tried while a failing program was made
+            shorter.
         failures: one of each round that failed.
     """
 
@@ -96,18 +98,34 @@ def one_round(options: Options, number: int, limit: int, tally: Tally) -> None:
     def note(error: Exception, lines: list[str]) -> None:
         if not first:
             tally.counts += AnyProgram.counts
-            first.append(Failure(tally.counts["programs"], tally.seconds, _in_short(error), "\n".join(lines)))
+            first.append(
+                Failure(tally.counts["programs"], tally.seconds, _in_short(error), "\n".join(lines))
+            )
 
     AnyProgram.on_failure, AnyProgram.without = staticmethod(note), frozenset(options.without)
     seed(options.seed + number)(AnyProgram)
     phases = (Phase.generate, Phase.shrink) if options.shrink else (Phase.generate,)
     try:
-        run_state_machine_as_test(AnyProgram, settings=settings(
-            max_examples=limit, stateful_step_count=LENGTHS[number % len(LENGTHS)], deadline=None, database=None,
-            suppress_health_check=list(HealthCheck), phases=phases, print_blob=False, report_multiple_bugs=False))
+        run_state_machine_as_test(
+            AnyProgram,
+            settings=settings(
+                max_examples=limit,
+                stateful_step_count=LENGTHS[number % len(LENGTHS)],
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                phases=phases,
+                print_blob=False,
+                report_multiple_bugs=False,
+            ),
+        )
         tally.counts += AnyProgram.counts
     except Exception as error:
-        failure = first[0] if first else Failure(tally.counts["programs"], tally.seconds, _in_short(error), "")
+        failure = (
+            first[0]
+            if first
+            else Failure(tally.counts["programs"], tally.seconds, _in_short(error), "")
+        )
         tally.failures.append(replace(failure, program=_shortest(error) or failure.program))
 
 
@@ -118,13 +136,20 @@ def _in_short(error: BaseException) -> str:
 def _shortest(error: BaseException) -> str:
     """The program that hypothesis prints with an error."""
     notes = "\n".join(getattr(error, "__notes__", []))
-    found = re.search(r"^state = AnyProgram\(\)$.*?^state\.teardown\(\)$", notes, re.MULTILINE | re.DOTALL)
+    found = re.search(
+        r"^state = AnyProgram\(\)$.*?^state\.teardown\(\)$", notes, re.MULTILINE | re.DOTALL
+    )
     return found[0] if found else ""
 
 
 def replay(path: Path) -> None:
     """Carry out a printed program. Raises what it raises."""
-    names: dict[str, Any] = {**vars(setups), "AnyProgram": AnyProgram, "inf": math.inf, "nan": math.nan}
+    names: dict[str, Any] = {
+        **vars(setups),
+        "AnyProgram": AnyProgram,
+        "inf": math.inf,
+        "nan": math.nan,
+    }
     program = path.read_text()
     if "AnyProgram()" not in program:
         program = f"state = AnyProgram()\n{program}\nstate.teardown()\n"
@@ -134,14 +159,19 @@ def replay(path: Path) -> None:
 def go_on(options: Options, tally: Tally) -> bool:
     """Whether there is time, and there are programs left."""
     programs = options.programs if options.programs or options.minutes else 100
-    return (len(tally.failures) < options.failures and (programs is None or tally.counts["programs"] < programs)
-            and (options.minutes is None or tally.seconds < options.minutes * 60))
+    return (
+        len(tally.failures) < options.failures
+        and (programs is None or tally.counts["programs"] < programs)
+        and (options.minutes is None or tally.seconds < options.minutes * 60)
+    )
 
 
 def report(tally: Tally, console: Console) -> None:
     """How much was done, and what failed."""
-    table = Table(title=f"{tally.counts['programs']} programs, {tally.counts['operations']} operations, "
-                  f"{tally.seconds:.0f} s, {len(tally.failures)} failures")
+    table = Table(
+        title=f"{tally.counts['programs']} programs, {tally.counts['operations']} operations, "
+        f"{tally.seconds:.0f} s, {len(tally.failures)} failures"
+    )
     table.add_column("operation")
     table.add_column("times", justify="right")
     for name, count in sorted(tally.counts.items(), key=lambda item: -item[1]):
@@ -154,7 +184,9 @@ def show_last(tally: Tally, console: Console) -> None:
     """The failure of the last round."""
     failure = tally.failures[-1]
     console.print(f"[red]after {failure.programs} programs, {failure.seconds:.1f} s:[/red]")
-    console.print(f"{failure.message}\n{failure.program}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{failure.message}\n{failure.program}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def main(options: Options, console: Console) -> int:
@@ -165,7 +197,11 @@ def main(options: Options, console: Console) -> int:
     logging.getLogger("mp_optim").setLevel(logging.CRITICAL)
     tally, number = Tally(), 0
     while go_on(options, tally):
-        left = PROGRAMS_A_ROUND if options.programs is None else options.programs - tally.counts["programs"]
+        left = (
+            PROGRAMS_A_ROUND
+            if options.programs is None
+            else options.programs - tally.counts["programs"]
+        )
         before = len(tally.failures)
         one_round(options, number, max(1, min(PROGRAMS_A_ROUND, left)), tally)
         if len(tally.failures) > before:

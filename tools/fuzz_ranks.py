@@ -3,7 +3,8 @@
 
 python tools/fuzz_ranks.py --layouts 300 --seed 1
 
-A case is a number. A failure prints it with the whole case and what is wrong; ``--case`` runs it again.
+A case is a number. A failure prints it with the whole case and what is wrong; ``--case`` runs it
+again.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def explore(pool: Pool, cases: Iterable[Case], options: Options) -> Tally:
             print(f"among threads alone: {grouped(case)}\n  {verdict.among_threads[0]}", flush=True)
         if verdict.faults:
             tally.failed += (case.seed,)
-            print(f"FAILED after {time.monotonic() - began:.1f} s: {grouped(case)}\n{case}", flush=True)
+            print(
+                f"FAILED after {time.monotonic() - began:.1f} s: {grouped(case)}\n{case}",
+                flush=True,
+            )
             print("\n".join(f"  {fault}" for fault in verdict.faults[:12]), flush=True)
         elif options.verbose:
             note = "  (torch refuses the model)" if verdict.refused else ""
@@ -75,15 +79,23 @@ def explore(pool: Pool, cases: Iterable[Case], options: Options) -> Tally:
 
 
 def main(options: Options) -> int:
-    numbers = range(options.seed, options.seed + options.layouts) if options.case is None else [options.case]
+    numbers = (
+        range(options.seed, options.seed + options.layouts)
+        if options.case is None
+        else [options.case]
+    )
     if options.case is not None:
         print(draw(options.case))
     began = time.monotonic()
     with Pool() as pool:
         tally = explore(pool, map(draw, numbers), options)
-    print(f"{tally.tried} layouts from {numbers[0]}: {len(tally.failed)} failed {list(tally.failed) or ''}, "
-          f"{tally.refused} that torch refuses, {len(tally.among_threads)} failed among threads alone, "
-          f"{time.monotonic() - began:.0f} s, {pool.restarts} restarts")
+    print(
+        f"{tally.tried} layouts from {numbers[0]}: {len(tally.failed)} failed "
+        f"{list(tally.failed) or ''}, "
+        f"{tally.refused} that torch refuses, {len(tally.among_threads)} failed among threads "
+        "alone, "
+        f"{time.monotonic() - began:.0f} s, {pool.restarts} restarts"
+    )
     return 1 if tally.failed else 0
 
 

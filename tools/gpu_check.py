@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Show on a machine with a GPU what only a GPU can show, in less than nine minutes.
 
-python tools/gpu_check.py --output docs/benchmarks          # everything; nothing else should use the GPU meanwhile
+python tools/gpu_check.py --output docs/benchmarks          # everything, on an idle GPU
 python tools/gpu_check.py --only kernels hybrid             # parts
 """
 
@@ -67,7 +67,9 @@ def main(options: Options) -> None:
         show(console, section)
         found[name] = {**asdict(section), "seconds": round(time.perf_counter() - started, 1)}
         gc.collect()
-        if options.output is not None:  # after every part, so that an interrupted run leaves what it has
+        if (
+            options.output is not None
+        ):  # after every part, so that an interrupted run leaves what it has
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
             (options.output / "gpu.md").write_text(markdown(found))

@@ -23,7 +23,8 @@ from mp_optim.checkpoint.contents import compare, open_checkpoint
 
 @dataclass(frozen=True)
 class List:
-    """What is in a checkpoint: every tensor with its dtype, shape, bytes and the boxes it was saved in."""
+    """What is in a checkpoint: every tensor with its dtype, shape, bytes and the boxes it was saved
+    in."""
 
     path: tyro.conf.Positional[Path]
     """A checkpoint directory (its newest version), or one version."""
@@ -33,7 +34,8 @@ class List:
 
 @dataclass(frozen=True)
 class Verify:
-    """Compare every file with the checksum taken while it was written. Exit status 1 if one differs."""
+    """Compare every file with the checksum taken while it was written. Exit status 1 if one
+    differs."""
 
     path: tyro.conf.Positional[Path]
     """A checkpoint directory (its newest version), or one version."""
@@ -66,8 +68,11 @@ def list_entries(command: List, console: Console) -> int:
         dtype = str(entry.dtype).removeprefix("torch.")
         table.add_row(entry.name, dtype, str(entry.shape), f"{entry.bytes:,}", str(entry.boxes))
     console.print(table)
-    console.print(f"{len(shown)} entries, {sum(entry.bytes for entry in shown):,} bytes; complete versions: "
-                  f"{', '.join(path.name for path in checkpoint.versions(contents.version.parent))}", highlight=False)
+    console.print(
+        f"{len(shown)} entries, {sum(entry.bytes for entry in shown):,} bytes; complete versions: "
+        f"{', '.join(path.name for path in checkpoint.versions(contents.version.parent))}",
+        highlight=False,
+    )
     return 0
 
 
@@ -78,13 +83,24 @@ def verify(command: Verify, console: Console) -> int:
 
 
 def diff(command: Diff, console: Console) -> int:
-    table = Table("entry", "what", "differing", "largest difference", "ulps", title=f"{command.a} against {command.b}")
+    table = Table(
+        "entry",
+        "what",
+        "differing",
+        "largest difference",
+        "ulps",
+        title=f"{command.a} against {command.b}",
+    )
     equal = different = 0
     for found in compare(open_checkpoint(command.a), open_checkpoint(command.b)):
-        equal, different = (equal + 1, different) if found.what == "equal" else (equal, different + 1)
+        equal, different = (
+            (equal + 1, different) if found.what == "equal" else (equal, different + 1)
+        )
         if found.what == "values":
             ulps = "" if found.ulps is None else str(found.ulps)
-            table.add_row(found.name, found.what, str(found.differing), f"{found.largest:.6g}", ulps)
+            table.add_row(
+                found.name, found.what, str(found.differing), f"{found.largest:.6g}", ulps
+            )
         elif found.what != "equal" or command.all:
             table.add_row(found.name, found.what, "", "", "")
     if table.rows:

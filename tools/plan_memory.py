@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """What a model and its optimizer take on one rank, before anything is allocated.
 
-python tools/plan_memory.py --model tests/functional/full_size/qwen3_30b_a3b.yaml --dp 8 --ep 8 --gpu-memory 80
+python tools/plan_memory.py --model tests/functional/full_size/qwen3_30b_a3b.yaml --dp 8 --ep 8
+--gpu-memory 80
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Options:
     """A YAML file of tools/train.py, or a Hugging Face config.json (or the folder it is in)."""
     layout: tyro.conf.OmitArgPrefixes[Layout] = field(default_factory=Layout)
     gpu_memory: float | None = None
-    """What parameters, gradients and optimizer may take of the accelerator: finds the smallest offload fraction."""
+    """What parameters, gradients and optimizer may take of the accelerator: finds the smallest
+    offload fraction."""
     host_memory: float | None = None
     """What the host has for this rank."""
     fractions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -62,9 +64,19 @@ def table(rows: list[SweepRow], options: Options) -> Table:
     for row in rows:
         accelerator = f"{row.plan.accelerator.total / GIB:.2f}"
         fits = options.gpu_memory is None or row.plan.accelerator.total <= options.gpu_memory * GIB
-        shown.add_row(row.form, f"{row.plan.fraction:g}", accelerator if fits else f"[red]{accelerator}[/red]",
-                      *(f"{size / GIB:.2f}" for size in (row.plan.pinned_host.total, row.plan.pageable_host.total,
-                                                         row.plan.host_total)))
+        shown.add_row(
+            row.form,
+            f"{row.plan.fraction:g}",
+            accelerator if fits else f"[red]{accelerator}[/red]",
+            *(
+                f"{size / GIB:.2f}"
+                for size in (
+                    row.plan.pinned_host.total,
+                    row.plan.pageable_host.total,
+                    row.plan.host_total,
+                )
+            ),
+        )
     return shown
 
 
@@ -75,10 +87,16 @@ def _words(layout: Layout) -> str:
 
 def markdown(rows: list[SweepRow]) -> str:
     """The same as a table for documents."""
-    lines = ["| state | fraction on the host | accelerator, GiB | pinned host, GiB | pageable host, GiB |",
-             "|---|---|---|---|---|"]
-    lines += [f"| {row.form} | {row.plan.fraction:g} | {row.plan.accelerator.total / GIB:.2f} | "
-              f"{row.plan.pinned_host.total / GIB:.2f} | {row.plan.pageable_host.total / GIB:.2f} |" for row in rows]
+    lines = [
+        "| state | fraction on the host | accelerator, GiB | pinned host, GiB | pageable host, GiB "
+        "|",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.form} | {row.plan.fraction:g} | {row.plan.accelerator.total / GIB:.2f} | "
+        f"{row.plan.pinned_host.total / GIB:.2f} | {row.plan.pageable_host.total / GIB:.2f} |"
+        for row in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -87,11 +105,21 @@ def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
     figure, places = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=False)
     for form in dict.fromkeys(row.form for row in rows):
         mine = [row.plan for row in rows if row.form == form]
-        for axes, total in zip(places, (lambda p: p.accelerator.total, lambda p: p.host_total), strict=True):
-            axes.plot([p.fraction for p in mine], [total(p) / GIB for p in mine], marker="o", label=form)
-    for axes, title, limit in zip(places, ("accelerator", "host"), (options.gpu_memory, options.host_memory),
-                                  strict=True):
-        axes.set(title=title, xlabel="share of the optimizer on the host", ylabel="GiB per rank", ylim=(0, None))
+        for axes, total in zip(
+            places, (lambda p: p.accelerator.total, lambda p: p.host_total), strict=True
+        ):
+            axes.plot(
+                [p.fraction for p in mine], [total(p) / GIB for p in mine], marker="o", label=form
+            )
+    for axes, title, limit in zip(
+        places, ("accelerator", "host"), (options.gpu_memory, options.host_memory), strict=True
+    ):
+        axes.set(
+            title=title,
+            xlabel="share of the optimizer on the host",
+            ylabel="GiB per rank",
+            ylim=(0, None),
+        )
         if limit is not None:
             axes.axhline(limit, color="red", linewidth=0.8, linestyle="--")
         axes.grid(alpha=0.25)
@@ -104,20 +132,31 @@ def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
 def fitting(options: Options, source: Any, config: OptimizerConfig) -> MemoryPlan:
     """The plan with the smallest fraction that fits."""
     host = None if options.host_memory is None else int(options.host_memory * GIB)
-    return smallest_fraction(source, config, options.layout, gpu_memory=int((options.gpu_memory or 0) * GIB),
-                             host_memory=host)
+    return smallest_fraction(
+        source,
+        config,
+        options.layout,
+        gpu_memory=int((options.gpu_memory or 0) * GIB),
+        host_memory=host,
+    )
 
 
 def main(options: Options, console: Console) -> None:
     source, config = load(options.model)
     specs = specs_of(source)
     rows = sweep(specs, config, options.layout, fractions=options.fractions)
-    console.print(f"{sum(spec.numel for spec in specs) / 1e9:.2f} B params in {len(specs)} tensors", highlight=False)
+    console.print(
+        f"{sum(spec.numel for spec in specs) / 1e9:.2f} B params in {len(specs)} tensors",
+        highlight=False,
+    )
     console.print(table(rows, options))
     if options.gpu_memory is not None:
         found = fitting(options, specs, config)
-        console.print(f"optimizer_offload_fraction={found.fraction:g} is the smallest that fits "
-                      f"{options.gpu_memory:g} GiB:", highlight=False)
+        console.print(
+            f"optimizer_offload_fraction={found.fraction:g} is the smallest that fits "
+            f"{options.gpu_memory:g} GiB:",
+            highlight=False,
+        )
         console.print(str(found), highlight=False)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""The table of docs/settings.md: large mixtures of experts on machines of several sizes. Prints markdown.
+"""The table of docs/settings.md: large mixtures of experts on machines of several sizes. Prints
+markdown.
 
 python tools/settings_table.py
 """
@@ -21,7 +22,8 @@ MODELS = Path(__file__).parents[1] / "tests" / "functional" / "full_size"
 
 @dataclass(frozen=True)
 class Machine:
-    """A model and where it is trained. ``limit`` is what parameters, gradients and optimizer may take, in GiB."""
+    """A model and where it is trained. ``limit`` is what parameters, gradients and optimizer may
+    take, in GiB."""
 
     model: str
     layout: Layout
@@ -30,7 +32,11 @@ class Machine:
 
     def __str__(self) -> str:
         ranks = self.layout.dp * self.layout.tp
-        sizes = [f"{name} {size}" for name in ("dp", "tp", "ep") if (size := getattr(self.layout, name)) > 1]
+        sizes = [
+            f"{name} {size}"
+            for name in ("dp", "tp", "ep")
+            if (size := getattr(self.layout, name)) > 1
+        ]
         return f"{ranks} x {self.gpu} GB" + (f", {' '.join(sizes)}" if sizes else "")
 
 
@@ -54,20 +60,35 @@ def main() -> None:
 
 def rows() -> Iterator[str]:
     """The table's lines."""
-    yield "| model | machine | " + " | ".join(f"{form}: fraction, GiB on a GPU + host" for form in FORMS) + " |"
+    yield (
+        "| model | machine | "
+        + " | ".join(f"{form}: fraction, GiB on a GPU + host" for form in FORMS)
+        + " |"
+    )
     yield "|---" * (2 + len(FORMS)) + "|"
     for machine in MACHINES:
         source, config = load(MODELS / f"{machine.model}.yaml")
         specs = specs_of(source)
         settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
         settings["use_distributed_optimizer"] = machine.layout.dp > 1
-        cells = [_cell(smallest_fraction(specs, OptimizerConfig(**{**settings, **form}), machine.layout,
-                                         gpu_memory=machine.limit * GIB)) for form in FORMS.values()]
+        cells = [
+            _cell(
+                smallest_fraction(
+                    specs,
+                    OptimizerConfig(**{**settings, **form}),
+                    machine.layout,
+                    gpu_memory=machine.limit * GIB,
+                )
+            )
+            for form in FORMS.values()
+        ]
         yield f"| {machine.model} | {machine} | " + " | ".join(cells) + " |"
 
 
 def _cell(found: MemoryPlan) -> str:
-    return f"{found.fraction:.2f}, {found.accelerator.total / GIB:.1f} + {found.host_total / GIB:.1f}"
+    return (
+        f"{found.fraction:.2f}, {found.accelerator.total / GIB:.1f} + {found.host_total / GIB:.1f}"
+    )
 
 
 if __name__ == "__main__":

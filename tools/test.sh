@@ -6,6 +6,7 @@ source tools/setup_env.sh dev
 
 echo "== ruff"
 ruff check .
+ruff format --check .
 echo "== mypy"
 mypy
 echo "== import layers"

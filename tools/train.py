@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Train a small language model over bytes with an mp_optim optimizer.
 
-python tools/train.py --config tools/configs/quickstart.yaml --optimizer.optimizer-offload-fraction 1.0
-torchrun --nproc-per-node 2 tools/train.py --config tools/configs/quickstart.yaml --run.layout zero1
+python tools/train.py --config tools/configs/quickstart.yaml --optimizer.optimizer-offload-fraction
+1.0 torchrun --nproc-per-node 2 tools/train.py --config tools/configs/quickstart.yaml --run.layout
+zero1
 """
 
 from __future__ import annotations
@@ -27,17 +28,24 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
     metrics, figure = output / "metrics.jsonl", output / "loss.png"
     try:
         trainer = Trainer(config)
-    except (ValueError, TypeError, RuntimeError) as error:  # a setting that does not fit the model or another one
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # a setting that does not fit the model or another one
         sys.exit(f"{type(error).__name__}: {error}")
     if ranks.rank() > 0:  # the first process shows and writes
         return train(config, trainer=trainer)
     console.print(
-        f"{config.model.family}, {trainer.num_params / 1e6:.2f} M params, on {trainer.device}", highlight=False
+        f"{config.model.family}, {trainer.num_params / 1e6:.2f} M params, on {trainer.device}",
+        highlight=False,
     )
     console.print(str(trainer.optimizer.describe()), markup=False, highlight=False)
     if config.run.resume:
         console.print(
-            f"resuming at step {trainer.step}" if trainer.checkpoint else "no checkpoint yet: starting afresh"
+            f"resuming at step {trainer.step}"
+            if trainer.checkpoint
+            else "no checkpoint yet: starting afresh"
         )
     result = train(
         config,
@@ -50,7 +58,9 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
     )
     history = read_records(metrics)
     if history:
-        plot_losses(history, figure, f"{config.model.family}, {result.num_params / 1e6:.1f} M params")
+        plot_losses(
+            history, figure, f"{config.model.family}, {result.num_params / 1e6:.1f} M params"
+        )
     result.paths = {"metrics": metrics, "figure": figure, "tensorboard": output / "tensorboard"}
     if result.checkpoint is not None:
         result.paths["checkpoint"] = result.checkpoint

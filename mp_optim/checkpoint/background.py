@@ -72,7 +72,9 @@ class SaveHandle:
         self._thread.join()
         if error is not None and not self._heard:
             self._heard = True
-            raise RuntimeError(f"the save in the background of {self.path} failed: {error}") from error
+            raise RuntimeError(
+                f"the save in the background of {self.path} failed: {error}"
+            ) from error
 
 
 _previous: list[SaveHandle] = []

@@ -1,7 +1,8 @@
-"""Block formats on disk: state in few bits has one scale for each run of 256 row-major elements of the whole tensor.
+"""Block formats on disk: state in few bits has one scale for each run of 256 row-major elements of
+the whole tensor.
 
-A layout that cuts the tensor cuts blocks, so it cannot keep such state as it is; but it can read it, with the scale of
-each element it owns.
+A layout that cuts the tensor cuts blocks, so it cannot keep such state as it is; but it can read
+it, with the scale of each element it owns.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
-    """The scale of each element of a rank's part of a tensor, FP32, in the part's shape and a last dimension of 1 (by
-    which it is told from the scales of blocks).
+    """The scale of each element of a rank's part of a tensor, FP32, in the part's shape and a last
+    dimension of 1 (by which it is told from the scales of blocks).
 
     Args:
         tensor: a DTensor or a FlatShard.

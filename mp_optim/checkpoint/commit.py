@@ -6,8 +6,8 @@
     <root>/version-<n>/         a complete version: its manifest lists every file
     <root>/.version-<n>.*       one being written, or being deleted; cleared away by the next save
 
-A version is written under its temporary name, synced, renamed, and becomes the newest one when ``latest`` is replaced.
-A process killed anywhere in between leaves ``latest`` where it was.
+A version is written under its temporary name, synced, renamed, and becomes the newest one when
+``latest`` is replaced. A process killed anywhere in between leaves ``latest`` where it was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from mp_optim.checkpoint.durable import replace_durably, sync_directory
 from mp_optim.checkpoint.folder import inside
 from mp_optim.checkpoint.manifest import MANIFEST
 
-__all__ = ["LATEST", "begin", "complete_versions", "latest_version", "newest", "publish", "staging_of"]
+__all__ = [
+    "LATEST",
+    "begin",
+    "complete_versions",
+    "latest_version",
+    "newest",
+    "publish",
+    "staging_of",
+]
 
 LATEST = "latest"
 _PREFIX = "version-"
@@ -34,8 +42,11 @@ def _number(path: Path) -> int | None:
 
 def complete_versions(root: Path) -> list[Path]:
     """Version directories that have a manifest, oldest first."""
-    numbered = [(number, path) for path in root.glob(f"{_PREFIX}*")
-                if (number := _number(path)) is not None and (path / MANIFEST).is_file()]
+    numbered = [
+        (number, path)
+        for path in root.glob(f"{_PREFIX}*")
+        if (number := _number(path)) is not None and (path / MANIFEST).is_file()
+    ]
     return [path for _, path in sorted(numbered)]
 
 
@@ -45,7 +56,8 @@ def staging_of(target: Path) -> Path:
 
 
 def begin(root: Path) -> Path:
-    """Clear away what interrupted saves left, and make an empty directory to write the next version into.
+    """Clear away what interrupted saves left, and make an empty directory to write the next version
+    into.
 
     Returns:
         The directory it will have when it is complete.
@@ -60,7 +72,8 @@ def begin(root: Path) -> Path:
 
 
 def publish(target: Path, keep: int | None) -> None:
-    """Make a version whose files are all written and synced the newest, then delete all but ``keep`` complete ones."""
+    """Make a version whose files are all written and synced the newest, then delete all but
+    ``keep`` complete ones."""
     root = target.parent
     sync_directory(staging_of(target))
     staging_of(target).rename(target)
@@ -74,7 +87,8 @@ def publish(target: Path, keep: int | None) -> None:
 
 
 def newest(path: Path) -> Path:
-    """The version that ``path`` stands for: the one ``latest`` names, or ``path`` itself if it is a version.
+    """The version that ``path`` stands for: the one ``latest`` names, or ``path`` itself if it is a
+    version.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
@@ -85,11 +99,17 @@ def newest(path: Path) -> Path:
     found = latest_version(path)
     if found is None:
         others = [version.name for version in complete_versions(path)]
-        hint = f"; complete versions lie there: {others}, load one by its own path" if others else ""
-        raise FileNotFoundError(f"no complete checkpoint under {path} (there is no {LATEST} file){hint}")
+        hint = (
+            f"; complete versions lie there: {others}, load one by its own path" if others else ""
+        )
+        raise FileNotFoundError(
+            f"no complete checkpoint under {path} (there is no {LATEST} file){hint}"
+        )
     if not (found / MANIFEST).is_file():
-        raise FileNotFoundError(f"{path / LATEST} names {found.name}, which is not complete or not there; complete "
-                                f"are {[version.name for version in complete_versions(path)]}")
+        raise FileNotFoundError(
+            f"{path / LATEST} names {found.name}, which is not complete or not there; complete "
+            f"are {[version.name for version in complete_versions(path)]}"
+        )
     return found
 
 
@@ -105,6 +125,8 @@ def latest_version(root: Path) -> Path | None:
     try:
         return inside(root, pointer.read_bytes().decode().strip(), str(pointer))
     except ValueError as error:
-        raise ValueError(f"{pointer} is damaged ({error}); write into it the name of one of the complete versions "
-                         f"{[version.name for version in complete_versions(root)]}, or load one by its own path"
-                         ) from error
+        raise ValueError(
+            f"{pointer} is damaged ({error}); write into it the name of one of the complete "
+            "versions "
+            f"{[version.name for version in complete_versions(root)]}, or load one by its own path"
+        ) from error

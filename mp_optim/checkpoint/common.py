@@ -1,4 +1,5 @@
-"""What is saved beside the tensors: param groups, loss scale, scheduler, the caller's own. Plain data in one file."""
+"""What is saved beside the tensors: param groups, loss scale, scheduler, the caller's own. Plain
+data in one file."""
 
 from __future__ import annotations
 
@@ -23,24 +24,36 @@ _PARTS = {"optimizer", "extra", "model", "scheduler"}
 
 def without_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict without its tensors, and with a name for each parameter."""
-    groups = [{"param_names": [f"group{index}.param{i}" for i in range(len(group["params"]))], **group}
-              for index, group in enumerate(state_dict["param_groups"])]
-    return {**{key: value for key, value in state_dict.items() if key != "state"}, "param_groups": groups}
+    groups = [
+        {"param_names": [f"group{index}.param{i}" for i in range(len(group["params"]))], **group}
+        for index, group in enumerate(state_dict["param_groups"])
+    ]
+    return {
+        **{key: value for key, value in state_dict.items() if key != "state"},
+        "param_groups": groups,
+    }
 
 
 def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
-    """The content of the file on the first rank, with the parameters of all ranks in its groups; b"" on the others.
+    """The content of the file on the first rank, with the parameters of all ranks in its groups;
+    b"" on the others.
 
     Raises:
         ValueError: it holds what a safe load would refuse.
     """
     optimizer = common["optimizer"]
     groups = [] if optimizer is None else optimizer["param_groups"]
-    digest = hashlib.sha256(json.dumps([group["param_names"] for group in groups]).encode()).digest()
+    digest = hashlib.sha256(
+        json.dumps([group["param_names"] for group in groups]).encode()
+    ).digest()
     others = ranks.gather(None if digest == ranks.broadcast(digest) else groups)
 
     def pack() -> bytes:
-        whole = None if optimizer is None else {**optimizer, "param_groups": _merged(groups, filter(None, others))}
+        whole = (
+            None
+            if optimizer is None
+            else {**optimizer, "param_groups": _merged(groups, filter(None, others))}
+        )
         buffer = io.BytesIO()
         content = {**common, "optimizer": whole}
         torch.save(content, buffer)
@@ -66,12 +79,17 @@ def read_common(version: Path, manifest: Manifest) -> dict[str, Any]:
                 raise ValueError("a param group has not one name for each parameter")
     except Exception as error:  # damage raises anything
         first = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"{version / COMMON} is damaged or no plain data: {type(error).__name__}: {first}") from error
+        raise ValueError(
+            f"{version / COMMON} is damaged or no plain data: {type(error).__name__}: {first}"
+        ) from error
     return found
 
 
-def _merged(groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The first rank's groups, then those of other ranks that hold parameters it does not have, numbered anew."""
+def _merged(
+    groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The first rank's groups, then those of other ranks that hold parameters it does not have,
+    numbered anew."""
     result = list(groups)
     seen = {name for group in groups for name in group["param_names"]}
     start = sum(len(group["params"]) for group in groups)
@@ -79,19 +97,26 @@ def _merged(groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]
         for group in theirs:
             new = [at for at, name in enumerate(group["param_names"]) if name not in seen]
             if new:
-                result.append({**with_params(group, new), "params": list(range(start, start + len(new)))})
+                result.append(
+                    {**with_params(group, new), "params": list(range(start, start + len(new)))}
+                )
                 start += len(new)
                 seen |= set(result[-1]["param_names"])
     return result
 
 
 def _check_plain(buffer: io.BytesIO, common: Any) -> None:
-    """What this process happens to trust (``torch.serialization.add_safe_globals``), the next one may not."""
+    """What this process happens to trust (``torch.serialization.add_safe_globals``), the next one
+    may not."""
     buffer.seek(0)
     unsafe = {*torch.serialization.get_unsafe_globals_in_checkpoint(buffer), *_trusted_here(common)}
     if unsafe:
-        raise ValueError("extra, the scheduler's state and what the model's state dict holds beside tensors may be "
-                         f"numbers, strings, tensors and containers of them, nothing else; they hold {sorted(unsafe)}")
+        raise ValueError(
+            "extra, the scheduler's state and what the model's state dict holds beside tensors may "
+            "be "
+            "numbers, strings, tensors and containers of them, nothing else; they hold "
+            f"{sorted(unsafe)}"
+        )
 
 
 def _trusted_here(common: Any) -> Iterator[str]:

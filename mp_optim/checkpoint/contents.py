@@ -67,8 +67,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
     version = newest(Path(path))
     manifest = read_manifest(version)
     index = read_index(version, manifest)
-    return Contents(version, {name: Entry(name, saved.dtype, saved.shape, len(saved.boxes))
-                              for name, saved in sorted(index.entries.items())}, manifest, index)
+    return Contents(
+        version,
+        {
+            name: Entry(name, saved.dtype, saved.shape, len(saved.boxes))
+            for name, saved in sorted(index.entries.items())
+        },
+        manifest,
+        index,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ __all__ = ["naming", "replace_durably", "sync_directory", "sync_file", "write_du
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of a disk that is full say which file they are about; those of ``write`` do not by themselves."""
+    """Errors of a disk that is full say which file they are about; those of ``write`` do not by
+    themselves."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,5 @@
-"""What a checkpoint consists of: tensors under their names, and which of them a model and an optimizer need."""
+"""What a checkpoint consists of: tensors under their names, and which of them a model and an
+optimizer need."""
 
 from __future__ import annotations
 
@@ -15,14 +16,28 @@ from mp_optim.checkpoint.state_dict import with_params
 from mp_optim.names import canonical_names, prefixed
 from mp_optim.slots import ParamGroups, Slot
 
-__all__ = ["MODEL", "STATE", "Models", "SlotStateful", "as_read", "check_entries", "entries_of", "in_saved_form",
-           "load_model", "params_of", "plain_of", "state_by_index", "wanted_groups"]
+__all__ = [
+    "MODEL",
+    "STATE",
+    "Models",
+    "SlotStateful",
+    "as_read",
+    "check_entries",
+    "entries_of",
+    "in_saved_form",
+    "load_model",
+    "params_of",
+    "plain_of",
+    "state_by_index",
+    "wanted_groups",
+]
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
 
 STATE = "optimizer.state."
-"""What the names of optimizer state begin with; the state's key, a dot and the parameter's FQN follow."""
+"""What the names of optimizer state begin with; the state's key, a dot and the parameter's FQN
+follow."""
 
 _SHOWN = 40
 _OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
@@ -54,7 +69,7 @@ def _scale_of(name: str) -> str:
     return _entry(f"{key}_scale", fqn)
 
 
-# -- the model --------------------------------------------------------------------------------------------------
+# -- the model ------------------------------------------------------------------------------------
 
 
 def _chunks(models: Models) -> list[tuple[str, nn.Module]]:
@@ -75,31 +90,50 @@ def params_of(models: Models) -> dict[str, Tensor]:
     params: dict[str, Tensor] = {}
     for prefix, chunk in _chunks(models):
         own = dict(chunk.named_parameters())
-        params |= {MODEL + prefix + short: own[name] for name, short in canonical_names(chunk, own).items()}
+        params |= {
+            MODEL + prefix + short: own[name] for name, short in canonical_names(chunk, own).items()
+        }
     return params
 
 
 def plain_of(models: Models) -> dict[str, Any]:
     """What a model's state dict holds beside tensors (``get_extra_state``), by name."""
-    return {name: value for name, value in _state_dict(models).items() if not isinstance(value, Tensor)}
+    return {
+        name: value for name, value in _state_dict(models).items() if not isinstance(value, Tensor)
+    }
 
 
 def load_model(models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
     """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
-    state = {**{name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)}, **plain}
+    state = {
+        **{
+            name.removeprefix(MODEL): value
+            for name, value in tensors.items()
+            if name.startswith(MODEL)
+        },
+        **plain,
+    }
     for prefix, chunk in _chunks(models):
         own = canonical_names(chunk, chunk.state_dict())
-        chunk.load_state_dict({name: state[prefix + short] for name, short in own.items() if prefix + short in state},
-                              strict=False)
+        chunk.load_state_dict(
+            {name: state[prefix + short] for name, short in own.items() if prefix + short in state},
+            strict=False,
+        )
 
 
-# -- everything ---------------------------------------------------------------------------------------------------
+# -- everything -----------------------------------------------------------------------------------
 
 
 @uncollected()
-def entries_of(models: Models, optimizer: SlotStateful | None, full_precision: bool = False) -> dict[str, Tensor]:
+def entries_of(
+    models: Models, optimizer: SlotStateful | None, full_precision: bool = False
+) -> dict[str, Tensor]:
     """Every tensor under its name. The tensors are the live ones where that is possible."""
-    entries = {MODEL + name: value for name, value in _state_dict(models).items() if isinstance(value, Tensor)}
+    entries = {
+        MODEL + name: value
+        for name, value in _state_dict(models).items()
+        if isinstance(value, Tensor)
+    }
     for slot in optimizer.slots() if optimizer is not None else ():
         assert optimizer is not None
         state = optimizer.full_slot_state(slot) if full_precision else optimizer.slot_state(slot)
@@ -108,31 +142,44 @@ def entries_of(models: Models, optimizer: SlotStateful | None, full_precision: b
     return entries
 
 
-def in_saved_form(tensors: Mapping[str, Tensor], saved: Mapping[str, Saved], *, convert: bool) -> dict[str, Tensor]:
-    """The tensors to read a checkpoint into: the live ones. Where any state was saved in another form, new ones for
-    all state, so that a load that is refused for losing bits has changed none.
+def in_saved_form(
+    tensors: Mapping[str, Tensor], saved: Mapping[str, Saved], *, convert: bool
+) -> dict[str, Tensor]:
+    """The tensors to read a checkpoint into: the live ones. Where any state was saved in another
+    form, new ones for all state, so that a load that is refused for losing bits has changed none.
 
     Args:
         tensors: of :func:`entries_of`.
         saved: the checkpoint's entries.
         convert: read tensors of the model of another dtype, too.
     """
-    if all(_dtype(saved.get(name), value.dtype) == value.dtype and (name in saved or name.startswith(MODEL))
-           for name, value in tensors.items()):
+    if all(
+        _dtype(saved.get(name), value.dtype) == value.dtype
+        and (name in saved or name.startswith(MODEL))
+        for name, value in tensors.items()
+    ):
         return dict(tensors)
-    model = {name: _new_like(value, saved.get(name)) if convert and _dtype(saved.get(name), value.dtype) != value.dtype
-             else value for name, value in tensors.items() if name.startswith(MODEL)}
+    model = {
+        name: _new_like(value, saved.get(name))
+        if convert and _dtype(saved.get(name), value.dtype) != value.dtype
+        else value
+        for name, value in tensors.items()
+        if name.startswith(MODEL)
+    }
     own = {name: value for name, value in tensors.items() if name.startswith(STATE)}
     state: dict[str, Tensor] = {}
     for name, value in own.items():
         state |= _as_saved(name, value, saved)
-    if state.keys() == own.keys() and all(own[name].dtype == value.dtype for name, value in state.items()):
+    if state.keys() == own.keys() and all(
+        own[name].dtype == value.dtype for name, value in state.items()
+    ):
         return {**model, **own}
     return {**model, **state}
 
 
 def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
-    """New tensors to read one state tensor into, under the names and of the dtypes it was saved with."""
+    """New tensors to read one state tensor into, under the names and of the dtypes it was saved
+    with."""
     key, fqn = name.removeprefix(STATE).split(".", 1)
     scale = _entry(f"{key}_scale", fqn)
     if name not in saved:
@@ -142,13 +189,16 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
         if key.endswith("_scale") and _entry(key.removesuffix("_scale"), fqn) in saved:
             return {}
     if scale in saved and _dtype(saved[name], own.dtype) != own.dtype:
-        return {name: _new_like(own, saved[name]),
-                scale: torch.empty(saved[scale].shape, dtype=saved[scale].dtype, device="cpu")}
+        return {
+            name: _new_like(own, saved[name]),
+            scale: torch.empty(saved[scale].shape, dtype=saved[scale].dtype, device="cpu"),
+        }
     return {name: _new_like(own, saved.get(name))}
 
 
 def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Entries after reading, with the scales of a tensor of which this rank has a part cut to that part."""
+    """Entries after reading, with the scales of a tensor of which this rank has a part cut to that
+    part."""
     result = dict(tensors)
     for name, value in tensors.items():
         if name.startswith(STATE) and is_cut(value) and (scale := _scale_of(name)) in tensors:
@@ -165,7 +215,7 @@ def _dtype(saved: Saved | None, default: torch.dtype) -> torch.dtype:
     return default if saved is None else saved.dtype
 
 
-# -- the optimizer's state as its state dict wants it ---------------------------------------------------------------
+# -- the optimizer's state as its state dict wants it ---------------------------------------------
 
 
 def wanted_groups(groups: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
@@ -178,10 +228,15 @@ def wanted_groups(groups: list[dict[str, Any]], names: set[str]) -> list[dict[st
     return result
 
 
-def state_by_index(groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+def state_by_index(
+    groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]
+) -> dict[int, dict[str, Tensor]]:
     """State by the indices of saved param groups."""
-    index_of = {name: index for group in groups
-                for name, index in zip(group["param_names"], group["params"], strict=True)}
+    index_of = {
+        name: index
+        for group in groups
+        for name, index in zip(group["param_names"], group["params"], strict=True)
+    }
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         if name.startswith(STATE):
@@ -191,12 +246,14 @@ def state_by_index(groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]) 
     return state
 
 
-# -- what does not fit ------------------------------------------------------------------------------------------------
+# -- what does not fit ----------------------------------------------------------------------------
 
 
-def check_entries(where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
-                  ) -> None:
-    """Raise ValueError listing what a checkpoint lacks, what nobody wants, and what is of another shape or dtype.
+def check_entries(
+    where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
+) -> None:
+    """Raise ValueError listing what a checkpoint lacks, what nobody wants, and what is of another
+    shape or dtype.
 
     Args:
         where: names the checkpoint.
@@ -205,12 +262,22 @@ def check_entries(where: object, saved: Mapping[str, Saved], wanted: Mapping[str
         others: names that any rank reads.
     """
     here = {name: value for name, value in wanted.items() if name in saved}
-    shapes = [f"{name}: saved {saved[name].shape}, expected {tuple(value.shape)}" for name, value in here.items()
-              if saved[name].shape != value.shape]
-    dtypes = [f"{name}: saved {saved[name].dtype}, expected {value.dtype}" for name, value in here.items()
-              if saved[name].dtype != value.dtype]
-    problems = {"missing": sorted(wanted.keys() - saved.keys()), "unexpected": sorted(saved.keys() - set(others)),
-                "mis-shaped": shapes, "of another dtype": dtypes}
+    shapes = [
+        f"{name}: saved {saved[name].shape}, expected {tuple(value.shape)}"
+        for name, value in here.items()
+        if saved[name].shape != value.shape
+    ]
+    dtypes = [
+        f"{name}: saved {saved[name].dtype}, expected {value.dtype}"
+        for name, value in here.items()
+        if saved[name].dtype != value.dtype
+    ]
+    problems = {
+        "missing": sorted(wanted.keys() - saved.keys()),
+        "unexpected": sorted(saved.keys() - set(others)),
+        "mis-shaped": shapes,
+        "of another dtype": dtypes,
+    }
     if any(problems.values()):
         listed = ", ".join(f"{kind} {_some(found)}" for kind, found in problems.items() if found)
         raise ValueError(f"{where} does not fit this model and optimizer: {listed}")

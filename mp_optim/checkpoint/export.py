@@ -29,13 +29,20 @@ class HasMainParams(Protocol):
 
 
 @in_own_modes
-def export_safetensors(path: str | os.PathLike[str], optimizer: HasMainParams, *, max_shard_size: int = 5 * 10**9,
-                       process_group: ProcessGroup | None = None) -> list[Path]:
-    """Write the FP32 main params into a folder: ``model.safetensors``; or, if they need more than one file,
-    ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``. Every rank calls it.
+def export_safetensors(
+    path: str | os.PathLike[str],
+    optimizer: HasMainParams,
+    *,
+    max_shard_size: int = 5 * 10**9,
+    process_group: ProcessGroup | None = None,
+) -> list[Path]:
+    """Write the FP32 main params into a folder: ``model.safetensors``; or, if they need more than
+    one file, ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``.
+    Every rank calls it.
 
-    The first rank writes, and holds at most one file's tensors and one more at a time. A file appears under its name
-    only when it is complete; the files of an earlier export are then deleted.
+    The first rank writes, and holds at most one file's tensors and one more at a time. A file
+    appears under its name only when it is complete; the files of an earlier export are then
+    deleted.
 
     Args:
         path: folder; created if missing, other files in it are left alone.
@@ -47,7 +54,8 @@ def export_safetensors(path: str | os.PathLike[str], optimizer: HasMainParams, *
         The safetensors files, in order.
 
     Raises:
-        ValueError: ``max_shard_size`` is not positive, or ranks hold different parameters, naming some.
+        ValueError: ``max_shard_size`` is not positive, or ranks hold different parameters, naming
+            some.
         ModuleNotFoundError: safetensors is not installed.
     """
     if max_shard_size < 1:
@@ -65,35 +73,52 @@ def export_safetensors(path: str | os.PathLike[str], optimizer: HasMainParams, *
         temporary = folder / f".model-{len(written) + 1:05d}.tmp"
         save_file(tensors, temporary, metadata={"format": "pt"})
         sync_file(temporary)
-        written.append((temporary, list(tensors), sum(tensor.nbytes for tensor in tensors.values())))
+        written.append(
+            (temporary, list(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+        )
 
     for tensors in _files(_whole(optimizer, ranks), max_shard_size):
         ranks.first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
-    return [Path(name) for name in ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))]
+    return [
+        Path(name)
+        for name in ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
+    ]
 
 
 def _check_names(own: set[str], every: set[str]) -> None:
     if own != every:
-        raise ValueError(f"parameters {sorted(every - own)[:10]} are not on this rank: export the main params of ranks "
-                         "that hold the same parameters (process_group=)")
+        raise ValueError(
+            f"parameters {sorted(every - own)[:10]} are not on this rank: export the main params "
+            "of ranks "
+            "that hold the same parameters (process_group=)"
+        )
 
 
 def _whole(optimizer: HasMainParams, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """Every main param, whole, on the host, where this rank writes; empty ones of the same size elsewhere."""
+    """Every main param, whole, on the host, where this rank writes; empty ones of the same size
+    elsewhere."""
     for name, main in optimizer.named_main_params():
         full = main.detach()
         if isinstance(full, DTensor):
             full = full.full_tensor()
         elif isinstance(full, FlatShard):
             full = full.full_tensor(ranks.group)
-        yield name, full.float().cpu().contiguous() if ranks.is_first else full.new_empty(full.shape, device="meta")
+        yield (
+            name,
+            full.float().cpu().contiguous()
+            if ranks.is_first
+            else full.new_empty(full.shape, device="meta"),
+        )
 
 
 def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
     """Tensors in order, as many to a file as fit; one empty file if there are none."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in named:
-        if tensors and sum(other.numel() for other in tensors.values()) * 4 + tensor.numel() * 4 > limit:
+        if (
+            tensors
+            and sum(other.numel() for other in tensors.values()) * 4 + tensor.numel() * 4 > limit
+        ):
             yield tensors
             tensors = {}
         tensors[name] = tensor
@@ -101,17 +126,29 @@ def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str
 
 
 def _publish(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[str]:
-    """Give the files their names, write the index if there are several, and delete an earlier export's."""
+    """Give the files their names, write the index if there are several, and delete an earlier
+    export's."""
     count = len(written)
-    names = ["model.safetensors"] if count == 1 else [f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-                                                      for number in range(count)]
+    names = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    )
     for (temporary, _, _), name in zip(written, names, strict=True):
         os.replace(temporary, folder / name)
     if count > 1:
-        weight_map = {key: name for (_, keys, _), name in zip(written, names, strict=True) for key in keys}
-        index = {"metadata": {"total_size": sum(size for _, _, size in written)}, "weight_map": weight_map}
+        weight_map = {
+            key: name for (_, keys, _), name in zip(written, names, strict=True) for key in keys
+        }
+        index = {
+            "metadata": {"total_size": sum(size for _, _, size in written)},
+            "weight_map": weight_map,
+        }
         replace_durably(folder / _INDEX, json.dumps(index, indent=2).encode())
-    earlier = {path.name for path in (*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors"))}
+    earlier = {
+        path.name
+        for path in (*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors"))
+    }
     for name in (*(earlier - set(names)), *([_INDEX] if count == 1 else [])):
         (folder / name).unlink(missing_ok=True)
     sync_directory(folder)

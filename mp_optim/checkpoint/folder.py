@@ -10,9 +10,15 @@ _LONGEST = 255
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether it names something that lies directly in a folder: no path, nothing unprintable, not the folder."""
-    return (isinstance(name, str) and 0 < len(name) <= _LONGEST and name not in (".", "..")
-            and name.isprintable() and not set(name) & {"/", "\\", ":"})
+    """Whether it names something that lies directly in a folder: no path, nothing unprintable, not
+    the folder."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= _LONGEST
+        and name not in (".", "..")
+        and name.isprintable()
+        and not set(name) & {"/", "\\", ":"}
+    )
 
 
 def inside(folder: Path, name: str, named_by: str) -> Path:
@@ -25,8 +31,13 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
         ValueError: it is a path, or a link that leads out of the folder.
     """
     if not is_plain_name(name):
-        raise ValueError(f"{named_by} names {name!r}, which is not the name of something in {folder}")
+        raise ValueError(
+            f"{named_by} names {name!r}, which is not the name of something in {folder}"
+        )
     path = folder / name
     if path.is_symlink() and path.resolve().parent != folder.resolve():
-        raise ValueError(f"{named_by} names {name!r}, a link that leads out of {folder}; put what it leads to there")
+        raise ValueError(
+            f"{named_by} names {name!r}, a link that leads out of {folder}; put what it leads to "
+            "there"
+        )
     return path

@@ -1,7 +1,7 @@
 """The garbage collector, left out where many small objects are made that stay.
 
-Every few hundred new objects it looks for cycles, now and then among all objects of the process; plans and indices of
-thousands of entries have no cycles, and half of their time would go into that.
+Every few hundred new objects it looks for cycles, now and then among all objects of the process;
+plans and indices of thousands of entries have no cycles, and half of their time would go into that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What a checkpoint holds and where it lies: ``index.json``, plain data that is checked before it is believed.
+"""What a checkpoint holds and where it lies: ``index.json``, plain data that is checked before it
+is believed.
 
-A tensor is saved in boxes. The elements of a box are raw bytes in row-major order, so a reader needs no unpickler.
-Every file of tensors is summed up in blocks: whoever reads a part of it can tell damage before anything is replaced.
+A tensor is saved in boxes. The elements of a box are raw bytes in row-major order, so a reader
+needs no unpickler. Every file of tensors is summed up in blocks: whoever reads a part of it can
+tell damage before anything is replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ import torch
 
 from mp_optim.checkpoint.folder import is_plain_name
 
-__all__ = ["BLOCK_BYTES", "INDEX", "Index", "Saved", "SavedBox", "as_json", "check_saved", "from_json"]
+__all__ = [
+    "BLOCK_BYTES",
+    "INDEX",
+    "Index",
+    "Saved",
+    "SavedBox",
+    "as_json",
+    "check_saved",
+    "from_json",
+]
 
 INDEX = "index.json"
 BLOCK_BYTES = 1 << 20
@@ -34,7 +45,8 @@ class SavedBox(NamedTuple):
         offsets: index of its first element in the tensor.
         sizes: its shape.
         file: name of the file.
-        start: first byte of its elements; in a checkpoint of the old form, of what ``torch.save`` wrote for it.
+        start: first byte of its elements; in a checkpoint of the old form, of what ``torch.save``
+            wrote for it.
         length: bytes from there.
     """
 
@@ -59,7 +71,8 @@ class Index:
 
     Attributes:
         entries: by name.
-        sums: CRC-32 of each block of each file; None in the old form, whose boxes are what ``torch.save`` wrote.
+        sums: CRC-32 of each block of each file; None in the old form, whose boxes are what
+            ``torch.save`` wrote.
     """
 
     entries: Mapping[str, Saved]
@@ -72,17 +85,27 @@ def as_json(index: Index) -> bytes:
     files = sorted(index.sums)
     number = {name: at for at, name in enumerate(files)}
     entries = {name: _plain(saved, number) for name, saved in index.entries.items()}
-    content = {"format": _FORMAT, "block_bytes": BLOCK_BYTES, "files": files,
-               "crc32": [list(index.sums[name]) for name in files], "entries": entries}
+    content = {
+        "format": _FORMAT,
+        "block_bytes": BLOCK_BYTES,
+        "files": files,
+        "crc32": [list(index.sums[name]) for name in files],
+        "entries": entries,
+    }
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def _plain(saved: Saved, number: Mapping[str, int]) -> list[Any]:
-    """Most entries are one box, which is the whole tensor: dtype, shape, number of the file, first byte."""
+    """Most entries are one box, which is the whole tensor: dtype, shape, number of the file, first
+    byte."""
     dtype, boxes = str(saved.dtype).removeprefix("torch."), saved.boxes
     if len(boxes) == 1 and boxes[0].sizes == saved.shape:
         return [dtype, saved.shape, number[boxes[0].file], boxes[0].start]
-    return [dtype, saved.shape, [[box.offsets, box.sizes, number[box.file], box.start] for box in boxes]]
+    return [
+        dtype,
+        saved.shape,
+        [[box.offsets, box.sizes, number[box.file], box.start] for box in boxes],
+    ]
 
 
 def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
@@ -114,11 +137,21 @@ def _entry(name: str, found: Any, files: list[str]) -> Saved:
     shape = _shape(tuple(plain_shape))
     if len(where) == 2:
         length = math.prod(shape) * dtype.itemsize
-        return Saved(dtype, shape, [SavedBox((0,) * len(shape), shape, files[where[0]], where[1], length)])
+        return Saved(
+            dtype, shape, [SavedBox((0,) * len(shape), shape, files[where[0]], where[1], length)]
+        )
     boxes = []
     for offsets, lengths, number, start in where[0]:
         sizes = _shape(tuple(lengths))
-        boxes.append(SavedBox(_shape(tuple(offsets)), sizes, files[number], start, math.prod(sizes) * dtype.itemsize))
+        boxes.append(
+            SavedBox(
+                _shape(tuple(offsets)),
+                sizes,
+                files[number],
+                start,
+                math.prod(sizes) * dtype.itemsize,
+            )
+        )
     return Saved(dtype, shape, boxes)
 
 
@@ -147,20 +180,37 @@ def _check_sums(sums: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 
 
 def check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless every box lies inside its tensor and its bytes inside a file that is there."""
+    """Raise ValueError unless every box lies inside its tensor and its bytes inside a file that is
+    there."""
     for name, saved in entries.items():
         for box in saved.boxes:
             if box.sizes is not saved.shape and not _fits(box, saved.shape):
-                raise ValueError(f"{name} of shape {saved.shape} has a box of {box.sizes} at {box.offsets}")
-            numbers = type(box.start) is int and type(box.length) is int and box.start >= 0 and box.length >= 0
+                raise ValueError(
+                    f"{name} of shape {saved.shape} has a box of {box.sizes} at {box.offsets}"
+                )
+            numbers = (
+                type(box.start) is int
+                and type(box.length) is int
+                and box.start >= 0
+                and box.length >= 0
+            )
             if not numbers or box.start + box.length > sizes.get(box.file, -1):
-                raise ValueError(f"{name} lies at bytes {box.start} to {box.start + box.length} of {box.file!r}, which "
-                                 "are not there")
+                raise ValueError(
+                    f"{name} lies at bytes {box.start} to {box.start + box.length} of "
+                    f"{box.file!r}, which "
+                    "are not there"
+                )
 
 
 def _fits(box: SavedBox, shape: tuple[int, ...]) -> bool:
-    return (len(box.offsets) == len(box.sizes) == len(shape) and _are_counts((*box.offsets, *box.sizes, *shape))
-            and all(offset + size <= most for offset, size, most in zip(box.offsets, box.sizes, shape, strict=True)))
+    return (
+        len(box.offsets) == len(box.sizes) == len(shape)
+        and _are_counts((*box.offsets, *box.sizes, *shape))
+        and all(
+            offset + size <= most
+            for offset, size, most in zip(box.offsets, box.sizes, shape, strict=True)
+        )
+    )
 
 
 def _are_counts(values: Iterable[Any]) -> bool:

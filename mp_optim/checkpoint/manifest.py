@@ -12,8 +12,16 @@ from typing import Any
 from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.folder import inside
 
-__all__ = ["MANIFEST", "FileSum", "Manifest", "file_sum", "read_checked", "read_manifest", "verify_files",
-           "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "FileSum",
+    "Manifest",
+    "file_sum",
+    "read_checked",
+    "read_manifest",
+    "verify_files",
+    "write_manifest",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -48,8 +56,10 @@ def file_sum(path: Path) -> FileSum:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it where :func:`read_manifest` finds it."""
     files = {name: asdict(entry) for name, entry in sorted(manifest.files.items())}
-    write_durably(folder / MANIFEST, json.dumps({"format": _FORMAT, **manifest.facts, "files": files},
-                                                indent=1).encode())
+    write_durably(
+        folder / MANIFEST,
+        json.dumps({"format": _FORMAT, **manifest.facts, "files": files}, indent=1).encode(),
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -57,7 +67,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         FileNotFoundError: there is none, so the checkpoint is not complete.
-        ValueError: files are missing or of another size, naming them; another format; or names that leave the folder.
+        ValueError: files are missing or of another size, naming them; another format; or names that
+            leave the folder.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -68,10 +79,15 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if content.pop("format", None) != _FORMAT:
-        raise ValueError(f"{path} is not of format {_FORMAT}: it was written by another version of mp_optim")
+        raise ValueError(
+            f"{path} is not of format {_FORMAT}: it was written by another version of mp_optim"
+        )
     found = {name: _size(inside(folder, name, str(path))) for name in files}
-    wrong = [f"{name}: {found[name]}, expected {entry.bytes}" for name, entry in files.items()
-             if found[name] != entry.bytes]
+    wrong = [
+        f"{name}: {found[name]}, expected {entry.bytes}"
+        for name, entry in files.items()
+        if found[name] != entry.bytes
+    ]
     if wrong:
         raise ValueError(f"{folder} is damaged; bytes of its files: {'; '.join(wrong)}")
     return Manifest(files, content)
@@ -88,11 +104,17 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
         ValueError: it is not in the manifest, or not what was written.
     """
     if name not in manifest.files:
-        raise ValueError(f"{folder / MANIFEST} lists no {name}: this is no checkpoint of mp_optim's, or it is damaged")
+        raise ValueError(
+            f"{folder / MANIFEST} lists no {name}: this is no checkpoint of mp_optim's, or it is "
+            "damaged"
+        )
     content = inside(folder, name, MANIFEST).read_bytes()
     if FileSum(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
-        raise ValueError(f"{folder} is damaged: the checksums of {[name]} are not those of its {MANIFEST}; nothing was "
-                         "loaded")
+        raise ValueError(
+            f"{folder} is damaged: the checksums of {[name]} are not those of its {MANIFEST}; "
+            "nothing was "
+            "loaded"
+        )
     return content
 
 
@@ -102,6 +124,10 @@ def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
     Raises:
         ValueError: naming those that differ.
     """
-    wrong = [name for name, expected in files if file_sum(inside(folder, name, MANIFEST)) != expected]
+    wrong = [
+        name for name, expected in files if file_sum(inside(folder, name, MANIFEST)) != expected
+    ]
     if wrong:
-        raise ValueError(f"{folder} is damaged: the checksums of {wrong} are not those of its {MANIFEST}")
+        raise ValueError(
+            f"{folder} is damaged: the checksums of {wrong} are not those of its {MANIFEST}"
+        )

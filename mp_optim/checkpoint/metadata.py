@@ -1,5 +1,6 @@
-"""``.metadata`` of ``torch.distributed.checkpoint``: a pickle. Written for torch's own ``dcp.load``; read only where an
-older version of mp_optim wrote the checkpoint, by an unpickler that makes plain records and can do nothing else."""
+"""``.metadata`` of ``torch.distributed.checkpoint``: a pickle. Written for torch's own
+``dcp.load``; read only where an older version of mp_optim wrote the checkpoint, by an unpickler
+that makes plain records and can do nothing else."""
 
 from __future__ import annotations
 
@@ -31,32 +32,48 @@ METADATA = ".metadata"
 """The file in which torch.distributed.checkpoint keeps what is where."""
 
 
-# -- for torch ----------------------------------------------------------------------------------------------------
+# -- for torch ------------------------------------------------------------------------------------
 
 
 def as_metadata(index: Index, folder: Path) -> bytes:
-    """The content of ``.metadata`` for files written by mp_optim. What is equal is one object, pickled once."""
+    """The content of ``.metadata`` for files written by mp_optim. What is equal is one object,
+    pickled once."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
-    alike: dict[tuple[torch.dtype, tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]],
-                TensorStorageMetadata] = {}
+    alike: dict[
+        tuple[torch.dtype, tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]],
+        TensorStorageMetadata,
+    ] = {}
     for name, saved in index.entries.items():
         cut = tuple((box.offsets, box.sizes) for box in saved.boxes)
         found = alike.get((saved.dtype, saved.shape, cut))
         if found is None:
-            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in cut]
-            found = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
+            chunks = [
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                for offsets, sizes in cut
+            ]
+            found = TensorStorageMetadata(
+                TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks
+            )
             alike[saved.dtype, saved.shape, cut] = found
         tensors[name] = found
         for number, (box, chunk) in enumerate(zip(saved.boxes, found.chunks, strict=True)):
             before = len(header(saved.dtype, box.sizes))
-            where[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(box.file, box.start - before,
-                                                                             box.length + before)
-    return pickle.dumps(Metadata(tensors, {name: (name,) for name in tensors}, where,
-                                 StorageMeta(checkpoint_id=str(folder)), CURRENT_DCP_VERSION))
+            where[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(
+                box.file, box.start - before, box.length + before
+            )
+    return pickle.dumps(
+        Metadata(
+            tensors,
+            {name: (name,) for name in tensors},
+            where,
+            StorageMeta(checkpoint_id=str(folder)),
+            CURRENT_DCP_VERSION,
+        )
+    )
 
 
-# -- of an older version ------------------------------------------------------------------------------------------
+# -- of an older version --------------------------------------------------------------------------
 
 
 class _Record:
@@ -74,18 +91,31 @@ class _Record:
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
-    *((_METADATA_MODULE, name) for name in (
-        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties",
-        "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in (
-        "Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
+    *(
+        (_METADATA_MODULE, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *(
+        (module, name)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    ),
 }
 
 
 class _Reader(pickle.Unpickler):
-    """Knows the classes of a checkpoint's metadata by name, and makes records of a class of its own of them: nothing
-    that is imported is called, or can be changed."""
+    """Knows the classes of a checkpoint's metadata by name, and makes records of a class of its own
+    of them: nothing that is imported is called, or can be changed."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -113,10 +143,15 @@ def from_metadata(content: bytes, sizes: Mapping[str, int]) -> Index:
     """
     try:
         plain = _content(_Reader(content).load(), "Metadata")
-        where = {(held["fqn"], held.get("offset")): _content(info, "_StorageInfo")
-                 for key, info in plain["storage_data"].items() for held in [_content(key, "MetadataIndex")]}
-        entries = {name: _saved(name, _content(found, "TensorStorageMetadata"), where)
-                   for name, found in plain["state_dict_metadata"].items()}
+        where = {
+            (held["fqn"], held.get("offset")): _content(info, "_StorageInfo")
+            for key, info in plain["storage_data"].items()
+            for held in [_content(key, "MetadataIndex")]
+        }
+        entries = {
+            name: _saved(name, _content(found, "TensorStorageMetadata"), where)
+            for name, found in plain["state_dict_metadata"].items()
+        }
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except Exception as error:  # a damaged pickle raises anything
@@ -143,7 +178,16 @@ def _saved(name: str, found: Mapping[str, Any], where: Mapping[Any, Mapping[str,
         held = _content(chunk, "ChunkStorageMetadata")
         info = where[name, held["offsets"]]
         if info.get("transform_descriptors") or not is_plain_name(info["relative_path"]):
-            raise ValueError(f"{name} lies in {info['relative_path']!r}, which is none of the checkpoint's files")
-        boxes.append(SavedBox(tuple(held["offsets"]), tuple(held["sizes"]), info["relative_path"], info["offset"],
-                              info["length"]))
+            raise ValueError(
+                f"{name} lies in {info['relative_path']!r}, which is none of the checkpoint's files"
+            )
+        boxes.append(
+            SavedBox(
+                tuple(held["offsets"]),
+                tuple(held["sizes"]),
+                info["relative_path"],
+                info["offset"],
+                info["length"],
+            )
+        )
     return Saved(dtype, tuple(found["size"]), boxes)

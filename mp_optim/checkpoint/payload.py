@@ -1,8 +1,9 @@
 """A tensor in a file: raw elements behind a header with which ``torch.load`` reads them, too.
 
-The header is that of ``torch.save(..., _use_new_zipfile_serialization=False)``, whose elements come last and raw. It
-depends on the dtype and the shape alone, so it is made once for all tensors that share them: writing a small tensor
-is two copies, where ``torch.save`` takes hundreds of microseconds.
+The header is that of ``torch.save(..., _use_new_zipfile_serialization=False)``, whose elements come
+last and raw. It depends on the dtype and the shape alone, so it is made once for all tensors that
+share them: writing a small tensor is two copies, where ``torch.save`` takes hundreds of
+microseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class _Rebuilt:
     """Pickles as what makes a contiguous tensor from a storage."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        strides = [math.prod(max(size, 1) for size in shape[dim + 1:]) for dim in range(len(shape))]
+        strides = [
+            math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))
+        ]
         hooks: OrderedDict[str, Any] = OrderedDict()
         self._arguments = (_Storage(), 0, tuple(shape), tuple(strides), False, hooks, dtype)
 
@@ -59,7 +62,11 @@ def header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """What comes before the elements of a contiguous tensor."""
     count = math.prod(shape) * dtype.itemsize
     buffer = io.BytesIO()
-    for part in (MAGIC_NUMBER, PROTOCOL_VERSION, {"protocol_version": PROTOCOL_VERSION, "little_endian": True}):
+    for part in (
+        MAGIC_NUMBER,
+        PROTOCOL_VERSION,
+        {"protocol_version": PROTOCOL_VERSION, "little_endian": True},
+    ):
         pickle.dump(part, buffer, protocol=_PICKLE_PROTOCOL)
     _Pickler(buffer, count).dump(_Rebuilt(dtype, shape))
     pickle.dump([_KEY], buffer, protocol=_PICKLE_PROTOCOL)
@@ -67,7 +74,8 @@ def header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, writable; the tensor has to outlive the view."""
+    """The bytes of a contiguous tensor on the host, writable; the tensor has to outlive the
+    view."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     if not tensor.nbytes:
         return memoryview(b"")

@@ -30,7 +30,8 @@ def whole_place(shape: tuple[int, ...]) -> Place:
 
 
 def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
-    """The boxes that this rank holds of a tensor that says so itself; None for one that is simply whole.
+    """The boxes that this rank holds of a tensor that says so itself; None for one that is simply
+    whole.
 
     Of a tensor without elements every rank holds the one empty box, so that it is on record.
 
@@ -48,7 +49,9 @@ def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
     if not tensor.numel():
         return (whole_place(tuple(tensor.shape)),)
     chunks = tensor.__create_chunk_list__()
-    return tuple(Place(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if 0 not in chunk.sizes)
+    return tuple(
+        Place(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if 0 not in chunk.sizes
+    )
 
 
 @lru_cache(maxsize=1 << 16)

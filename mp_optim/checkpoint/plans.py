@@ -1,7 +1,8 @@
 """Who writes what: pure functions of what the ranks hold.
 
-Entries that a rank holds whole are the same on many ranks: it tells of a digest of each sheet of them (the model's, the
-optimizer's), and only one rank for each digest tells of the entries. Entries of which it holds parts are its own.
+Entries that a rank holds whole are the same on many ranks: it tells of a digest of each sheet of
+them (the model's, the optimizer's), and only one rank for each digest tells of the entries. Entries
+of which it holds parts are its own.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Holding:
         found: dict[str, list[Whole]] = {}
         for entry in self.whole:
             found.setdefault(entry.name.partition(".")[0], []).append(entry)
-        return {hashlib.sha256(repr(sheet).encode()).digest(): tuple(sheet) for sheet in found.values()}
+        return {
+            hashlib.sha256(repr(sheet).encode()).digest(): tuple(sheet) for sheet in found.values()
+        }
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,11 @@ def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
 
 
 @uncollected()
-def shares(sheets: Mapping[bytes, Sequence[Whole]], held: Sequence[Collection[bytes]],
-           parts: Sequence[Sequence[Parted]]) -> list[Share]:
+def shares(
+    sheets: Mapping[bytes, Sequence[Whole]],
+    held: Sequence[Collection[bytes]],
+    parts: Sequence[Sequence[Parted]],
+) -> list[Share]:
     """What each rank writes: every element once, spread evenly.
 
     Args:
@@ -91,7 +97,8 @@ def shares(sheets: Mapping[bytes, Sequence[Whole]], held: Sequence[Collection[by
         parts: each rank's entries in parts.
 
     Raises:
-        ValueError: ranks disagree about an entry, or hold parts that do not make a whole, naming it.
+        ValueError: ranks disagree about an entry, or hold parts that do not make a whole, naming
+            it.
     """
     ranks_of: dict[bytes, list[int]] = {}
     for rank, digests in enumerate(held):
@@ -104,8 +111,11 @@ def shares(sheets: Mapping[bytes, Sequence[Whole]], held: Sequence[Collection[by
     return [Share(frozenset(names), left) for names, left in zip(written, left_out, strict=True)]
 
 
-def _shared_wholes(sheets: Mapping[bytes, Sequence[Whole]], ranks_of: Mapping[bytes, Sequence[int]], loads: list[int]
-                   ) -> list[list[str]]:
+def _shared_wholes(
+    sheets: Mapping[bytes, Sequence[Whole]],
+    ranks_of: Mapping[bytes, Sequence[int]],
+    loads: list[int],
+) -> list[list[str]]:
     """Each entry to the rank that has least to write of those that hold it; ``loads`` grow."""
     holders: dict[str, tuple[bytes, ...]] = {}
     entries: dict[str, Whole] = {}
@@ -132,7 +142,9 @@ def _bytes(entry: Whole) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
 
 
-def _shared_parts(parts: Sequence[Sequence[Parted]], loads: list[int]) -> list[dict[str, tuple[Place, ...]]]:
+def _shared_parts(
+    parts: Sequence[Sequence[Parted]], loads: list[int]
+) -> list[dict[str, tuple[Place, ...]]]:
     """The boxes that each rank leaves to another that holds them, too; ``loads`` grow."""
     first: dict[tuple[str, Place], int] = {}
     several: dict[tuple[str, Place], list[int]] = {}
@@ -157,12 +169,16 @@ def _shared_parts(parts: Sequence[Sequence[Parted]], loads: list[int]) -> list[d
     return left
 
 
-# -- what must not be ---------------------------------------------------------------------------------------------
+# -- what must not be -----------------------------------------------------------------------------
 
 
-def _check_agreement(sheets: Mapping[bytes, Sequence[Whole]], ranks_of: Mapping[bytes, Sequence[int]],
-                     parts: Sequence[Sequence[Parted]]) -> None:
-    """Entries of the same name must be the same thing everywhere: a copy that is not written must not differ."""
+def _check_agreement(
+    sheets: Mapping[bytes, Sequence[Whole]],
+    ranks_of: Mapping[bytes, Sequence[int]],
+    parts: Sequence[Sequence[Parted]],
+) -> None:
+    """Entries of the same name must be the same thing everywhere: a copy that is not written must
+    not differ."""
     seen: dict[str, tuple[torch.dtype, tuple[int, ...], bool, int]] = {}
     boxes: dict[str, set[Place]] = {}
     for digest, wholes in sheets.items():
@@ -177,13 +193,19 @@ def _check_agreement(sheets: Mapping[bytes, Sequence[Whole]], ranks_of: Mapping[
         check_cover(name, seen[name][1], places)
 
 
-def _compare(seen: dict[str, tuple[torch.dtype, tuple[int, ...], bool, int]], name: str,
-             what: tuple[torch.dtype, tuple[int, ...], bool, int]) -> None:
+def _compare(
+    seen: dict[str, tuple[torch.dtype, tuple[int, ...], bool, int]],
+    name: str,
+    what: tuple[torch.dtype, tuple[int, ...], bool, int],
+) -> None:
     other = seen.setdefault(name, what)
     if other[:3] != what[:3]:
         low, high = sorted((other, what), key=lambda one: one[3])
-        raise ValueError(f"{name} is {_said(low)} on rank {low[3]} and {_said(high)} on rank {high[3]}; different "
-                         "things need different names")
+        raise ValueError(
+            f"{name} is {_said(low)} on rank {low[3]} and {_said(high)} on rank {high[3]}; "
+            "different "
+            "things need different names"
+        )
 
 
 def _said(what: tuple[torch.dtype, tuple[int, ...], bool, int]) -> str:
@@ -195,19 +217,28 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> N
     places = list(places)
     covered, wanted = sum(math.prod(place.sizes) for place in places), math.prod(shape)
     if covered != wanted:
-        raise ValueError(f"{name} of shape {shape}: the ranks hold parts of {covered} elements together, not {wanted}; "
-                         "is one of its ranks not among those that save?")
+        raise ValueError(
+            f"{name} of shape {shape}: the ranks hold parts of {covered} elements together, not "
+            f"{wanted}; "
+            "is one of its ranks not among those that save?"
+        )
     if len(places) < 2:
         return
     dim = max(range(len(shape)), key=lambda at: len({place.offsets[at] for place in places}))
     active: list[Place] = []
     for place in sorted(places, key=lambda one: one.offsets[dim]):
-        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]]
+        active = [
+            other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
+        ]
         if any(_overlap(place, other) for other in active):
-            raise ValueError(f"{name} of shape {shape}: ranks hold parts of it that overlap but are not the same")
+            raise ValueError(
+                f"{name} of shape {shape}: ranks hold parts of it that overlap but are not the same"
+            )
         active.append(place)
 
 
 def _overlap(a: Place, b: Place) -> bool:
-    return all(here < there + length and there < here + size for here, size, there, length in zip(
-        a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    return all(
+        here < there + length and there < here + size
+        for here, size, there, length in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )

@@ -19,8 +19,18 @@ __all__ = ["Ranks", "job_timeout"]
 T = TypeVar("T")
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
-    ValueError, TypeError, RuntimeError, OSError, FileNotFoundError, PermissionError, NotImplementedError)}
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OSError,
+        FileNotFoundError,
+        PermissionError,
+        NotImplementedError,
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -28,8 +38,8 @@ class Ranks:
     """A process group as checkpoints use it. Without ``torch.distributed`` there is one rank.
 
     Attributes:
-        group: for all processes a gloo group of our own, so that a save in the background meets no collective of the
-            training; for some, the group that was named; None for a single rank.
+        group: for all processes a gloo group of our own, so that a save in the background meets no
+            collective of the training; for some, the group that was named; None for a single rank.
         rank: place in the group.
         size: number of ranks.
     """
@@ -40,7 +50,8 @@ class Ranks:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None) -> Ranks:
-        """The ranks of a group, or of all processes. The first call for all processes is a collective."""
+        """The ranks of a group, or of all processes. The first call for all processes is a
+        collective."""
         if not dist.is_available() or not dist.is_initialized():
             return cls(None, 0, 1)
         group = process_group or dist.group.WORLD
@@ -64,7 +75,8 @@ class Ranks:
         return dist.get_global_rank(self.group, 0)
 
     def _call(self, communicate: Callable[[], T]) -> T:
-        """Talk to the others; a failure names who is missing, and the group of our own is made anew after it."""
+        """Talk to the others; a failure names who is missing, and the group of our own is made anew
+        after it."""
         assert self.group is not None
         try:
             return _together(self.group, "saving or loading a checkpoint together", communicate)
@@ -87,8 +99,11 @@ class Ranks:
         if self.group is None:
             return values[0]
         found: list[Any] = [None]
-        self._call(lambda: dist.scatter_object_list(found, values if self.is_first else None, src=self._first(),
-                                                    group=self.group))
+        self._call(
+            lambda: dist.scatter_object_list(
+                found, values if self.is_first else None, src=self._first(), group=self.group
+            )
+        )
         item: T = found[0]
         return item
 
@@ -96,7 +111,9 @@ class Ranks:
         """The first rank's value."""
         found: list[Any] = [value]
         if self.group is not None:
-            self._call(lambda: dist.broadcast_object_list(found, src=self._first(), group=self.group))
+            self._call(
+                lambda: dist.broadcast_object_list(found, src=self._first(), group=self.group)
+            )
         item: T = found[0]
         return item
 
@@ -112,7 +129,8 @@ class Ranks:
         """Everybody works; the results, in order, on the first rank, an empty list on the others.
 
         Raises:
-            Exception: the work's own where it failed; elsewhere one of the same kind that names the rank.
+            Exception: the work's own where it failed; elsewhere one of the same kind that names the
+                rank.
         """
         if self.group is None:
             return [work()]
@@ -171,14 +189,16 @@ def _together(group: dist.ProcessGroup, doing: str, communicate: Callable[[], T]
 def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, with the timeout of the job. Collective.
 
-    Where all processes have a gloo group already, they meet in it first: its connections tell at once of a rank that
-    is gone, of which a group that is being made hears after the timeout only.
+    Where all processes have a gloo group already, they meet in it first: its connections tell at
+    once of a rank that is gone, of which a group that is being made hears after the timeout only.
     """
     doing = "making a process group for checkpoints"
     if dist.get_backend(group) == "gloo":
         _together(group, doing, lambda: dist.barrier(group))
         learn_addresses(group)
-    made: Any = _together(group, doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout()))
+    made: Any = _together(
+        group, doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout())
+    )
     assert isinstance(made, dist.ProcessGroup)
     return made
 
@@ -186,9 +206,15 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as error:  # others wait for this rank: they have to hear of an interrupt too
+    except (
+        BaseException
+    ) as error:  # others wait for this rank: they have to hear of an interrupt too
         return None, error
 
 
 def _told(rank: int, failure: BaseException | None) -> tuple[str, int, str] | None:
-    return None if failure is None else (type(failure).__name__, rank, f"{type(failure).__name__}: {failure}")
+    return (
+        None
+        if failure is None
+        else (type(failure).__name__, rank, f"{type(failure).__name__}: {failure}")
+    )

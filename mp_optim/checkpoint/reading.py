@@ -24,7 +24,8 @@ from mp_optim.checkpoint.pieces import Place, piece, places_of, whole_place
 __all__ = ["Reading", "plan_reading", "read_index"]
 
 _STAGING_BYTES = 64 << 20
-"""Bytes that are read at a time where elements do not go to where they belong at once; at least one row."""
+"""Bytes that are read at a time where elements do not go to where they belong at once; at least one
+row."""
 
 
 class _Copy(NamedTuple):
@@ -40,12 +41,17 @@ class _Copy(NamedTuple):
         if not self.sizes:
             return self.box.start, self.box.start + self.box.length
         row = math.prod(self.box.sizes[1:]) * self.target.itemsize
-        return self.box.start + self.begin[0] * row, self.box.start + (self.begin[0] + self.sizes[0]) * row
+        return self.box.start + self.begin[0] * row, self.box.start + (
+            self.begin[0] + self.sizes[0]
+        ) * row
 
     def is_contiguous(self) -> bool:
         """Whether those bytes are nothing else, and belong in one piece of the host's memory."""
-        return (self.sizes[1:] == self.box.sizes[1:] and self.target.device.type == "cpu"
-                and self.target.is_contiguous())
+        return (
+            self.sizes[1:] == self.box.sizes[1:]
+            and self.target.device.type == "cpu"
+            and self.target.is_contiguous()
+        )
 
 
 @dataclass(frozen=True)
@@ -125,22 +131,37 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
     if not target.numel():
         return []
     first = saved.boxes[0] if saved.boxes else None
-    if first is not None and len(saved.boxes) == 1 and first.offsets == place.offsets and first.sizes == place.sizes:
+    if (
+        first is not None
+        and len(saved.boxes) == 1
+        and first.offsets == place.offsets
+        and first.sizes == place.sizes
+    ):
         return [_Copy(first, (0,) * len(first.sizes), first.sizes, target)]
     result = []
     for box in saved.boxes:
-        common = [(max(here, there), min(here + size, there + length)) for here, size, there, length in zip(
-            place.offsets, place.sizes, box.offsets, box.sizes, strict=True)]
+        common = [
+            (max(here, there), min(here + size, there + length))
+            for here, size, there, length in zip(
+                place.offsets, place.sizes, box.offsets, box.sizes, strict=True
+            )
+        ]
         if all(begin < end for begin, end in common):
             sizes = tuple(end - begin for begin, end in common)
             view = target
-            for dim, ((begin, _), offset, size) in enumerate(zip(common, place.offsets, sizes, strict=True)):
+            for dim, ((begin, _), offset, size) in enumerate(
+                zip(common, place.offsets, sizes, strict=True)
+            ):
                 view = view.narrow(dim, begin - offset, size)
-            inner = tuple(begin - offset for (begin, _), offset in zip(common, box.offsets, strict=True))
+            inner = tuple(
+                begin - offset for (begin, _), offset in zip(common, box.offsets, strict=True)
+            )
             result.append(_Copy(box, inner, sizes, view))
     if sum(math.prod(copy.sizes) for copy in result) != target.numel():
-        raise ValueError(f"{name}: the checkpoint does not hold each element of the box of {place.sizes} at "
-                         f"{place.offsets} once")
+        raise ValueError(
+            f"{name}: the checkpoint does not hold each element of the box of {place.sizes} at "
+            f"{place.offsets} once"
+        )
     return result
 
 
@@ -152,8 +173,10 @@ def _check_blocks(file: BinaryIO, copies: Iterable[_Copy], sums: Sequence[int], 
     for number in sorted(wanted):
         file.seek(number * BLOCK_BYTES)
         if zlib.crc32(file.read(BLOCK_BYTES)) != sums[number]:
-            raise ValueError(f"{path} is damaged: bytes from {number * BLOCK_BYTES} on are not those that were "
-                             "written; nothing was loaded")
+            raise ValueError(
+                f"{path} is damaged: bytes from {number * BLOCK_BYTES} on are not those that were "
+                "written; nothing was loaded"
+            )
 
 
 def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
@@ -184,19 +207,30 @@ def _narrowed(value: Tensor, copy: _Copy, from_dim: int) -> Tensor:
 def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> None:
     count = file.readinto(memory)  # type: ignore[attr-defined]
     if count != len(memory):
-        raise ValueError(f"{version / copy.box.file} ends at byte {file.tell()}, in the middle of a tensor")
+        raise ValueError(
+            f"{version / copy.box.file} ends at byte {file.tell()}, in the middle of a tensor"
+        )
 
 
 def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
     """Elements of a box that ``torch.save`` wrote."""
     file.seek(copy.box.start)
     try:
-        found = torch.load(io.BytesIO(file.read(copy.box.length)), map_location="cpu", weights_only=True)
+        found = torch.load(
+            io.BytesIO(file.read(copy.box.length)), map_location="cpu", weights_only=True
+        )
     except Exception as error:  # damage raises anything; whatever is no plain tensor, too
-        raise ValueError(f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
-                         f"{copy.box.start + copy.box.length} are no tensor ({type(error).__name__})") from error
-    right = isinstance(found, Tensor) and (found.dtype, tuple(found.shape)) == (copy.target.dtype, copy.box.sizes)
+        raise ValueError(
+            f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
+            f"{copy.box.start + copy.box.length} are no tensor ({type(error).__name__})"
+        ) from error
+    right = isinstance(found, Tensor) and (found.dtype, tuple(found.shape)) == (
+        copy.target.dtype,
+        copy.box.sizes,
+    )
     if not right:
-        raise ValueError(f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
-                         f"{copy.box.start + copy.box.length} are another tensor than .metadata says")
+        raise ValueError(
+            f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
+            f"{copy.box.start + copy.box.length} are another tensor than .metadata says"
+        )
     return _narrowed(found, copy, from_dim=0)

@@ -30,8 +30,14 @@ def renamed_entries(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, st
         saved: a checkpoint's entries. wanted: entries of the present model and optimizer.
     """
     parts = {entry: _split(entry) for entry in saved}
-    names = matched_names({fqn for _, fqn in parts.values() if fqn}, {_split(entry)[1] for entry in wanted})
-    return {entry: begin + names[fqn] for entry, (begin, fqn) in parts.items() if fqn and names[fqn] != fqn}
+    names = matched_names(
+        {fqn for _, fqn in parts.values() if fqn}, {_split(entry)[1] for entry in wanted}
+    )
+    return {
+        entry: begin + names[fqn]
+        for entry, (begin, fqn) in parts.items()
+        if fqn and names[fqn] != fqn
+    }
 
 
 def index_under(names: Mapping[str, str], index: Index) -> Index:
@@ -48,6 +54,8 @@ def common_under(names: Mapping[str, str], common: Mapping[str, Any]) -> dict[st
     model = {fqns.get(name, name): value for name, value in common["model"].items()}
     if not fqns or common["optimizer"] is None:
         return {**common, "model": model}
-    groups = [{**group, "param_names": [fqns.get(name, name) for name in group.get("param_names", ())]}
-              for group in common["optimizer"]["param_groups"]]
+    groups = [
+        {**group, "param_names": [fqns.get(name, name) for name in group.get("param_names", ())]}
+        for group in common["optimizer"]["param_groups"]
+    ]
     return {**common, "model": model, "optimizer": {**common["optimizer"], "param_groups": groups}}

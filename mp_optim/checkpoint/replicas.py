@@ -1,7 +1,8 @@
-"""Parameters that several ranks hold under one name are written once, so they had better be the same.
+"""Parameters that several ranks hold under one name are written once, so they had better be the
+same.
 
-While they are, a rank tells of one digest for all of them; the parameters are looked at one by one only to name what
-differs.
+While they are, a rank tells of one digest for all of them; the parameters are looked at one by one
+only to name what differs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from mp_optim.checkpoint.ranks import Ranks
 __all__ = ["Told", "check_replicas", "to_compare", "told_of"]
 
 SAMPLES = 64
-"""Elements of a parameter that are compared, evenly spaced: enough to tell parts of a whole and experts from copies."""
+"""Elements of a parameter that are compared, evenly spaced: enough to tell parts of a whole and
+experts from copies."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells of the parameters it holds whole: digests of their names, and of their values."""
+    """What a rank tells of the parameters it holds whole: digests of their names, and of their
+    values."""
 
     names: bytes
     values: bytes
@@ -33,23 +36,33 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Raise, on every rank, if ranks hold different values under one name. Collective.
 
     Args:
-        params: parameters by name, of which only plain tensors are looked at: a DTensor says itself what it is.
+        params: parameters by name, of which only plain tensors are looked at: a DTensor says itself
+            what it is.
 
     Raises:
         ValueError: naming the parameter and the ranks.
     """
     if ranks.size == 1:
         return
-    plain = {name: param for name, param in params.items()
-             if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"}
+    plain = {
+        name: param
+        for name, param in params.items()
+        if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"
+    }
     told = ranks.gather(told_of(plain))
-    kinds = {one.names: rank for rank, one in reversed(list(enumerate(told)))}  # the first rank of each
+    kinds = {
+        one.names: rank for rank, one in reversed(list(enumerate(told)))
+    }  # the first rank of each
     if ranks.broadcast(len(set(told)) < 2):
         return
     speakers = ranks.broadcast(set(kinds.values()))
     names = ranks.gather(tuple(plain) if ranks.rank in speakers else ())
-    compared = ranks.broadcast(to_compare(told, {kind: names[rank] for kind, rank in kinds.items()}))
-    found = ranks.gather({name: _digest([param]) for name, param in plain.items() if name in compared})
+    compared = ranks.broadcast(
+        to_compare(told, {kind: names[rank] for kind, rank in kinds.items()})
+    )
+    found = ranks.gather(
+        {name: _digest([param]) for name, param in plain.items() if name in compared}
+    )
     ranks.first("comparing the ranks' parameters", lambda: _compare(found))
 
 
@@ -97,6 +110,10 @@ def _compare(found: Sequence[Mapping[str, bytes]]) -> None:
             other, expected = first.setdefault(name, (rank, digest))
             if digest != expected:
                 raise ValueError(
-                    f"{name}: ranks {other} and {rank} hold different values under this name, of which one would be "
-                    "lost. Give experts names of their own on every rank; save parts of tensors (tensor parallelism "
-                    "without DTensor) with process_group= the ranks that hold copies, each under a path of its own")
+                    f"{name}: ranks {other} and {rank} hold different values under this name, of "
+                    "which one would be "
+                    "lost. Give experts names of their own on every rank; save parts of tensors "
+                    "(tensor parallelism "
+                    "without DTensor) with process_group= the ranks that hold copies, each under a "
+                    "path of its own"
+                )

@@ -41,7 +41,13 @@ from mp_optim.checkpoint.entries import (
 )
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Index
-from mp_optim.checkpoint.manifest import Manifest, file_sum, read_manifest, verify_files, write_manifest
+from mp_optim.checkpoint.manifest import (
+    Manifest,
+    file_sum,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.reading import Reading, plan_reading, read_index
 from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entries
@@ -55,52 +61,91 @@ StrPath = str | os.PathLike[str]
 
 
 @overload
-def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = ...,
-         extra: Mapping[str, Any] | None = ..., *, full_precision: bool = ..., keep: int | None = ...,
-         asynchronous: Literal[False] = ..., process_group: ProcessGroup | None = ...) -> Path: ...
+def save(
+    path: StrPath,
+    model: Models,
+    optimizer: SlotStateful | None,
+    scheduler: Any = ...,
+    extra: Mapping[str, Any] | None = ...,
+    *,
+    full_precision: bool = ...,
+    keep: int | None = ...,
+    asynchronous: Literal[False] = ...,
+    process_group: ProcessGroup | None = ...,
+) -> Path: ...
 @overload
-def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = ...,
-         extra: Mapping[str, Any] | None = ..., *, full_precision: bool = ..., keep: int | None = ...,
-         asynchronous: Literal[True], process_group: ProcessGroup | None = ...) -> SaveHandle: ...
+def save(
+    path: StrPath,
+    model: Models,
+    optimizer: SlotStateful | None,
+    scheduler: Any = ...,
+    extra: Mapping[str, Any] | None = ...,
+    *,
+    full_precision: bool = ...,
+    keep: int | None = ...,
+    asynchronous: Literal[True],
+    process_group: ProcessGroup | None = ...,
+) -> SaveHandle: ...
 @in_own_modes
-def save(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = None,
-         extra: Mapping[str, Any] | None = None, *, full_precision: bool = False, keep: int | None = 1,
-         asynchronous: bool = False, process_group: ProcessGroup | None = None) -> Path | SaveHandle:
+def save(
+    path: StrPath,
+    model: Models,
+    optimizer: SlotStateful | None,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    full_precision: bool = False,
+    keep: int | None = 1,
+    asynchronous: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> Path | SaveHandle:
     """Save model, optimizer and whatever else is needed to go on. Every rank calls it.
 
     Args:
-        path: checkpoint directory that all ranks see; created if missing. The version it held stays until the new one
-            is complete.
+        path: checkpoint directory that all ranks see; created if missing. The version it held stays
+            until the new one is complete.
         model: a module, or the list of chunks the optimizer was built for.
         optimizer: None saves the model alone.
         scheduler: anything with ``state_dict``.
-        extra: plain data (numbers, strings, tensors, containers of them) returned by :func:`load`; the first rank's.
+        extra: plain data (numbers, strings, tensors, containers of them) returned by :func:`load`;
+            the first rank's.
         full_precision: write optimizer state that is kept in fewer bits as FP32.
         keep: complete versions to keep, the new one among them; None for all.
-        asynchronous: copy what this rank writes to the host, return, and write in the background. A save that is still
-            going on is waited for first, and raises here if it failed.
-        process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one that nothing else
-            uses meanwhile (all by default is).
+        asynchronous: copy what this rank writes to the host, return, and write in the background. A
+            save that is still going on is waited for first, and raises here if it failed.
+        process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one
+            that nothing else uses meanwhile (all by default is).
 
     Returns:
         The directory of the version written; or, if ``asynchronous``, a handle to wait for it.
 
     Raises:
-        ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, or ranks hold different
-            things under one name (of whole parameters 64 elements are compared); nothing was replaced.
-        RuntimeError: an earlier save in the background failed, or this one failed on another rank, naming it.
+        ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, or ranks
+            hold different things under one name (of whole parameters 64 elements are compared);
+            nothing was replaced.
+        RuntimeError: an earlier save in the background failed, or this one failed on another rank,
+            naming it.
     """
     if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep}: at least the version that is saved has to stay; None keeps all")
+        raise ValueError(
+            f"keep={keep}: at least the version that is saved has to stay; None keeps all"
+        )
     ranks = Ranks.of(process_group)
     ranks.agree("an earlier save", background.finish_previous)
-    common = {"optimizer": None if optimizer is None else without_state(optimizer.state_dict()),
-              "extra": dict(extra or {}), "model": plain_of(model),
-              "scheduler": None if scheduler is None else scheduler.state_dict()}
+    common = {
+        "optimizer": None if optimizer is None else without_state(optimizer.state_dict()),
+        "extra": dict(extra or {}),
+        "model": plain_of(model),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
     content = packed(common, ranks)
     target = Path(ranks.first("preparing a checkpoint", lambda: str(begin(Path(path)))))
-    writing = plan_writing(entries_of(model, optimizer, full_precision), staging_of(target), ranks,
-                           snapshot=asynchronous)
+    writing = plan_writing(
+        entries_of(model, optimizer, full_precision),
+        staging_of(target),
+        ranks,
+        snapshot=asynchronous,
+    )
     check_replicas(params_of(model), ranks)
 
     def work() -> Path:
@@ -117,7 +162,9 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
         files = writing.finish(parts)
         write_durably(staging / COMMON, common)
         files[COMMON] = file_sum(staging / COMMON)
-        write_manifest(staging, Manifest(files, {"world_size": ranks.size, "torch": torch.__version__}))
+        write_manifest(
+            staging, Manifest(files, {"world_size": ranks.size, "torch": torch.__version__})
+        )
         publish(target, keep)
 
     try:
@@ -131,7 +178,8 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
 
 
 def versions(path: StrPath) -> list[Path]:
-    """The complete versions under a checkpoint directory, oldest first; each can be loaded by its own path."""
+    """The complete versions under a checkpoint directory, oldest first; each can be loaded by its
+    own path."""
     return complete_versions(Path(path))
 
 
@@ -154,17 +202,27 @@ def verify(path: StrPath) -> Path:
 
 
 @in_own_modes
-def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler: Any = None, *,
-         convert: bool = False, verify: bool = False, process_group: ProcessGroup | None = None) -> dict[str, Any]:
-    """Load the newest complete version into objects that exist, whatever their placement. Every rank calls it.
+def load(
+    path: StrPath,
+    model: Models,
+    optimizer: SlotStateful | None,
+    scheduler: Any = None,
+    *,
+    convert: bool = False,
+    verify: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load the newest complete version into objects that exist, whatever their placement. Every
+    rank calls it.
 
     Args:
         path: a checkpoint directory, or one version in it.
-        optimizer: None loads the model alone; call ``optimizer.reload_model_params()`` if it has an optimizer.
-        convert: round optimizer state to the dtypes configured here, and the model's tensors to theirs, also where
-            that loses bits.
-        verify: compare the checksums of all files first; each rank reads a share of them. Without it, what this rank
-            reads is compared, in blocks of 1 MiB.
+        optimizer: None loads the model alone; call ``optimizer.reload_model_params()`` if it has an
+            optimizer.
+        convert: round optimizer state to the dtypes configured here, and the model's tensors to
+            theirs, also where that loses bits.
+        verify: compare the checksums of all files first; each rank reads a share of them. Without
+            it, what this rank reads is compared, in blocks of 1 MiB.
         process_group: the ranks that load; all by default.
 
     Returns:
@@ -172,8 +230,8 @@ def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
 
     Raises:
         FileNotFoundError: there is no complete checkpoint under ``path``.
-        ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would be lost; or files are
-            damaged or hold something else than data. Nothing was replaced.
+        ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would
+            be lost; or files are damaged or hold something else than data. Nothing was replaced.
     """
     background.wait_for_previous()
     ranks = Ranks.of(process_group)
@@ -183,8 +241,11 @@ def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
     own = entries_of(model, optimizer)
     renamed = renamed_entries(opened[0][0].entries, own)
     index, common = index_under(renamed, opened[0][0]), common_under(renamed, opened[0][1])
-    saved = {name: entry for name, entry in index.entries.items()
-             if optimizer is not None or name.startswith(MODEL)}
+    saved = {
+        name: entry
+        for name, entry in index.entries.items()
+        if optimizer is not None or name.startswith(MODEL)
+    }
     tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
     planned: list[Reading] = []
@@ -198,7 +259,10 @@ def load(path: StrPath, model: Models, optimizer: SlotStateful | None, scheduler
 
     ranks.agree(f"loading {version}", check)
     ranks.agree(f"loading {version}", planned[0].read)
-    ranks.agree(f"loading {version}", lambda: _hand_over(as_read(tensors), common, model, optimizer, convert))
+    ranks.agree(
+        f"loading {version}",
+        lambda: _hand_over(as_read(tensors), common, model, optimizer, convert),
+    )
     if scheduler is not None:
         scheduler.load_state_dict(common["scheduler"])
     extra: dict[str, Any] = common["extra"]
@@ -209,7 +273,7 @@ def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, A
     manifest = read_manifest(version)
     index, common = read_index(version, manifest), read_common(version, manifest)
     if verify or index.sums is None:  # an older version of mp_optim kept no other checksums
-        verify_files(version, list(manifest.files.items())[ranks.rank::ranks.size])
+        verify_files(version, list(manifest.files.items())[ranks.rank :: ranks.size])
     return index, common
 
 
@@ -222,13 +286,17 @@ def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -
         scheduler.check_state_dict(common["scheduler"])
 
 
-def _check_groups(version: Path, optimizer: SlotStateful | None, common: Mapping[str, Any], convert: bool) -> None:
+def _check_groups(
+    version: Path, optimizer: SlotStateful | None, common: Mapping[str, Any], convert: bool
+) -> None:
     """What can be said of the optimizer's state before the tensors are replaced."""
     if optimizer is None:
         return
     if common["optimizer"] is None:
         raise ValueError(f"{version} holds a model and no optimizer; load it with optimizer=None")
-    optimizer.check_plain({**common["optimizer"], "param_groups": _own_groups(optimizer, common)}, convert=convert)
+    optimizer.check_plain(
+        {**common["optimizer"], "param_groups": _own_groups(optimizer, common)}, convert=convert
+    )
 
 
 def _own_groups(optimizer: SlotStateful, common: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -237,11 +305,18 @@ def _own_groups(optimizer: SlotStateful, common: Mapping[str, Any]) -> list[dict
 
 
 @uncollected()
-def _hand_over(tensors: dict[str, Tensor], common: dict[str, Any], model: Models, optimizer: SlotStateful | None,
-               convert: bool) -> None:
+def _hand_over(
+    tensors: dict[str, Tensor],
+    common: dict[str, Any],
+    model: Models,
+    optimizer: SlotStateful | None,
+    convert: bool,
+) -> None:
     load_model(model, tensors, common["model"])
     if optimizer is None:
         return
     groups = _own_groups(optimizer, common)
-    optimizer.load_state_dict({**common["optimizer"], "param_groups": groups, "state": state_by_index(groups, tensors)},
-                              convert=convert)
+    optimizer.load_state_dict(
+        {**common["optimizer"], "param_groups": groups, "state": state_by_index(groups, tensors)},
+        convert=convert,
+    )

@@ -1,7 +1,7 @@
 """Writing tensors, in two parts.
 
-Planning decides which rank writes what; it is where the ranks talk. Writing then needs no other rank, so it can happen
-in the background, from a snapshot of just what this rank writes.
+Planning decides which rank writes what; it is where the ranks talk. Writing then needs no other
+rank, so it can happen in the background, from a snapshot of just what this rank writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _TINY = 64
 
 
 class _SummedFile:
-    """A new file, summed up while it is written, so that what was meant is on record, not what arrived."""
+    """A new file, summed up while it is written, so that what was meant is on record, not what
+    arrived."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("wb")
@@ -54,7 +55,7 @@ class _SummedFile:
             if take == BLOCK_BYTES:
                 self._put(rest[:take])
             else:
-                self._block[self._used:self._used + take] = rest[:take]
+                self._block[self._used : self._used + take] = rest[:take]
                 self._used += take
                 if self._used == BLOCK_BYTES:
                     self._put(memoryview(self._block))
@@ -70,7 +71,7 @@ class _SummedFile:
     def finish(self) -> FileSum:
         """Write the rest and wait until everything is on the disk."""
         if self._used:
-            self._put(memoryview(self._block)[:self._used])
+            self._put(memoryview(self._block)[: self._used])
         with naming(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -113,7 +114,9 @@ class Writing:
 
     def take_snapshot(self) -> None:
         """Copy to the host what this rank writes; the tensors may change from here on."""
-        self.items = [(entry, place, value.to("cpu", copy=True)) for entry, place, value in self.items]
+        self.items = [
+            (entry, place, value.to("cpu", copy=True)) for entry, place, value in self.items
+        ]
 
     @uncollected()
     def write(self) -> Part:
@@ -148,7 +151,11 @@ def _written(file: _SummedFile, items: list[tuple[Whole, Place, Tensor]]) -> Ite
     for entry, place, value in items:
         if entry.dtype.is_complex:
             value = value.resolve_conj()
-        content = value if value.device.type == "cpu" and value.is_contiguous() else value.cpu().contiguous()
+        content = (
+            value
+            if value.device.type == "cpu" and value.is_contiguous()
+            else value.cpu().contiguous()
+        )
         memory, before = memory_of(content), header(entry.dtype, place.sizes)
         start = file.size + len(before)
         if len(memory) <= _TINY:
@@ -171,7 +178,7 @@ def _index_of(parts: list[Part]) -> Index:
     return Index(entries, {part.file: part.blocks for part in parts if part.sum is not None})
 
 
-# -- planning -----------------------------------------------------------------------------------------------------
+# -- planning -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,10 +189,13 @@ class _Plan:
 
 
 _plans: WeakKeyDictionary[dist.ProcessGroup, _Plan] = WeakKeyDictionary()
-"""This rank's share at its last save with a group; good as long as no rank of it holds anything else."""
+"""This rank's share at its last save with a group; good as long as no rank of it holds anything
+else."""
 
 
-def plan_writing(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, *, snapshot: bool) -> Writing:
+def plan_writing(
+    tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, *, snapshot: bool
+) -> Writing:
     """Decide what each rank writes; equal entries of several ranks are written once.
 
     Args:
@@ -225,16 +235,24 @@ def plan_writing(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, *, s
     return writing
 
 
-def _shared(holding: Holding, sheets: Mapping[bytes, tuple[Whole, ...]], held: list[list[bytes]], ranks: Ranks
-            ) -> Share:
+def _shared(
+    holding: Holding,
+    sheets: Mapping[bytes, tuple[Whole, ...]],
+    held: list[list[bytes]],
+    ranks: Ranks,
+) -> Share:
     """This rank's share; ``held`` is everybody's digests on the first rank, which decides."""
     first: dict[bytes, int] = {}
     for rank, digests in enumerate(held):
         for digest in digests:
             first.setdefault(digest, rank)
     speakers = ranks.broadcast(first)
-    told = ranks.gather(({digest: sheet for digest, sheet in sheets.items() if speakers[digest] == ranks.rank},
-                         holding.parts))
+    told = ranks.gather(
+        (
+            {digest: sheet for digest, sheet in sheets.items() if speakers[digest] == ranks.rank},
+            holding.parts,
+        )
+    )
 
     def decide() -> list[Share]:
         everything = {digest: sheet for own, _ in told for digest, sheet in own.items()}
@@ -243,7 +261,9 @@ def _shared(holding: Holding, sheets: Mapping[bytes, tuple[Whole, ...]], held: l
     return ranks.scatter(ranks.on_first("planning a checkpoint", decide) or [])
 
 
-def _items(tensors: Mapping[str, Tensor], holding: Holding, share: Share) -> Iterator[tuple[Whole, Place, Tensor]]:
+def _items(
+    tensors: Mapping[str, Tensor], holding: Holding, share: Share
+) -> Iterator[tuple[Whole, Place, Tensor]]:
     for entry in holding.whole:
         if entry.name in share.whole:
             place = whole_place(entry.shape)
@@ -252,7 +272,9 @@ def _items(tensors: Mapping[str, Tensor], holding: Holding, share: Share) -> Ite
         yield from _own_boxes(tensors[part.name], part, share.left_out.get(part.name, ()))
 
 
-def _own_boxes(tensor: Tensor, part: Parted, left_out: Sequence[Place]) -> Iterator[tuple[Whole, Place, Tensor]]:
+def _own_boxes(
+    tensor: Tensor, part: Parted, left_out: Sequence[Place]
+) -> Iterator[tuple[Whole, Place, Tensor]]:
     entry = Whole(part.name, part.dtype, part.shape)
     for place in part.places:
         if place not in left_out:

@@ -1,4 +1,5 @@
-"""One host allocation, carved into tensors: page-locked memory is rounded up per allocation, so ask once."""
+"""One host allocation, carved into tensors: page-locked memory is rounded up per allocation, so ask
+once."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class HostArena:
         self._used = 0
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """An uninitialised contiguous host tensor that nobody else got since the last :meth:`reset`."""
+        """An uninitialised contiguous host tensor that nobody else got since the last
+        :meth:`reset`."""
         size = aligned_bytes(shape.numel(), dtype)
         if self._used + size > self.capacity:
             return cut(self._transfer.empty_host(size, self._pin), 0, shape, dtype)

@@ -1,4 +1,5 @@
-"""Notices that a parameter's gradient is there, and tells whether a gradient is still the one that was there."""
+"""Notices that a parameter's gradient is there, and tells whether a gradient is still the one that
+was there."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ class GradientStamp:
     """A gradient at one moment, without keeping it alive.
 
     Attributes:
-        storage: its memory, as long as that exists; another gradient at the same address has another storage.
+        storage: its memory, as long as that exists; another gradient at the same address has
+            another storage.
         address: where it begins.
-        version: how often it was written; None if nobody counts, as of tensors made in inference mode.
+        version: how often it was written; None if nobody counts, as of tensors made in inference
+            mode.
         arrivals: how often a gradient had arrived at the slot.
     """
 
@@ -38,10 +41,20 @@ class GradientStamp:
         return cls(storage, grad.data_ptr(), _version_of(grad), arrivals)
 
     def matches(self, grad: Tensor, arrivals: int) -> bool:
-        """Whether this is the same gradient, and nobody wrote to it since (``grad.data`` leaves no trace)."""
-        same = (self.arrivals, self.version, self.address) == (arrivals, _version_of(grad), grad.data_ptr())
+        """Whether this is the same gradient, and nobody wrote to it since (``grad.data`` leaves no
+        trace)."""
+        same = (self.arrivals, self.version, self.address) == (
+            arrivals,
+            _version_of(grad),
+            grad.data_ptr(),
+        )
         gone = self.storage.expired()  # type: ignore[no-untyped-call]
-        return same and self.version is not None and not gone and self.storage.cdata == grad.untyped_storage()._cdata
+        return (
+            same
+            and self.version is not None
+            and not gone
+            and self.storage.cdata == grad.untyped_storage()._cdata
+        )
 
 
 def _version_of(grad: Tensor) -> int | None:
@@ -83,7 +96,9 @@ class Arrivals:
         self._params = [None] * len(self._params)
 
 
-def _hook(arrived: weakref.WeakMethod[Callable[[int], None]], index: int) -> Callable[[Tensor], None]:
+def _hook(
+    arrived: weakref.WeakMethod[Callable[[int], None]], index: int
+) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         if (call := arrived()) is not None:
             call(index)
@@ -101,8 +116,8 @@ def _remove(handles: list[RemovableHandle | None]) -> None:
 def final_in_backward(param: Tensor) -> bool:
     """Whether what backward leaves in a parameter's gradient is what will be stepped.
 
-    In a job of several ranks somebody may still have to reduce it: only FSDP2, whose meshes span the job, calls the
-    hooks after that.
+    In a job of several ranks somebody may still have to reduce it: only FSDP2, whose meshes span
+    the job, calls the hooks after that.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return True

@@ -1,4 +1,5 @@
-"""Which host slots travel and step together: a fixed plan in the order in which backward produces gradients."""
+"""Which host slots travel and step together: a fixed plan in the order in which backward produces
+gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ SMALLEST = 4 << 20
 """Staging bytes below which a bucket's fixed costs show."""
 
 PER_ROUND = 16
-"""Buckets a model is cut into, unless they were smaller than :data:`SMALLEST` or larger than allowed: the last one
-arrives with the end of backward and is the one that cannot be hidden."""
+"""Buckets a model is cut into, unless they were smaller than :data:`SMALLEST` or larger than
+allowed: the last one arrives with the end of backward and is the one that cannot be hidden."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int)
 
     Args:
         slots: in the order in which their gradients are expected.
-        sizes: staging bytes of each. Ranks that reduce together pass the same numbers and cut the same buckets.
+        sizes: staging bytes of each. Ranks that reduce together pass the same numbers and cut the
+            same buckets.
     """
     buckets: list[list[Slot]] = []
     filled = 0
@@ -45,9 +47,13 @@ def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int)
             filled = 0
         buckets[-1].append(slot)
         filled += size
-    return BucketPlan(tuple(map(tuple, buckets)), {slot: at for at, bucket in enumerate(buckets) for slot in bucket})
+    return BucketPlan(
+        tuple(map(tuple, buckets)),
+        {slot: at for at, bucket in enumerate(buckets) for slot in bucket},
+    )
 
 
 def fitting_bucket_bytes(total: int, most: int) -> int:
-    """Staging bytes per bucket for ``total`` of them: small enough to start early, large enough to be worth it."""
+    """Staging bytes per bucket for ``total`` of them: small enough to start early, large enough to
+    be worth it."""
     return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))

@@ -16,8 +16,8 @@ __all__ = ["occupy", "threads_beside_backward", "worker_threads"]
 def threads_beside_backward(threads: int) -> int:
     """Of a process's threads, how many work for the optimizer during backward.
 
-    Two are left to the main thread and autograd, and a quarter to the data loader: memory bandwidth, not arithmetic,
-    bounds an optimizer, so the last quarter would not make it faster.
+    Two are left to the main thread and autograd, and a quarter to the data loader: memory
+    bandwidth, not arithmetic, bounds an optimizer, so the last quarter would not make it faster.
     """
     return max(1, min(threads - 2, 3 * threads // 4))
 

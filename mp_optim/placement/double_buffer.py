@@ -1,7 +1,7 @@
 """The other half of main params and moments: a step is written there while the present values stay.
 
-Tensors stay the same objects. Publishing a step gives them the memory of the other half, and the memory they had
-becomes the other half; taking a step back is doing nothing.
+Tensors stay the same objects. Publishing a step gives them the memory of the other half, and the
+memory they had becomes the other half; taking a step back is doing nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from mp_optim.placement.transfer import Transfer
 __all__ = ["DoubleBuffer"]
 
 Key = tuple[int, int, str]
-"""Group, position, and which of the slot's tensors: a key of its state, or empty for the main param."""
+"""Group, position, and which of the slot's tensors: a key of its state, or empty for the main
+param."""
 
 
 @dataclass(slots=True)
@@ -29,7 +30,11 @@ class _Twin:
     other: Tensor
 
     def fits(self, live: Tensor) -> bool:
-        return live is self.live and live.data_ptr() == self.mine.data_ptr() and live.shape == self.mine.shape
+        return (
+            live is self.live
+            and live.data_ptr() == self.mine.data_ptr()
+            and live.shape == self.mine.shape
+        )
 
     def flip(self) -> None:
         self.mine, self.other = self.other, self.mine
@@ -61,7 +66,10 @@ class DoubleBuffer:
         sizes = {True: 0, False: 0}
         for key, tensor in zip(keys, live, strict=True):
             sizes[_is_main(key)] += aligned_bytes(tensor.numel(), tensor.dtype)
-        self._arenas = {main: HostArena(self._transfer, size, self._pin and main) for main, size in sizes.items()}
+        self._arenas = {
+            main: HostArena(self._transfer, size, self._pin and main)
+            for main, size in sizes.items()
+        }
 
     def others(self, keys: Sequence[Key], live: Sequence[Tensor]) -> list[Tensor]:
         """The other half of each tensor; its values are of no meaning."""

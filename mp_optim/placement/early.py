@@ -1,7 +1,9 @@
-"""One bucket's work during backward: gradients come down, are measured and, if that is speculated on, stepped.
+"""One bucket's work during backward: gradients come down, are measured and, if that is speculated
+on, stepped.
 
-A result is used only where what it was made from is what the step would use: the same gradients, settings, step
-numbers, main params and moments. So whatever happens between backward and ``step()``, the worst is work done twice.
+A result is used only where what it was made from is what the step would use: the same gradients,
+settings, step numbers, main params and moments. So whatever happens between backward and
+``step()``, the worst is work done twice.
 """
 
 from __future__ import annotations
@@ -46,16 +48,25 @@ class Halves:
     def stands(self, now: PlannedLaunch) -> bool:
         """Whether carrying out ``now`` would give what :attr:`target` gave."""
         then = self.planned
-        return (then.group == now.group and then.positions == now.positions and then.launch == now.launch
-                and then.settings == now.settings and list(then.updates.streams) == list(now.updates.streams)
-                and list(then.updates.shard_groups) == list(now.updates.shard_groups)
-                and list(then.updates.layouts) == list(now.updates.layouts)
-                and all_same(_stepped(then), _stepped(now)) and self.versions == _versions(now))
+        return (
+            then.group == now.group
+            and then.positions == now.positions
+            and then.launch == now.launch
+            and then.settings == now.settings
+            and list(then.updates.streams) == list(now.updates.streams)
+            and list(then.updates.shard_groups) == list(now.updates.shard_groups)
+            and list(then.updates.layouts) == list(now.updates.layouts)
+            and all_same(_stepped(then), _stepped(now))
+            and self.versions == _versions(now)
+        )
 
 
 def _stepped(planned: PlannedLaunch) -> list[Tensor]:
     """Main params and moments of a launch."""
-    return [*planned.lists.main, *(tensor for tensors in planned.lists.state.values() for tensor in tensors)]
+    return [
+        *planned.lists.main,
+        *(tensor for tensors in planned.lists.state.values() for tensor in tensors),
+    ]
 
 
 def _versions(planned: PlannedLaunch) -> list[int]:
@@ -63,7 +74,11 @@ def _versions(planned: PlannedLaunch) -> list[int]:
 
 
 def _keys(planned: PlannedLaunch) -> list[Key]:
-    return [(planned.group, position, name) for name in (MAIN, *planned.lists.state) for position in planned.positions]
+    return [
+        (planned.group, position, name)
+        for name in (MAIN, *planned.lists.state)
+        for position in planned.positions
+    ]
 
 
 class EarlyJob:
@@ -78,15 +93,25 @@ class EarlyJob:
         void: nobody wants the result.
     """
 
-    def __init__(self, bucket: Bucket, updates: Sequence[SlotUpdate], staged: list[SlotUpdate],
-                 stamps: dict[Slot, GradientStamp], halves: list[Halves], label: str, host: HostArithmetic) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        updates: Sequence[SlotUpdate],
+        staged: list[SlotUpdate],
+        stamps: dict[Slot, GradientStamp],
+        halves: list[Halves],
+        label: str,
+        host: HostArithmetic,
+    ) -> None:
         self.owner: Bucket = bucket
         self.label = label
         self.staged, self.stamps, self.halves = staged, stamps, halves
         self.sums: list[float] | None = None
         self.stepped = self.void = False
         self._host = host
-        self._pairs: list[CopyPair] = [(mine.grad, theirs.grad) for mine, theirs in zip(staged, updates, strict=True)]
+        self._pairs: list[CopyPair] = [
+            (mine.grad, theirs.grad) for mine, theirs in zip(staged, updates, strict=True)
+        ]
         self._after = bucket.transfer.mark()
         self._ticket: Any = None
 
@@ -104,22 +129,33 @@ class EarlyJob:
             self.owner.transfer.wait(self._ticket)
         del pairs  # the gradients are the caller's again
         with self._host.stages.stage("host_measure", self.label):
-            sums: list[float] = self._host.sum_of_squares([update.grad for update in self.staged]).tolist()
+            sums: list[float] = self._host.sum_of_squares(
+                [update.grad for update in self.staged]
+            ).tolist()
         if self.halves and all(map(math.isfinite, sums)):
             self._host.step_other_halves(self.halves, self.label)
             self.stepped = True
         self.sums = sums
 
     def was_written_to(self, updates: Sequence[SlotUpdate], arrivals: Mapping[Slot, int]) -> bool:
-        """Whether a job that is done is of no use for these updates, though no other gradient has arrived since."""
-        stamped = [(self.stamps[update.slot], update.slot) for update in updates if update.slot in self.stamps]
-        return self.sums is not None and all(stamp.arrivals == arrivals[slot] for stamp, slot in stamped)
+        """Whether a job that is done is of no use for these updates, though no other gradient has
+        arrived since."""
+        stamped = [
+            (self.stamps[update.slot], update.slot)
+            for update in updates
+            if update.slot in self.stamps
+        ]
+        return self.sums is not None and all(
+            stamp.arrivals == arrivals[slot] for stamp, slot in stamped
+        )
 
 
 class HostArithmetic:
     """What computes on the host: the rule, if it is one of this package's, and sums of squares."""
 
-    def __init__(self, rule: Any, stages: Stages, sum_of_squares: Callable[[Sequence[Tensor]], Tensor]) -> None:
+    def __init__(
+        self, rule: Any, stages: Stages, sum_of_squares: Callable[[Sequence[Tensor]], Tensor]
+    ) -> None:
         self.rule = rule if isinstance(rule, RuleOptimizer) else None
         self.stages = stages
         self.sum_of_squares = sum_of_squares
@@ -133,7 +169,8 @@ class HostArithmetic:
 
 
 class Bucket:
-    """Some host slots, their staging memory and their other halves: one of them for all time, with one user at a time.
+    """Some host slots, their staging memory and their other halves: one of them for all time, with
+    one user at a time.
 
     Attributes:
         slots: of the host's optimizer.
@@ -142,7 +179,9 @@ class Bucket:
         job: what the worker was last given, if it may still be of use.
     """
 
-    def __init__(self, slots: Sequence[Slot], transfer: Transfer, *, pin_staging: bool, pin_mains: bool) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], transfer: Transfer, *, pin_staging: bool, pin_mains: bool
+    ) -> None:
         self.slots = tuple(slots)
         self.transfer = transfer
         self.expected = frozenset(slots)
@@ -164,8 +203,15 @@ class Bucket:
             self._arena = HostArena(self.transfer, needed, self._pin)
         self._arena.reset()
         take = self._arena.take
-        return [update._replace(grad=take(update.grad.shape, update.grad.dtype), output=None if update.output is None
-                                else take(update.output.shape, update.output.dtype)) for update in updates]
+        return [
+            update._replace(
+                grad=take(update.grad.shape, update.grad.dtype),
+                output=None
+                if update.output is None
+                else take(update.output.shape, update.output.dtype),
+            )
+            for update in updates
+        ]
 
     def wait_until_free(self) -> None:
         """Wait until nothing is read from the staging memory any more."""
@@ -176,29 +222,40 @@ class Bucket:
     def download(self, updates: Sequence[SlotUpdate], staged: Sequence[SlotUpdate]) -> Any:
         """Start the copies of gradients; returns the ticket."""
         self.wait_until_free()
-        return self.transfer.download([(mine.grad, theirs.grad)
-                                       for mine, theirs in zip(staged, updates, strict=True)])
+        return self.transfer.download(
+            [(mine.grad, theirs.grad) for mine, theirs in zip(staged, updates, strict=True)]
+        )
 
     def upload(self, updates: Sequence[SlotUpdate], staged: Sequence[SlotUpdate]) -> None:
         """Start the copies of parameters."""
-        pairs: list[CopyPair] = [(theirs.output, mine.output) for mine, theirs in zip(staged, updates, strict=True)
-                                 if mine.output is not None and theirs.output is not None]
+        pairs: list[CopyPair] = [
+            (theirs.output, mine.output)
+            for mine, theirs in zip(staged, updates, strict=True)
+            if mine.output is not None and theirs.output is not None
+        ]
         self._upload = self.transfer.upload(pairs)
 
     def halves(self, launches: Sequence[PlannedLaunch]) -> list[Halves]:
-        """Launches with their other halves; empty if a tensor is not contiguous and would be stepped as a copy."""
+        """Launches with their other halves; empty if a tensor is not contiguous and would be
+        stepped as a copy."""
         if any(p.mains is not p.lists.main or p.outputs is not p.lists.output for p in launches):
             return []
-        self.buffer.reserve([key for planned in launches for key in _keys(planned)],
-                            [tensor for planned in launches for tensor in _stepped(planned)])
+        self.buffer.reserve(
+            [key for planned in launches for key in _keys(planned)],
+            [tensor for planned in launches for tensor in _stepped(planned)],
+        )
         return [self._half(planned) for planned in launches]
 
     def _half(self, planned: PlannedLaunch) -> Halves:
         keys, live = _keys(planned), _stepped(planned)
         others, count = self.buffer.others(keys, live), len(planned.positions)
         main = SteadyList(others[:count])
-        state: dict[str, list[Tensor]] = {name: SteadyList(others[count * at : count * (at + 1)])
-                                          for at, name in enumerate(planned.lists.state, start=1)}
+        state: dict[str, list[Tensor]] = {
+            name: SteadyList(others[count * at : count * (at + 1)])
+            for at, name in enumerate(planned.lists.state, start=1)
+        }
         present = {MAIN: planned.lists.main, **planned.lists.state}
-        target = planned._replace(mains=main, lists=replace(planned.lists, main=main, state=state, source=present))
+        target = planned._replace(
+            mains=main, lists=replace(planned.lists, main=main, state=state, source=present)
+        )
         return Halves(planned, target, keys, [tensor._version for tensor in live])

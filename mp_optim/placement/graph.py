@@ -1,4 +1,5 @@
-"""Work that a device is given once and repeats when it is told to: CUDA graphs behind a small interface."""
+"""Work that a device is given once and repeats when it is told to: CUDA graphs behind a small
+interface."""
 
 from __future__ import annotations
 
@@ -13,24 +14,30 @@ _Result = TypeVar("_Result")
 
 
 class Graph(Protocol):
-    """One piece of captured work. Its tensors, also those it made, are at the same addresses in every replay."""
+    """One piece of captured work. Its tensors, also those it made, are at the same addresses in
+    every replay."""
 
     def capture(self, work: Callable[[], _Result]) -> _Result:
-        """Let ``work`` queue what it does into the graph; nothing happens on the device before :meth:`replay`."""
+        """Let ``work`` queue what it does into the graph; nothing happens on the device before
+        :meth:`replay`."""
 
     def replay(self) -> None:
         """Queue the captured work once; nobody waits."""
 
 
 class CudaGraph:
-    """A CUDA graph with a memory pool of its own. Other threads may use the device while it is captured."""
+    """A CUDA graph with a memory pool of its own. Other threads may use the device while it is
+    captured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], _Result]) -> _Result:
-        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+        ):
             return work()
 
     def replay(self) -> None:
@@ -44,7 +51,10 @@ def graph_for(device: torch.device) -> Callable[[], Graph]:
         ValueError: there are none on this type of device.
     """
     if device.type != "cuda":
-        raise ValueError(f"optimizer_cuda_graph=True: the model's parameters are on {device.type}, where there are no "
-                         "CUDA graphs; move the model to a GPU, or set optimizer_cuda_graph=False")
+        raise ValueError(
+            f"optimizer_cuda_graph=True: the model's parameters are on {device.type}, where there "
+            "are no "
+            "CUDA graphs; move the model to a GPU, or set optimizer_cuda_graph=False"
+        )
     make: Callable[[], Any] = lambda: CudaGraph(device)  # noqa: E731
     return make

@@ -42,17 +42,25 @@ class _Stage:
             self._transfer.wait(self._busy)
             self._busy = None
         self.arena.reset()
-        staged = [update._replace(grad=self.arena.take(update.grad.shape, update.grad.dtype),
-                                  output=None if update.output is None
-                                  else self.arena.take(update.output.shape, update.output.dtype))
-                  for update in bucket]
+        staged = [
+            update._replace(
+                grad=self.arena.take(update.grad.shape, update.grad.dtype),
+                output=None
+                if update.output is None
+                else self.arena.take(update.output.shape, update.output.dtype),
+            )
+            for update in bucket
+        ]
         pairs = [(mine.grad, theirs.grad) for mine, theirs in zip(staged, bucket, strict=True)]
         return staged, self._transfer.download(pairs)
 
     def store(self, staged: Bucket, bucket: Bucket) -> None:
         """Start the upload of a bucket's parameters."""
-        pairs: list[CopyPair] = [(theirs.output, mine.output) for mine, theirs in zip(staged, bucket, strict=True)
-                                 if mine.output is not None and theirs.output is not None]
+        pairs: list[CopyPair] = [
+            (theirs.output, mine.output)
+            for mine, theirs in zip(staged, bucket, strict=True)
+            if mine.output is not None and theirs.output is not None
+        ]
         self._busy = self._transfer.upload(pairs)
 
 
@@ -60,14 +68,22 @@ class HostPipeline:
     """A ring of stages.
 
     Args:
-        bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by itself.
+        bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by
+            itself.
         depth: buckets in flight; 1 means no overlap.
         pin: page-lock the staging memory.
         stages: where the time goes.
     """
 
-    def __init__(self, transfer: Transfer, *, bucket_bytes: int, depth: int, pin: bool,
-                 stages: Stages | None = None) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        *,
+        bucket_bytes: int,
+        depth: int,
+        pin: bool,
+        stages: Stages | None = None,
+    ) -> None:
         if bucket_bytes < 1 or depth < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}, depth={depth}: both must be at least 1")
         self._transfer = transfer
@@ -80,8 +96,13 @@ class HostPipeline:
 
     def over(self, transfer: Transfer) -> HostPipeline:
         """The same pipeline over another transfer."""
-        return HostPipeline(transfer, bucket_bytes=self._bucket_bytes, depth=self._depth, pin=self._pin,
-                            stages=self._times)
+        return HostPipeline(
+            transfer,
+            bucket_bytes=self._bucket_bytes,
+            depth=self._depth,
+            pin=self._pin,
+            stages=self._times,
+        )
 
     @property
     def staging_bytes(self) -> int:
@@ -90,25 +111,35 @@ class HostPipeline:
 
     def staging_for(self, updates: Sequence[SlotUpdate], shares: Sequence[int]) -> int:
         """Host bytes that stepping these takes."""
-        sizes = [sum(map(staging_bytes, bucket)) for bucket in _buckets(updates, shares, self._bucket_bytes)]
+        sizes = [
+            sum(map(staging_bytes, bucket))
+            for bucket in _buckets(updates, shares, self._bucket_bytes)
+        ]
         return max(sizes, default=0) * min(self._depth, len(sizes))
 
-    def run(self, updates: Sequence[SlotUpdate], shares: Sequence[int], step: Callable[[Bucket], None]) -> None:
+    def run(
+        self, updates: Sequence[SlotUpdate], shares: Sequence[int], step: Callable[[Bucket], None]
+    ) -> None:
         """Step all ``updates``; on return every upload is ordered before later accelerator work.
 
         Args:
-            shares: elements of each update by which buckets are filled. All ranks that reduce together pass
-                the same numbers, so that they cut the same buckets and meet in the same collectives.
+            shares: elements of each update by which buckets are filled. All ranks that reduce
+                together pass the same numbers, so that they cut the same buckets and meet in the
+                same collectives.
             step: steps one bucket, whose tensors are on the host.
         """
         buckets = list(_buckets(updates, shares, self._bucket_bytes))
-        self.traffic = Traffic(down=sum(u.grad.nbytes for u in updates),
-                               up=sum(u.output.nbytes for u in updates if u.output is not None))
+        self.traffic = Traffic(
+            down=sum(u.grad.nbytes for u in updates),
+            up=sum(u.output.nbytes for u in updates if u.output is not None),
+        )
         if not buckets:
             return
         self._reserve(max(sum(map(staging_bytes, bucket)) for bucket in buckets), len(buckets))
         ahead = min(self._depth - 1, 1)
-        loads = [self._stage(index).load(bucket) for index, bucket in enumerate(buckets[: 1 + ahead])]
+        loads = [
+            self._stage(index).load(bucket) for index, bucket in enumerate(buckets[: 1 + ahead])
+        ]
         for index, bucket in enumerate(buckets):
             staged, ticket = loads[index]
             with self._times.stage(WAIT_COPIES):
@@ -134,14 +165,22 @@ class HostPipeline:
 def staging_bytes(update: SlotUpdate) -> int:
     """Host bytes that an update's gradient and output take."""
     size = aligned_bytes(update.grad.numel(), update.grad.dtype)
-    return size if update.output is None else size + aligned_bytes(update.output.numel(), update.output.dtype)
+    return (
+        size
+        if update.output is None
+        else size + aligned_bytes(update.output.numel(), update.output.dtype)
+    )
 
 
-def _buckets(updates: Sequence[SlotUpdate], shares: Sequence[int], bucket_bytes: int) -> Iterator[Bucket]:
+def _buckets(
+    updates: Sequence[SlotUpdate], shares: Sequence[int], bucket_bytes: int
+) -> Iterator[Bucket]:
     bucket: Bucket = []
     filled = 0
     for update, share in zip(updates, shares, strict=True):
-        size = share * (update.grad.itemsize + (0 if update.output is None else update.output.itemsize))
+        size = share * (
+            update.grad.itemsize + (0 if update.output is None else update.output.itemsize)
+        )
         if bucket and filled + size > bucket_bytes:
             yield bucket
             bucket, filled = [], 0

@@ -1,7 +1,8 @@
-"""When host slots do what: what is done during backward, what ``step()`` takes over, and what it does again.
+"""When host slots do what: what is done during backward, what ``step()`` takes over, and what it
+does again.
 
-Every bucket has one owner at any time: the worker from the moment its gradients are there until ``step()`` asks,
-then the caller of ``step()``.
+Every bucket has one owner at any time: the worker from the moment its gradients are there until
+``step()`` asks, then the caller of ``step()``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Round:
-    """What holds from the first gradient to the end of ``step()``: whether to speculate, on which multiplier."""
+    """What holds from the first gradient to the end of ``step()``: whether to speculate, on which
+    multiplier."""
 
     speculates: bool
     multiplier: float
@@ -58,12 +60,12 @@ class HostSchedule:
 
     Args:
         host: the host's optimizer.
-        slots: its slots with the elements a rank holds of each (the same numbers on all ranks), in the order in
-            which their gradients are expected.
+        slots: its slots with the elements a rank holds of each (the same numbers on all ranks), in
+            the order in which their gradients are expected.
         mode: ``overlap`` or ``speculative``.
         pipelined: in ``step()``, start all copies before the arithmetic.
-        open_round: called before the first bucket of a round is planned: makes the host's optimizer have current
-            tensors and settings.
+        open_round: called before the first bucket of a round is planned: makes the host's optimizer
+            have current tensors and settings.
         touch: called before a step is published (see :class:`~mp_optim.broken_off.StepMark`).
         set_up: called once in the worker thread.
 
@@ -71,23 +73,47 @@ class HostSchedule:
         enabled: whether arriving gradients start work; off on all but the last micro-batch.
         settle_settings: called before ``open_round``: brings settings down from whoever holds them.
         predicted: the multiplier that the next verdict will have if nothing is clipped or skipped.
-        counts: how many buckets were published as they had been speculated on, how many were stepped again, in
-            how many steps speculation paused, and of how many buckets the gradients were written after backward.
+        counts: how many buckets were published as they had been speculated on, how many were
+            stepped again, in how many steps speculation paused, and of how many buckets the
+            gradients were written after backward.
     """
 
-    def __init__(self, host: SlotOptimizer, slots: Sequence[tuple[Slot, int]], transfer: Transfer, *, mode: OffloadMode,
-                 stages: Stages, bucket_bytes: int, pin_staging: bool, pin_mains: bool, pipelined: bool,
-                 open_round: Callable[[], None], touch: Callable[[], None], set_up: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        host: SlotOptimizer,
+        slots: Sequence[tuple[Slot, int]],
+        transfer: Transfer,
+        *,
+        mode: OffloadMode,
+        stages: Stages,
+        bucket_bytes: int,
+        pin_staging: bool,
+        pin_mains: bool,
+        pipelined: bool,
+        open_round: Callable[[], None],
+        touch: Callable[[], None],
+        set_up: Callable[[], None],
+    ) -> None:
         self.mode, self.stages, self.transfer = mode, stages, transfer
         self.arithmetic = HostArithmetic(host, stages, _sum_of_squares)
         self.enabled = True
         self.predicted: Callable[[], float] = lambda: 1.0
         self.settle_settings: Callable[[], None] = lambda: None
         self.traffic = Traffic()
-        self.counts = Counter({"speculation_hits": 0, "speculation_redone": 0, "speculation_paused": 0,
-                               "speculation_stale": 0})
+        self.counts = Counter(
+            {
+                "speculation_hits": 0,
+                "speculation_redone": 0,
+                "speculation_paused": 0,
+                "speculation_stale": 0,
+            }
+        )
         self._host = host
-        self._bucket_bytes, self._pins, self._pipelined = bucket_bytes, (pin_staging, pin_mains), pipelined
+        self._bucket_bytes, self._pins, self._pipelined = (
+            bucket_bytes,
+            (pin_staging, pin_mains),
+            pipelined,
+        )
         self._open, self._touch = open_round, touch
         self._worker = Worker("mp_optim-host", capacity=64, set_up=set_up)
         self._arrivals: Counter[Slot] = Counter()
@@ -110,10 +136,14 @@ class HostSchedule:
     def _cut(self, slots: Sequence[tuple[Slot, int]]) -> None:
         self._slots = dict(slots)
         sizes = [4 * share for share in self._slots.values()]  # 16-bit gradients and parameters
-        plan = plan_buckets(list(self._slots), sizes, fitting_bucket_bytes(sum(sizes), self._bucket_bytes))
+        plan = plan_buckets(
+            list(self._slots), sizes, fitting_bucket_bytes(sum(sizes), self._bucket_bytes)
+        )
         pin_staging, pin_mains = self._pins
-        self._buckets = [Bucket(slots, self.transfer, pin_staging=pin_staging, pin_mains=pin_mains)
-                         for slots in plan.buckets]
+        self._buckets = [
+            Bucket(slots, self.transfer, pin_staging=pin_staging, pin_mains=pin_mains)
+            for slots in plan.buckets
+        ]
         self._bucket_of = plan.bucket_of
 
     @property
@@ -147,7 +177,9 @@ class HostSchedule:
         """
         self._arrivals[update.slot] += 1
         bucket = self._buckets[self._bucket_of[update.slot]]
-        if bucket.job is not None and update.slot in bucket.job.stamps:  # another micro-batch: what was begun is void
+        if (
+            bucket.job is not None and update.slot in bucket.job.stamps
+        ):  # another micro-batch: what was begun is void
             bucket.job.void, bucket.job = True, None
         if not self.enabled or self._failure is not None:
             return
@@ -159,13 +191,15 @@ class HostSchedule:
         except WorkerError as error:
             self._failure = error
         except Exception as error:
-            self._failure = WorkerError(f"{self._label(bucket.slots)}: work on the host during backward could not be "
-                                        f"begun: {error!r}. The optimizer is as it was before this step")
+            self._failure = WorkerError(
+                f"{self._label(bucket.slots)}: work on the host during backward could not be "
+                f"begun: {error!r}. The optimizer is as it was before this step"
+            )
             self._failure.__cause__ = error
 
     def _dispatch_up_to(self, bucket: Bucket) -> None:
-        """Hand a complete bucket to the worker, and before it those that backward has left behind: they lack
-        gradients that will not come."""
+        """Hand a complete bucket to the worker, and before it those that backward has left behind:
+        they lack gradients that will not come."""
         at = self._buckets.index(bucket)
         for earlier in self._buckets[: max(0, at - 1)]:
             if earlier.waiting and earlier.job is None:
@@ -177,8 +211,10 @@ class HostSchedule:
             self.settle_settings()
             self._open()
             self._round = _Round(self._speculates and self._knows_order, self.predicted())
-        updates = sorted((u._replace(multiplier=self._round.multiplier) for u in bucket.waiting.values()),
-                         key=_by_slot)
+        updates = sorted(
+            (u._replace(multiplier=self._round.multiplier) for u in bucket.waiting.values()),
+            key=_by_slot,
+        )
         bucket.waiting = {}
         stamps = {u.slot: GradientStamp.of(u.grad, self._arrivals[u.slot]) for u in updates}
         staged = bucket.stage(updates)
@@ -186,12 +222,16 @@ class HostSchedule:
         rule = self.arithmetic.rule
         if self._round.speculates and rule is not None and not any(map(rule.is_collective, staged)):
             halves = bucket.halves(rule.plan(staged))
-        bucket.job = EarlyJob(bucket, updates, staged, stamps, halves, self._label(list(stamps)), self.arithmetic)
+        bucket.job = EarlyJob(
+            bucket, updates, staged, stamps, halves, self._label(list(stamps)), self.arithmetic
+        )
         self._worker.submit(bucket.job)
 
     def _label(self, slots: Sequence[Slot]) -> str:
         names = [self._host.slot_name(slot) for slot in slots]
-        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} parameters)"
+        return (
+            names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} parameters)"
+        )
 
     # -- between backward and step --------------------------------------------------------------
 
@@ -210,18 +250,27 @@ class HostSchedule:
         except WorkerError:
             self.discard()
             raise
-        jobs = [bucket.job for bucket in self._buckets if bucket.job is not None and bucket.job.sums is not None]
-        self._sums = {job.stamps[update.slot].address: (job.stamps[update.slot], update.slot, value)
-                      for job in jobs for update, value in zip(job.staged, job.sums or (), strict=True)}
+        jobs = [
+            bucket.job
+            for bucket in self._buckets
+            if bucket.job is not None and bucket.job.sums is not None
+        ]
+        self._sums = {
+            job.stamps[update.slot].address: (job.stamps[update.slot], update.slot, value)
+            for job in jobs
+            for update, value in zip(job.staged, job.sums or (), strict=True)
+        }
 
     def sum_of_squares(self, grad: Tensor) -> float | None:
-        """The sum of squares of a gradient, if it was measured during backward and is the same still."""
+        """The sum of squares of a gradient, if it was measured during backward and is the same
+        still."""
         stamp, slot, value = self._sums.get(grad.data_ptr(), (None, None, None))
         known = stamp is not None and slot is not None and stamp.matches(grad, self._arrivals[slot])
         return value if known and grad.numel() else None
 
     def touched(self, slot: Slot) -> None:
-        """Somebody got hold of a slot's state, and may write to it without a trace: do not trust what was stepped."""
+        """Somebody got hold of a slot's state, and may write to it without a trace: do not trust
+        what was stepped."""
         if (job := self._buckets[self._bucket_of[slot]].job) is not None:
             job.halves = []
 
@@ -248,8 +297,14 @@ class HostSchedule:
 
     # -- in step --------------------------------------------------------------------------------
 
-    def step(self, updates: Sequence[SlotUpdate], grad_norm: float | None, step_device: Callable[[], None]) -> None:
-        """Step the host's slots, and the device's in between; on return uploads are ordered before later work there.
+    def step(
+        self,
+        updates: Sequence[SlotUpdate],
+        grad_norm: float | None,
+        step_device: Callable[[], None],
+    ) -> None:
+        """Step the host's slots, and the device's in between; on return uploads are ordered before
+        later work there.
 
         Args:
             updates: with gradients and outputs on the device.
@@ -259,8 +314,10 @@ class HostSchedule:
             WorkerError: the worker failed; nothing was stepped.
         """
         self.finish()
-        self.traffic = Traffic(down=sum(u.grad.nbytes for u in updates),
-                               up=sum(u.output.nbytes for u in updates if u.output is not None))
+        self.traffic = Traffic(
+            down=sum(u.grad.nbytes for u in updates),
+            up=sum(u.output.nbytes for u in updates if u.output is not None),
+        )
         pieces = self._pieces(updates)
         if self._round is not None and self._round.speculates:
             self._step_other_halves(pieces, grad_norm)
@@ -283,22 +340,42 @@ class HostSchedule:
         pieces = []
         for index, mine in sorted(members.items()):
             bucket = self._buckets[index]
-            job = bucket.job if bucket.job is not None and self._is_fresh(bucket.job, mine) else None
-            if job is None and bucket.job is not None and bucket.job.was_written_to(mine, self._arrivals):
+            job = (
+                bucket.job if bucket.job is not None and self._is_fresh(bucket.job, mine) else None
+            )
+            if (
+                job is None
+                and bucket.job is not None
+                and bucket.job.was_written_to(mine, self._arrivals)
+            ):
                 self.counts["speculation_stale"] += 1
                 warn_of_written(self.mode, self.counts["speculation_stale"])
-            staged = bucket.stage(mine) if job is None else [
-                update._replace(grad=there.grad, output=there.output)
-                for there, update in zip(job.staged, mine, strict=True)]
-            pieces.append(_Piece(bucket, mine, staged, job, self._label([update.slot for update in mine])))
+            staged = (
+                bucket.stage(mine)
+                if job is None
+                else [
+                    update._replace(grad=there.grad, output=there.output)
+                    for there, update in zip(job.staged, mine, strict=True)
+                ]
+            )
+            pieces.append(
+                _Piece(bucket, mine, staged, job, self._label([update.slot for update in mine]))
+            )
             bucket.expected = frozenset(update.slot for update in mine)
         return pieces
 
     def _is_fresh(self, job: EarlyJob, updates: Sequence[SlotUpdate]) -> bool:
-        """Whether a job was given just these gradients, as they are now, and writes the outputs that are wanted."""
-        return job.sums is not None and list(job.stamps) == [update.slot for update in updates] and all(
-            job.stamps[u.slot].matches(u.grad, self._arrivals[u.slot]) and _output_form(there) == _output_form(u)
-            for there, u in zip(job.staged, updates, strict=True))
+        """Whether a job was given just these gradients, as they are now, and writes the outputs
+        that are wanted."""
+        return (
+            job.sums is not None
+            and list(job.stamps) == [update.slot for update in updates]
+            and all(
+                job.stamps[u.slot].matches(u.grad, self._arrivals[u.slot])
+                and _output_form(there) == _output_form(u)
+                for there, u in zip(job.staged, updates, strict=True)
+            )
+        )
 
     def _start(self, pieces: Sequence[_Piece]) -> None:
         for piece in pieces:
@@ -317,8 +394,12 @@ class HostSchedule:
         again = []
         for piece in pieces:
             launches, job = rule.plan(piece.staged, grad_norm), piece.job
-            if job is not None and job.stepped and len(job.halves) == len(launches) and all(
-                    half.stands(now) for half, now in zip(job.halves, launches, strict=True)):
+            if (
+                job is not None
+                and job.stepped
+                and len(job.halves) == len(launches)
+                and all(half.stands(now) for half, now in zip(job.halves, launches, strict=True))
+            ):
                 piece.halves = job.halves
                 self.counts["speculation_hits"] += 1
                 continue
@@ -335,8 +416,11 @@ class HostSchedule:
                 self.arithmetic.step_other_halves(piece.halves or (), piece.label)
             except Exception as error:
                 self.discard()
-                raise RuntimeError(f"{piece.label}: the step on the host failed: {error!r}. The optimizer is as it was "
-                                   "before this step") from error
+                raise RuntimeError(
+                    f"{piece.label}: the step on the host failed: {error!r}. The optimizer is as "
+                    "it was "
+                    "before this step"
+                ) from error
 
     def _publish(self, piece: _Piece) -> None:
         """Make the other halves the present ones, and send the parameters up."""
@@ -363,8 +447,10 @@ class HostSchedule:
                     self._host.step_slots(piece.staged, grad_norm=grad_norm)
             except Exception as error:
                 self.discard()
-                raise RuntimeError(f"{piece.label}: the step on the host failed: {error!r}. {at} of {len(pieces)} "
-                                   "buckets before it were already stepped: load the last checkpoint") from error
+                raise RuntimeError(
+                    f"{piece.label}: the step on the host failed: {error!r}. {at} of {len(pieces)} "
+                    "buckets before it were already stepped: load the last checkpoint"
+                ) from error
             with self.stages.stage("publish", piece.label):
                 piece.bucket.upload(piece.updates, piece.staged)
 
@@ -382,8 +468,11 @@ class HostSchedule:
 
 
 def _is_split(update: SlotUpdate) -> bool:
-    """Whether other ranks, which may see gradients in another order, hold the rest of a parameter."""
-    return bool(update.shard_groups) or (update.layout is not None and update.layout.splits_matrices)
+    """Whether other ranks, which may see gradients in another order, hold the rest of a
+    parameter."""
+    return bool(update.shard_groups) or (
+        update.layout is not None and update.layout.splits_matrices
+    )
 
 
 def _output_form(update: SlotUpdate) -> tuple[torch.Size, torch.dtype] | None:

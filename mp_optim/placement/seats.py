@@ -68,9 +68,17 @@ class SeatedOptimizer(SlotOptimizer):
         ValueError: for a fraction outside [0, 1], or parameters on several accelerators.
     """
 
-    def __init__(self, params: Iterable[Any], offload_fraction: float,
-                 classes: Mapping[Place, type[torch.optim.Optimizer]], in_fp32: bool, settings: dict[str, Any],
-                 construction: dict[str, Any], transfer: Transfer | None, pin_params: bool) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        offload_fraction: float,
+        classes: Mapping[Place, type[torch.optim.Optimizer]],
+        in_fp32: bool,
+        settings: dict[str, Any],
+        construction: dict[str, Any],
+        transfer: Transfer | None,
+        pin_params: bool,
+    ) -> None:
         self.offload_fraction = offload_fraction
         self._classes, self._fp32 = classes, in_fp32
         self._kwargs = {**settings, **construction}
@@ -101,15 +109,19 @@ class SeatedOptimizer(SlotOptimizer):
         devices = {str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)}
         found = sorted(devices - {"cpu", "meta"})
         if len(found) > 1:
-            raise ValueError(f"parameters lie on several accelerators {found}; build one optimizer per device")
+            raise ValueError(
+                f"parameters lie on several accelerators {found}; build one optimizer per device"
+            )
         return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
 
     def _seat_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Plan the places of new groups, together, and give each slot its seat."""
         shares = [_share(p) for group in groups for p in group["params"]]
         trainable = [p.requires_grad for group in groups for p in group["params"]]
-        hosted = plan_offload([size if trains else 0 for size, trains in zip(shares, trainable, strict=True)],
-                              self.offload_fraction)
+        hosted = plan_offload(
+            [size if trains else 0 for size, trains in zip(shares, trainable, strict=True)],
+            self.offload_fraction,
+        )
         running = 0
         for group in groups:
             counts: dict[Place, int] = {"device": 0, "host": 0}
@@ -123,8 +135,11 @@ class SeatedOptimizer(SlotOptimizer):
             self._seats.append(seats)
 
     def _host_bytes(self) -> int:
-        return sum(aligned_bytes(local_tensor(p).numel(), self.main_dtype(p.dtype))
-                   for slot, p in iter_slots(self.param_groups) if self._seat(slot).place == "host")
+        return sum(
+            aligned_bytes(local_tensor(p).numel(), self.main_dtype(p.dtype))
+            for slot, p in iter_slots(self.param_groups)
+            if self._seat(slot).place == "host"
+        )
 
     def _seat(self, slot: Slot) -> _Seat:
         return self._seats[slot.group][slot.position]
@@ -134,10 +149,13 @@ class SeatedOptimizer(SlotOptimizer):
         return self._seat(slot).place
 
     def _host_slots(self) -> list[tuple[Slot, int]]:
-        """Slots of the host's optimizer and the elements of each, in the order in which backward is expected to reach
-        them: the last first."""
-        found = [(Slot(slot.group, seat.index), seat.share) for slot, _ in iter_slots(self.param_groups)
-                 if (seat := self._seat(slot)).place == "host"]
+        """Slots of the host's optimizer and the elements of each, in the order in which backward is
+        expected to reach them: the last first."""
+        found = [
+            (Slot(slot.group, seat.index), seat.share)
+            for slot, _ in iter_slots(self.param_groups)
+            if (seat := self._seat(slot)).place == "host"
+        ]
         return found[::-1]
 
     # -- sub-optimizers -------------------------------------------------------------------------
@@ -156,7 +174,9 @@ class SeatedOptimizer(SlotOptimizer):
         here = [self._seats[index][i].place == place for i in range(len(group["params"]))]
         names = group.get("param_names")
         sub = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
-        sub["params"] = [local_tensor(p) for p, mine in zip(group["params"], here, strict=True) if mine]
+        sub["params"] = [
+            local_tensor(p) for p, mine in zip(group["params"], here, strict=True) if mine
+        ]
         if names:
             sub["fqns"] = [name for name, mine in zip(names, here, strict=True) if mine]
         return sub
@@ -169,14 +189,24 @@ class SeatedOptimizer(SlotOptimizer):
         """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here.
 
         Raises:
-            ValueError: the two classes' defaults differ, so that a parameter's rule would depend on its place.
+            ValueError: the two classes' defaults differ, so that a parameter's rule would depend on
+                its place.
         """
-        filled = [{k: v for k, v in sub.param_groups[-1].items() if k not in (*_NOT_PUSHED, *self.param_groups[-1])}
-                  for sub in self._subs.values()]
+        filled = [
+            {
+                k: v
+                for k, v in sub.param_groups[-1].items()
+                if k not in (*_NOT_PUSHED, *self.param_groups[-1])
+            }
+            for sub in self._subs.values()
+        ]
         for key in filled[0].keys() & filled[1].keys():
             if filled[0][key] != filled[1][key]:
-                raise ValueError(f"{key} is {filled[0][key]!r} by default on the device and {filled[1][key]!r} on the "
-                                 f"host; pass {key}=")
+                raise ValueError(
+                    f"{key} is {filled[0][key]!r} by default on the device and {filled[1][key]!r} "
+                    "on the "
+                    f"host; pass {key}="
+                )
         for sub in self._subs.values():
             for mine, theirs in zip(self.param_groups, sub.param_groups, strict=True):
                 for key, value in theirs.items():
@@ -186,7 +216,9 @@ class SeatedOptimizer(SlotOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are placed on their own, by the same fraction and policy."""
         super().add_param_group(param_group)
-        if not self._subs:  # torch's constructor is adding the first groups; they are planned together
+        if (
+            not self._subs
+        ):  # torch's constructor is adding the first groups; they are planned together
             return
         index = len(self.param_groups) - 1
         self._seat_groups([self.param_groups[index]])
@@ -223,7 +255,11 @@ class SeatedOptimizer(SlotOptimizer):
 
     def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
-        return self.main_dtype(dtype) if self._fp32 and dtype in (torch.float16, torch.bfloat16) else dtype
+        return (
+            self.main_dtype(dtype)
+            if self._fp32 and dtype in (torch.float16, torch.bfloat16)
+            else dtype
+        )
 
     def main_param(self, slot: Slot) -> Tensor:
         sub, theirs = self._in_sub(slot)
@@ -238,10 +274,13 @@ class SeatedOptimizer(SlotOptimizer):
         sub.written_outside(theirs)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
-        super().reserve_main_params([(slot, source) for slot, source in coming if self._seat(slot).place == "device"])
+        super().reserve_main_params(
+            [(slot, source) for slot, source in coming if self._seat(slot).place == "device"]
+        )
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        """Main param, born where it is stepped: on the host it never exists in FP32 on the device."""
+        """Main param, born where it is stepped: on the host it never exists in FP32 on the
+        device."""
         seat = self._seat(slot)
         seat.resident, seat.main = True, None
         if seat.place == "device":
@@ -264,7 +303,9 @@ class SeatedOptimizer(SlotOptimizer):
         seat = self._seat(slot)
         param: Tensor = self.param_groups[slot.group]["params"][slot.position]
         if seat.resident:
-            return param if type(param) is Tensor and not param.requires_grad else local_tensor(param)
+            return (
+                param if type(param) is Tensor and not param.requires_grad else local_tensor(param)
+            )
         local = local_tensor(param)
         if seat.main is None:
             seat.main = self._new_copy(seat, local)
@@ -330,7 +371,10 @@ class SeatedOptimizer(SlotOptimizer):
         fit = sub.fit_slot_state(theirs, rest, convert)
         if master is None:
             return fit
-        return {**fit, "master_param": as_master(self.slot_name(slot), local_tensor(master), convert)}
+        return {
+            **fit,
+            "master_param": as_master(self.slot_name(slot), local_tensor(master), convert),
+        }
 
     def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         rest = dict(state)
@@ -348,7 +392,9 @@ class SeatedOptimizer(SlotOptimizer):
         sub, theirs = self._in_sub(slot)
         rest, master = self._split(slot, state)
         if (own := self._own_master(slot)) is not None and master is None:
-            raise ValueError(f"state of {self.slot_name(slot)}: master_param ({own.dtype}) is missing")
+            raise ValueError(
+                f"state of {self.slot_name(slot)}: master_param ({own.dtype}) is missing"
+            )
         if own is not None:
             check_fits(f"{self.slot_name(slot)}.master_param", own, master)
         sub.check_slot_state(theirs, rest)
@@ -362,7 +408,8 @@ class SeatedOptimizer(SlotOptimizer):
 
 
 def _share(param: Tensor) -> int:
-    """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks differ in it."""
+    """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks
+    differ in it."""
     if not isinstance(param, DTensor):
         return int(getattr(param, "offload_share", param.numel()))
     ranks = math.prod(map(param.device_mesh.size, split_dims(param)))

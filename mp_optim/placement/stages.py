@@ -1,4 +1,5 @@
-"""Where the time of a step goes: spans of named stages, which the profiler shows under the same names."""
+"""Where the time of a step goes: spans of named stages, which the profiler shows under the same
+names."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Stages:
             try:
                 yield
             finally:
-                self._spans.append(Span(name, threading.current_thread().name, start, time.perf_counter(), label))
+                self._spans.append(
+                    Span(name, threading.current_thread().name, start, time.perf_counter(), label)
+                )
 
     def begin_step(self) -> None:
         """From now on the caller waits: what ends earlier is hidden."""
@@ -59,19 +62,31 @@ class Stages:
     def end_step(self) -> None:
         """The round is complete."""
         self.last, self._spans = self._spans, []
-        self.began, self._began = (time.perf_counter() if self._began is None else self._began), None
+        self.began, self._began = (
+            (time.perf_counter() if self._began is None else self._began),
+            None,
+        )
 
     def metrics(self) -> dict[str, float]:
         """Milliseconds of the last round.
 
-        ``copy_wait_ms``: waiting for copies, in any thread. ``worker_wait_ms``: ``step()`` waiting for the worker.
-        ``host_ms``: arithmetic on the host. ``hidden_ms``: the part of it that was over when ``step()`` began.
+        ``copy_wait_ms``: waiting for copies, in any thread. ``worker_wait_ms``: ``step()`` waiting
+        for the worker. ``host_ms``: arithmetic on the host. ``hidden_ms``: the part of it that was
+        over when ``step()`` began.
         """
+
         def total(*names: str) -> float:
             return sum(span.end - span.start for span in self.last if span.stage in names)
 
-        hidden = sum(max(0.0, min(span.end, self.began) - span.start) for span in self.last
-                     if span.stage in ARITHMETIC)
-        seconds = {"copy_wait_ms": total(WAIT_COPIES), "worker_wait_ms": total(WAIT_WORKER),
-                   "host_ms": total(*ARITHMETIC), "hidden_ms": hidden}
+        hidden = sum(
+            max(0.0, min(span.end, self.began) - span.start)
+            for span in self.last
+            if span.stage in ARITHMETIC
+        )
+        seconds = {
+            "copy_wait_ms": total(WAIT_COPIES),
+            "worker_wait_ms": total(WAIT_WORKER),
+            "host_ms": total(*ARITHMETIC),
+            "hidden_ms": hidden,
+        }
         return {name: 1e3 * value for name, value in seconds.items()}

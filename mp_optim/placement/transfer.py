@@ -28,13 +28,16 @@ class Transfer(Protocol):
         """A 1-D uint8 host buffer, page-locked if ``pin`` and the accelerator can use it."""
 
     def mark(self) -> Any:
-        """A point in the work that the calling thread has queued so far, for ``download(after=)`` in another thread."""
+        """A point in the work that the calling thread has queued so far, for ``download(after=)``
+        in another thread."""
 
     def download(self, pairs: Sequence[CopyPair], after: Any = None) -> Any:
-        """Start copying accelerator tensors to the host, after a mark or all work queued so far. Returns a ticket."""
+        """Start copying accelerator tensors to the host, after a mark or all work queued so far.
+        Returns a ticket."""
 
     def upload(self, pairs: Sequence[CopyPair]) -> Any:
-        """Start copying host tensors to the accelerator, after all work queued so far. Returns a ticket."""
+        """Start copying host tensors to the accelerator, after all work queued so far. Returns a
+        ticket."""
 
     def wait(self, ticket: Any) -> None:
         """Block the host until the ticket's copies are done."""
@@ -87,8 +90,13 @@ class CudaTransfer:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _copy(self, stream: torch.cuda.Stream, pairs: Sequence[CopyPair], device_side: int,
-              after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+    def _copy(
+        self,
+        stream: torch.cuda.Stream,
+        pairs: Sequence[CopyPair],
+        device_side: int,
+        after: torch.cuda.Event | None = None,
+    ) -> torch.cuda.Event:
         if after is None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         else:
@@ -101,7 +109,9 @@ class CudaTransfer:
             event.record(stream)
         return event
 
-    def download(self, pairs: Sequence[CopyPair], after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+    def download(
+        self, pairs: Sequence[CopyPair], after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event:
         return self._copy(self._down, pairs, device_side=1, after=after)
 
     def upload(self, pairs: Sequence[CopyPair]) -> torch.cuda.Event:
@@ -126,5 +136,7 @@ def transfer_for(device: torch.device) -> Transfer:
         return MetaTransfer()
     if device.type == "cuda":
         return CudaTransfer(device)
-    raise ValueError(f"optimizer_cpu_offload=True: no transfer for device type {device.type!r} (available: cpu, "
-                     "cuda); set optimizer_cpu_offload=False")
+    raise ValueError(
+        f"optimizer_cpu_offload=True: no transfer for device type {device.type!r} (available: cpu, "
+        "cuda); set optimizer_cpu_offload=False"
+    )

@@ -1,6 +1,7 @@
 """A thread that takes jobs from a bounded queue, and never leaves its caller waiting for nothing.
 
-Whatever ends the thread, the caller hears of it: a job that raises, a thread that is gone, a queue that does not move.
+Whatever ends the thread, the caller hears of it: a job that raises, a thread that is gone, a queue
+  that does not move.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Job(Protocol):
     def owner(self) -> object: ...
 
     def prepare(self) -> None:
-        """Start what needs no arithmetic; called before :meth:`run`, if possible during the job before this one."""
+        """Start what needs no arithmetic; called before :meth:`run`, if possible during the job
+        before this one."""
 
     def run(self) -> None: ...
 
@@ -45,9 +47,10 @@ class Job(Protocol):
 class _Queue:
     """What the thread and its owner share.
 
-    NOTE: signals are handled in the owner's thread, between any two operations of Python. So the owner takes ``lock``
-    itself, which is one operation where entering a Condition is several, and waits for ``progress``, not ``changed``:
-    an interrupt there would leave the lock taken for good, or not taken where it is released.
+    NOTE: signals are handled in the owner's thread, between any two operations of Python. So the
+    owner takes ``lock`` itself, which is one operation where entering a Condition is several, and
+    waits for ``progress``, not ``changed``: an interrupt there would leave the lock taken for good,
+    or not taken where it is released.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -75,7 +78,8 @@ class _Queue:
             with self.lock:
                 if is_done():
                     return True
-                self.changed.notify_all()  # an interrupt may have kept the thread from hearing of a job
+                # an interrupt may have kept the thread from hearing of a job
+                self.changed.notify_all()
             left = until - time.monotonic()
             if left <= 0.0:
                 return False
@@ -121,8 +125,11 @@ class Worker:
             queue.wait_until(lambda: queue.finished != finished or not queue.is_full(), PATIENCE)  # noqa: B023
             if queue.is_full() and queue.finished == finished:
                 state = "is gone" if not self._is_alive() else f"works on {_label(queue.running)}"
-                raise WorkerError(f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs wait "
-                                  f"and none was finished in {PATIENCE:g} s; the worker {state}")
+                raise WorkerError(
+                    f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs "
+                    "wait "
+                    f"and none was finished in {PATIENCE:g} s; the worker {state}"
+                )
         with queue.lock:
             if queue.failure is None:  # else it is reported by drain(); more work would be lost
                 queue.jobs.append(job)
@@ -132,10 +139,11 @@ class Worker:
         """Wait until all jobs are done.
 
         Raises:
-            WorkerError: one of them raised, or the thread is gone. The jobs left are dropped; the next one submitted
-                finds a working thread.
+            WorkerError: one of them raised, or the thread is gone. The jobs left are dropped; the
+                next one submitted finds a working thread.
         """
         queue = self._queue
+
         def is_done() -> bool:
             idle = not queue.jobs and queue.running is None
             return queue.failure is not None or idle or not self._is_alive()
@@ -144,24 +152,29 @@ class Worker:
             pass
         with queue.lock:
             if queue.failure is None and (queue.jobs or queue.running is not None):
-                queue.failure = (_label(queue.running or queue.jobs[0]), WorkerError(
-                    f"the thread {self._name!r} is gone"))
+                queue.failure = (
+                    _label(queue.running or queue.jobs[0]),
+                    WorkerError(f"the thread {self._name!r} is gone"),
+                )
             failure, queue.failure = queue.failure, None
             if failure is None:
                 return
             queue.jobs.clear()
             queue.running = queue.prepared = None
         label, error = failure
-        raise WorkerError(f"{label}: work on the host during backward failed: {error!r}. The optimizer is as it was "
-                          "before this step; call step() again to do the work in it, or go on with the next "
-                          "batch") from error
+        raise WorkerError(
+            f"{label}: work on the host during backward failed: {error!r}. The optimizer is as it "
+            "was "
+            "before this step; call step() again to do the work in it, or go on with the next "
+            "batch"
+        ) from error
 
     def discard(self) -> bool:
         """Drop the jobs that wait and wait for the one in progress; its failure is forgotten.
 
         Returns:
-            False if it does not end: then the thread is left alone with it, and the next job gets another one. What
-            the job writes to must not be used any more.
+            False if it does not end: then the thread is left alone with it, and the next job gets
+            another one. What the job writes to must not be used any more.
         """
         queue = self._queue
         with queue.lock:
@@ -191,13 +204,18 @@ class Worker:
     def _start(self) -> None:
         if self._is_alive():
             return
-        if self._pid != os.getpid():  # a forked child: whoever held the lock is not here to release it
+        if (
+            self._pid != os.getpid()
+        ):  # a forked child: whoever held the lock is not here to release it
             self._queue, self._pid = _Queue(self._queue.capacity), os.getpid()
         if self._finalizer is not None:
             self._finalizer.detach()
-        thread = threading.Thread(target=_serve, args=(self._queue, self._set_up), name=self._name, daemon=True)
+        thread = threading.Thread(
+            target=_serve, args=(self._queue, self._set_up), name=self._name, daemon=True
+        )
         self._thread = thread
-        # Called when this object goes, and at exit before the interpreter stops daemon threads wherever they are.
+        # Called when this object goes, and at exit before the interpreter stops daemon threads
+        # wherever they are.
         self._finalizer = weakref.finalize(self, _stop, self._queue, thread, os.getpid())
         thread.start()
 
@@ -207,7 +225,9 @@ def _label(job: Job | None) -> str:
 
 
 def _stop(queue: _Queue, thread: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child has no such thread, and maybe a lock that nobody will release
+    if (
+        os.getpid() != pid
+    ):  # a forked child has no such thread, and maybe a lock that nobody will release
         return
     with queue.changed:
         queue.closed = True
@@ -260,6 +280,8 @@ def _prepare_next(queue: _Queue, current: Job) -> None:
         following = queue.jobs[0] if queue.jobs else None
         if following is None or following.owner is current.owner:
             return
-    with contextlib.suppress(Exception):  # when its turn comes it is prepared again, and fails under its own name
+    with contextlib.suppress(
+        Exception
+    ):  # when its turn comes it is prepared again, and fails under its own name
         following.prepare()
         queue.prepared = following

@@ -6,6 +6,14 @@ from mp_optim.planner.params import ParamSpec, specs_of
 from mp_optim.planner.sweep import FORMS, SweepRow, smallest_fraction, sweep
 
 __all__ = [
-    "FORMS", "Layout", "Memory", "MemoryPlan", "ParamSpec", "SweepRow", "plan", "smallest_fraction", "specs_of",
+    "FORMS",
+    "Layout",
+    "Memory",
+    "MemoryPlan",
+    "ParamSpec",
+    "SweepRow",
+    "plan",
+    "smallest_fraction",
+    "specs_of",
     "sweep",
 ]

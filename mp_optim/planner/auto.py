@@ -1,4 +1,5 @@
-"""``optimizer_offload_fraction="auto"``: as little on the host as the accelerator's memory allows."""
+"""``optimizer_offload_fraction="auto"``: as little on the host as the accelerator's memory
+allows."""
 
 from __future__ import annotations
 
@@ -25,21 +26,28 @@ from mp_optim.slots import local_tensor
 __all__ = ["with_chosen_fraction"]
 
 SHARE = 0.75
-"""What parameters, gradients and optimizer may take of an accelerator whose ``gpu_memory`` is not given."""
+"""What parameters, gradients and optimizer may take of an accelerator whose ``gpu_memory`` is not
+given."""
 
 _log = logging.getLogger(__name__)
 
 
-def with_chosen_fraction(config: OptimizerConfig, chunks: Sequence[nn.Module],
-                         config_overrides: Mapping[ParamKey, Any] | None, process_groups: ProcessGroups,
-                         expert_predicate: Callable[..., bool] | None) -> OptimizerConfig:
-    """The config with the smallest fraction, in 64ths, that leaves the accelerator within its limit.
+def with_chosen_fraction(
+    config: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    config_overrides: Mapping[ParamKey, Any] | None,
+    process_groups: ProcessGroups,
+    expert_predicate: Callable[..., bool] | None,
+) -> OptimizerConfig:
+    """The config with the smallest fraction, in 64ths, that leaves the accelerator within its
+    limit.
 
-    Ranks that share out a parameter (a distributed optimizer's, or a DTensor's) take the largest of theirs. A model on
-    the host with no ``gpu_memory`` has nothing to be moved out of: 0.
+    Ranks that share out a parameter (a distributed optimizer's, or a DTensor's) take the largest of
+    theirs. A model on the host with no ``gpu_memory`` has nothing to be moved out of: 0.
 
     Raises:
-        ValueError: it does not fit with everything on the host, on this rank or one of those, saying what is missing.
+        ValueError: it does not fit with everything on the host, on this rank or one of those,
+            saying what is missing.
     """
     limit = _limit(config, device_of(chunks))
     if limit is None:
@@ -56,11 +64,19 @@ def with_chosen_fraction(config: OptimizerConfig, chunks: Sequence[nn.Module],
     def plan_at(fraction: float) -> MemoryPlan:
         return plan_rank(named, experts, with_fraction(config, fraction), *ranks, config_overrides)
 
-    sharing = [process_groups.dp] if config.is_distributed else _mesh_groups(param for _, param in held)
+    sharing = (
+        [process_groups.dp] if config.is_distributed else _mesh_groups(param for _, param in held)
+    )
     found = plan_at(_agreed(lambda: least(plan_at, gpu_memory=limit).fraction, sharing))
-    _log.info("optimizer_offload_fraction='auto': %g, the least that keeps parameters, gradients and optimizer within "
-              "%.2f GiB: %.2f GiB there, %.2f GiB on the host", found.fraction, limit / 2**30,
-              found.accelerator.total / 2**30, found.host_total / 2**30)
+    _log.info(
+        "optimizer_offload_fraction='auto': %g, the least that keeps parameters, gradients and "
+        "optimizer within "
+        "%.2f GiB: %.2f GiB there, %.2f GiB on the host",
+        found.fraction,
+        limit / 2**30,
+        found.accelerator.total / 2**30,
+        found.host_total / 2**30,
+    )
     return with_fraction(config, found.fraction)
 
 
@@ -80,7 +96,10 @@ def _agreed(choose: Callable[[], float], groups: Iterable[ProcessGroup | None]) 
     for group in groups:
         found: list[Any] = [None] * _size(group)
         _gather(found, (own, trouble), group)
-        own, trouble = max(fraction for fraction, _ in found), next((text for _, text in found if text), "")
+        own, trouble = (
+            max(fraction for fraction, _ in found),
+            next((text for _, text in found if text), ""),
+        )
     if trouble:
         raise ValueError(trouble)
     return own
@@ -101,13 +120,17 @@ def _mesh_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:
 
 
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """All parameters, frozen ones too; tied ones once. The chunk's number goes before the name if there are several."""
+    """All parameters, frozen ones too; tied ones once. The chunk's number goes before the name if
+    there are several."""
     return [(name, cast(nn.Parameter, param)) for name, param in named_params(chunks)]
 
 
 def _on_meta(param: Tensor) -> nn.Parameter:
-    """What this rank holds of a parameter, without data, and what is written on it (is it shared, what is it for)."""
-    meta = nn.Parameter(torch.empty_like(local_tensor(param), device="meta"), requires_grad=param.requires_grad)
+    """What this rank holds of a parameter, without data, and what is written on it (is it shared,
+    what is it for)."""
+    meta = nn.Parameter(
+        torch.empty_like(local_tensor(param), device="meta"), requires_grad=param.requires_grad
+    )
     for name, value in vars(param).items():
         if not name.startswith("_"):
             setattr(meta, name, value)

@@ -12,8 +12,8 @@ from mp_optim.planner.params import ParamSpec
 __all__ = ["SHARDINGS", "Layout", "model_shard", "state_shard"]
 
 SHARDINGS = ("no_shard", "fsdp2")
-"""What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer spreads, or
-parameters, gradients and state (FSDP2)."""
+"""What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer
+spreads, or parameters, gradients and state (FSDP2)."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Layout:
 
     Attributes:
         dp: data-parallel ranks of the dense parameters; the experts' are ``dp // ep``.
-        tp: tensor-parallel ranks. Every matrix is split along its first dimension that ``tp`` divides (Megatron
-            splits some along the other one: the bytes are the same); vectors are held by all.
+        tp: tensor-parallel ranks. Every matrix is split along its first dimension that ``tp``
+            divides (Megatron splits some along the other one: the bytes are the same); vectors are
+            held by all.
         ep: expert-parallel ranks, taken out of dp, as Megatron does.
         sharding: what dp shards, one of :data:`SHARDINGS`.
 
@@ -59,11 +60,15 @@ def model_shard(specs: Iterable[ParamSpec], layout: Layout) -> list[ParamSpec]:
     """
     specs = list(specs)
     kept = [spec for spec in specs if not spec.is_expert or _is_mine(spec, specs, layout.ep)]
-    return [replace(spec, shape=_split(_expert_shape(spec, layout.ep), layout.tp, spec.vector_like)) for spec in kept]
+    return [
+        replace(spec, shape=_split(_expert_shape(spec, layout.ep), layout.tp, spec.vector_like))
+        for spec in kept
+    ]
 
 
 def state_shard(spec: ParamSpec, layout: Layout) -> tuple[int, ...]:
-    """Shape of what the first data-parallel rank keeps of a parameter as :func:`model_shard` returned it."""
+    """Shape of what the first data-parallel rank keeps of a parameter as :func:`model_shard`
+    returned it."""
     ranks = layout.ranks_with_copies(spec)
     if layout.sharding == "fsdp2" and spec.shape:
         return (math.ceil(spec.shape[0] / ranks), *spec.shape[1:])
@@ -80,7 +85,9 @@ def _is_mine(spec: ParamSpec, specs: list[ParamSpec], ep: int) -> bool:
     number = _expert_number(spec)
     if ep == 1 or number is None:
         return True
-    count = 1 + max(n for other in specs if other.is_expert and (n := _expert_number(other)) is not None)
+    count = 1 + max(
+        n for other in specs if other.is_expert and (n := _expert_number(other)) is not None
+    )
     if count % ep:
         raise ValueError(f"ep={ep}: does not divide the {count} experts of {spec.name}")
     return number < count // ep

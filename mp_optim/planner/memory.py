@@ -1,4 +1,5 @@
-"""The memory of one rank: the very stack that would be built, built on the meta device and added up."""
+"""The memory of one rank: the very stack that would be built, built on the meta device and added
+up."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one rank needs. Activations, temporary tensors, scales of float8 parameters and the allocators'
-    rounding are not in it.
+    """Bytes that one rank needs. Activations, temporary tensors, scales of float8 parameters and
+    the allocators' rounding are not in it.
 
     Attributes:
         accelerator: memory of the device that holds the model.
@@ -69,12 +70,17 @@ class MemoryPlan:
         """(what for, accelerator, pinned host, pageable host) in bytes, and the totals."""
         places = (self.accelerator, self.pinned_host, self.pageable_host)
         names = [spec.name for spec in dataclasses.fields(Memory)]
-        return [(name.replace("_", " "), *(getattr(place, name) for place in places))
-                for name in [*names, "total"]]
+        return [
+            (name.replace("_", " "), *(getattr(place, name) for place in places))
+            for name in [*names, "total"]
+        ]
 
     def __str__(self) -> str:
         lines = [f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"]
-        lines += [f"{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}" for name, a, p, h in self.rows()]
+        lines += [
+            f"{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}"
+            for name, a, p, h in self.rows()
+        ]
         return "\n".join(lines)
 
 
@@ -96,8 +102,8 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
         source: a module (also on the meta device), a ``transformers`` config, or a list of
             :class:`~mp_optim.planner.ParamSpec`.
         config: what :func:`mp_optim.get_megatron_optimizer` would be given.
-        layout: how the model is spread; by default over one rank. With ``use_distributed_optimizer`` its ``dp`` ranks
-            share what the config says.
+        layout: how the model is spread; by default over one rank. With
+            ``use_distributed_optimizer`` its ``dp`` ranks share what the config says.
 
     Raises:
         ValueError, TypeError: whatever the config, the source or the layout would raise when built.
@@ -107,14 +113,28 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
     specs = specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
     mine = model_shard(specs, layout)
     if config.is_distributed and layout.sharding != "no_shard":
-        raise ValueError(f"sharding={layout.sharding!r} with use_distributed_optimizer=True: only one of them shards")
-    found = plan_rank([(spec.name, _meta(spec, layout)) for spec in mine],
-                      {spec.name for spec in mine if spec.is_expert}, config, layout.dp, layout.dp // layout.ep)
+        raise ValueError(
+            f"sharding={layout.sharding!r} with use_distributed_optimizer=True: only one of them "
+            "shards"
+        )
+    found = plan_rank(
+        [(spec.name, _meta(spec, layout)) for spec in mine],
+        {spec.name for spec in mine if spec.is_expert},
+        config,
+        layout.dp,
+        layout.dp // layout.ep,
+    )
     return dataclasses.replace(found, params=sum(spec.numel for spec in specs if spec.trainable))
 
 
-def plan_rank(named: list[tuple[str, nn.Parameter]], experts: Collection[str], config: OptimizerConfig, ranks: int,
-              expert_ranks: int, config_overrides: Mapping[ParamKey, Any] | None = None) -> MemoryPlan:
+def plan_rank(
+    named: list[tuple[str, nn.Parameter]],
+    experts: Collection[str],
+    config: OptimizerConfig,
+    ranks: int,
+    expert_ranks: int,
+    config_overrides: Mapping[ParamKey, Any] | None = None,
+) -> MemoryPlan:
     """The same, of meta parameters as one rank holds them before data parallelism.
 
     Args:
@@ -123,19 +143,31 @@ def plan_rank(named: list[tuple[str, nn.Parameter]], experts: Collection[str], c
     """
     config.check()
     if config.optimizer_offload_fraction == "auto":
-        raise ValueError("optimizer_offload_fraction='auto': a plan is of a number; smallest_fraction finds it")
+        raise ValueError(
+            "optimizer_offload_fraction='auto': a plan is of a number; smallest_fraction finds it"
+        )
     rank = of_one_rank(named, experts, config, ranks, expert_ranks)
-    optimizer = build(without_sharding(config), [_Held(rank.stepped)], config_overrides,
-                      expert_predicate=lambda _, name: name in experts)
+    optimizer = build(
+        without_sharding(config),
+        [_Held(rank.stepped)],
+        config_overrides,
+        expert_predicate=lambda _, name: name in experts,
+    )
     held = memory_of(optimizer, config)
     accelerator = dataclasses.replace(held.accelerator, model_params=rank.params, grads=rank.grads)
-    return dataclasses.replace(held, accelerator=accelerator, fraction=float(config.optimizer_offload_fraction),
-                               params=sum(param.numel() for _, param in named if param.requires_grad))
+    return dataclasses.replace(
+        held,
+        accelerator=accelerator,
+        fraction=float(config.optimizer_offload_fraction),
+        params=sum(param.numel() for _, param in named if param.requires_grad),
+    )
 
 
 def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    param = nn.Parameter(torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta"),
-                         requires_grad=spec.trainable)
+    param = nn.Parameter(
+        torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta"),
+        requires_grad=spec.trainable,
+    )
     if spec.dtype in FLOAT8_DTYPES:
         param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
     return param
@@ -151,15 +183,26 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
                 found[where, what] = found.get((where, what), 0) + size
         for where, what, tensor in _tensors(part):
             found[where, what] = found.get((where, what), 0) + tensor.nbytes
-    pinned = (*(["main_params"] if config.pin_cpu_params else []), *(["staging"] if config.pin_cpu_grads else []))
+    pinned = (
+        *(["main_params"] if config.pin_cpu_params else []),
+        *(["staging"] if config.pin_cpu_grads else []),
+    )
     kinds: dict[str, dict[str, int]] = {"accelerator": {}, "pinned_host": {}, "pageable_host": {}}
     for (where, what), size in found.items():
         is_pinned = where == "pinned" or (where == "host" and what in pinned)
-        kinds["accelerator" if where == "device" else "pinned_host" if is_pinned else "pageable_host"][what] = size
-    return MemoryPlan(Memory(**kinds["accelerator"]), Memory(**kinds["pinned_host"]), Memory(**kinds["pageable_host"]))
+        kinds[
+            "accelerator" if where == "device" else "pinned_host" if is_pinned else "pageable_host"
+        ][what] = size
+    return MemoryPlan(
+        Memory(**kinds["accelerator"]),
+        Memory(**kinds["pinned_host"]),
+        Memory(**kinds["pageable_host"]),
+    )
 
 
-def _reserves(part: MegatronOptimizer, hybrid: HybridDeviceOptimizer) -> Iterator[tuple[str, str, int]]:
+def _reserves(
+    part: MegatronOptimizer, hybrid: HybridDeviceOptimizer
+) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and how much host memory is taken when stepping begins."""
     mains, state = hybrid.double_buffers()
     yield "host", "staging", hybrid.staging_for(part.get_parameters())
@@ -177,4 +220,8 @@ def _tensors(part: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor]]:
         if part.has_separate_main(slot):
             yield where, "main_params", part.inner.param_groups[slot.group]["params"][slot.position]
         for key, value in part.inner.slot_state(slot).items():
-            yield ("host" if key == "step" else where), "main_params" if key == REMAINDER else "moments", value
+            yield (
+                ("host" if key == "step" else where),
+                "main_params" if key == REMAINDER else "moments",
+                value,
+            )

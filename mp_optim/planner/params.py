@@ -1,4 +1,5 @@
-"""What is planned for: names, shapes and dtypes of parameters, from a module, a Hugging Face config or a list."""
+"""What is planned for: names, shapes and dtypes of parameters, from a module, a Hugging Face config
+or a list."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
     """Parameters of a model; tied ones once, under their first name.
 
     Args:
-        source: a module (on any device, also meta), a list of modules, a ``transformers`` config (its model is built
-            on the meta device), or parameter specs.
+        source: a module (on any device, also meta), a list of modules, a ``transformers`` config
+            (its model is built on the meta device), or parameter specs.
         dtype: instead of the source's own; a config without one is taken as bfloat16.
 
     Raises:
@@ -61,8 +62,11 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
         return items
     if items and all(isinstance(item, nn.Module) for item in items):
         return _from_named(named_params(items), dtype)
-    raise TypeError(f"source is a {type(source).__name__}: plan for a module, a list of modules, a transformers config "
-                    "or a list of ParamSpec")
+    raise TypeError(
+        f"source is a {type(source).__name__}: plan for a module, a list of modules, a "
+        "transformers config "
+        "or a list of ParamSpec"
+    )
 
 
 def _from_named(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[ParamSpec]:
@@ -73,8 +77,16 @@ def _from_named(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) 
             continue
         seen.add(id(param))
         whole = getattr(param, "tensor_model_parallel", True) is False
-        specs.append(ParamSpec(name, tuple(param.shape), dtype or param.dtype, is_expert_param(param, name),
-                               param.requires_grad, whole))
+        specs.append(
+            ParamSpec(
+                name,
+                tuple(param.shape),
+                dtype or param.dtype,
+                is_expert_param(param, name),
+                param.requires_grad,
+                whole,
+            )
+        )
     return specs
 
 
@@ -84,5 +96,6 @@ def _from_config(config: Any, dtype: torch.dtype | None) -> list[ParamSpec]:
     own = getattr(config, "dtype", None)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype or own or torch.bfloat16)
+            config, dtype=dtype or own or torch.bfloat16
+        )
     return specs_of(model)

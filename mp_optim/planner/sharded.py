@@ -1,4 +1,5 @@
-"""What the first data-parallel rank holds under a distributed optimizer: its buckets, made on the meta device."""
+"""What the first data-parallel rank holds under a distributed optimizer: its buckets, made on the
+meta device."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Held:
     grads: int
 
 
-def of_one_rank(named: Named, experts: Collection[str], config: OptimizerConfig, ranks: int, expert_ranks: int) -> Held:
+def of_one_rank(
+    named: Named, experts: Collection[str], config: OptimizerConfig, ranks: int, expert_ranks: int
+) -> Held:
     """A model's parameters as the config shares them out.
 
     Args:
@@ -41,35 +44,66 @@ def of_one_rank(named: Named, experts: Collection[str], config: OptimizerConfig,
         experts: names of those that are data-parallel over ``expert_ranks``, not ``ranks``.
     """
     if not config.is_distributed:
-        return Held(named, sum(param.nbytes for _, param in named),
-                    sum(_grad_size(param) for _, param in named if param.requires_grad))
+        return Held(
+            named,
+            sum(param.nbytes for _, param in named),
+            sum(_grad_size(param) for _, param in named if param.requires_grad),
+        )
     shapes = {name: param.shape for name, param in named}
-    buckets = [bucket for wanted, over in ((False, ranks), (True, expert_ranks))
-               for bucket in _buckets([(name, p) for name, p in named if (name in experts) == wanted], config, over)]
-    owned = {entry.name: _stepped(entry.stop - entry.start, shapes[entry.name], config)
-             for bucket in buckets for entry in bucket.entries}
+    buckets = [
+        bucket
+        for wanted, over in ((False, ranks), (True, expert_ranks))
+        for bucket in _buckets(
+            [(name, p) for name, p in named if (name in experts) == wanted], config, over
+        )
+    ]
+    owned = {
+        entry.name: _stepped(entry.stop - entry.start, shapes[entry.name], config)
+        for bucket in buckets
+        for entry in bucket.entries
+    }
     stepped = [(name, _like(param, owned.get(name, param.shape))) for name, param in named]
     frozen = sum(param.nbytes for _, param in named if not param.requires_grad)
-    return Held(stepped, frozen + sum(bucket.params.nbytes for bucket in buckets), sum(map(_grad_bytes, buckets)))
+    return Held(
+        stepped,
+        frozen + sum(bucket.params.nbytes for bucket in buckets),
+        sum(map(_grad_bytes, buckets)),
+    )
 
 
 def without_sharding(config: OptimizerConfig) -> OptimizerConfig:
     """The config of the optimizer over what one rank owns."""
     defaults = {spec.name: spec.default for spec in dataclasses.fields(config)}
     settings = {name: getattr(config, name) for name in defaults}
-    for name in ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "overlap_grad_reduce",
-                 "data_parallel_sharding_strategy", "overlap_param_gather", "grad_reduce_in_fp32", "grad_reduce_op",
-                 "reduce_scatter_with_fp32_accumulation", "bucket_size"):
+    for name in (
+        "use_distributed_optimizer",
+        "use_layer_wise_distributed_optimizer",
+        "overlap_grad_reduce",
+        "data_parallel_sharding_strategy",
+        "overlap_param_gather",
+        "grad_reduce_in_fp32",
+        "grad_reduce_op",
+        "reduce_scatter_with_fp32_accumulation",
+        "bucket_size",
+    ):
         settings[name] = defaults[name]
     return OptimizerConfig(**settings)
 
 
-def _buckets(named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, ranks: int) -> list[Bucket]:
+def _buckets(
+    named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, ranks: int
+) -> list[Bucket]:
     trained = [(name, param) for name, param in named if param.requires_grad]
-    return make_buckets([param for _, param in trained], [name for name, _ in trained], rank=0, ranks=ranks,
-                        bucket_size=bucket_elements(config, ranks), grads_in_fp32=config.grad_reduce_in_fp32,
-                        keep_grads=config.data_parallel_sharding_strategy != "optim_grads",
-                        whole=config.use_layer_wise_distributed_optimizer)
+    return make_buckets(
+        [param for _, param in trained],
+        [name for name, _ in trained],
+        rank=0,
+        ranks=ranks,
+        bucket_size=bucket_elements(config, ranks),
+        grads_in_fp32=config.grad_reduce_in_fp32,
+        keep_grads=config.data_parallel_sharding_strategy != "optim_grads",
+        whole=config.use_layer_wise_distributed_optimizer,
+    )
 
 
 def _stepped(numel: int, whole: torch.Size, config: OptimizerConfig) -> torch.Size:
@@ -82,7 +116,9 @@ def _grad_size(param: Tensor) -> int:
 
 
 def _like(param: Tensor, shape: torch.Size) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
+    return nn.Parameter(
+        torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+    )
 
 
 def _grad_bytes(bucket: Bucket) -> int:

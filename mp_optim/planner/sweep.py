@@ -1,4 +1,5 @@
-"""Many plans at once: over offload fractions and forms of state, and the smallest fraction that fits."""
+"""Many plans at once: over offload fractions and forms of state, and the smallest fraction that
+fits."""
 
 from __future__ import annotations
 
@@ -17,8 +18,16 @@ __all__ = ["FORMS", "SweepRow", "least", "smallest_fraction", "sweep", "with_fra
 _COMPACT = {"use_precision_aware_optimizer": True}
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "FP32": {},
-    "bf16 moments, remainders": {**_COMPACT, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
-    "8-bit moments, remainders": {**_COMPACT, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+    "bf16 moments, remainders": {
+        **_COMPACT,
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+    },
+    "8-bit moments, remainders": {
+        **_COMPACT,
+        "exp_avg_dtype": "uint8",
+        "exp_avg_sq_dtype": "uint8",
+    },
 }
 """Forms of optimizer state by name, as fields of the config."""
 
@@ -32,30 +41,61 @@ class SweepRow:
 
 
 def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
-    """The config with another share of the optimizer on the host; fields that then do nothing are as by default."""
+    """The config with another share of the optimizer on the host; fields that then do nothing are
+    as by default."""
     settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
     if fraction == 0.0:
         defaults = {spec.name: spec.default for spec in dataclasses.fields(config)}
-        for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d",
-                     "offload_mode", "pin_cpu_grads", "pin_cpu_params", "gpu_memory"):
+        for name in (
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "overlap_cpu_optimizer_d2h_h2d",
+            "offload_mode",
+            "pin_cpu_grads",
+            "pin_cpu_params",
+            "gpu_memory",
+        ):
             settings[name] = defaults[name]
         return OptimizerConfig(**settings)
-    return OptimizerConfig(**{**settings, "optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction,
-                              "gpu_memory": None})
+    return OptimizerConfig(
+        **{
+            **settings,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": fraction,
+            "gpu_memory": None,
+        }
+    )
 
 
-def sweep(source: Any, config: OptimizerConfig, layout: Layout | None = None, *,
-          fractions: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-          forms: Mapping[str, Mapping[str, Any]] = FORMS) -> list[SweepRow]:
+def sweep(
+    source: Any,
+    config: OptimizerConfig,
+    layout: Layout | None = None,
+    *,
+    fractions: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    forms: Mapping[str, Mapping[str, Any]] = FORMS,
+) -> list[SweepRow]:
     """A plan for every form of state and every fraction, in this order."""
     specs = specs_of(source)
     base = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
-    return [SweepRow(name, plan(specs, with_fraction(OptimizerConfig(**{**base, **form}), fraction), layout))
-            for name, form in forms.items() for fraction in fractions]
+    return [
+        SweepRow(
+            name, plan(specs, with_fraction(OptimizerConfig(**{**base, **form}), fraction), layout)
+        )
+        for name, form in forms.items()
+        for fraction in fractions
+    ]
 
 
-def smallest_fraction(source: Any, config: OptimizerConfig, layout: Layout | None = None, *, gpu_memory: int,
-                      host_memory: int | None = None, steps: int = 64) -> MemoryPlan:
+def smallest_fraction(
+    source: Any,
+    config: OptimizerConfig,
+    layout: Layout | None = None,
+    *,
+    gpu_memory: int,
+    host_memory: int | None = None,
+    steps: int = 64,
+) -> MemoryPlan:
     """The plan with the smallest offload fraction, in ``steps``-ths, that fits.
 
     Args:
@@ -66,18 +106,30 @@ def smallest_fraction(source: Any, config: OptimizerConfig, layout: Layout | Non
         ValueError: none fits, saying what is missing.
     """
     specs = specs_of(source)
-    return least(lambda fraction: plan(specs, with_fraction(config, fraction), layout), gpu_memory=gpu_memory,
-                 host_memory=host_memory, steps=steps)
+    return least(
+        lambda fraction: plan(specs, with_fraction(config, fraction), layout),
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        steps=steps,
+    )
 
 
-def least(plan_at: Callable[[float], MemoryPlan], *, gpu_memory: int, host_memory: int | None = None,
-          steps: int = 64) -> MemoryPlan:
+def least(
+    plan_at: Callable[[float], MemoryPlan],
+    *,
+    gpu_memory: int,
+    host_memory: int | None = None,
+    steps: int = 64,
+) -> MemoryPlan:
     """The same for any way to plan a fraction."""
     low, high = 0, steps
     best = plan_at(1.0)
     if best.accelerator.total > gpu_memory:
-        raise ValueError(f"gpu_memory={gpu_memory}: with the whole optimizer on the host the accelerator still needs "
-                         f"{best.accelerator.total} bytes; shard the model over more ranks")
+        raise ValueError(
+            f"gpu_memory={gpu_memory}: with the whole optimizer on the host the accelerator still "
+            "needs "
+            f"{best.accelerator.total} bytes; shard the model over more ranks"
+        )
     while low < high:  # more on the host is never more on the accelerator
         middle = (low + high) // 2
         tried = plan_at(middle / steps)
@@ -86,7 +138,12 @@ def least(plan_at: Callable[[float], MemoryPlan], *, gpu_memory: int, host_memor
         else:
             low = middle + 1
     if host_memory is not None and best.host_total > host_memory:
-        raise ValueError(f"host_memory={host_memory}: offloading {best.fraction:g} of the optimizer, the least that "
-                         f"fits {gpu_memory} bytes of accelerator memory, takes {best.host_total} bytes of the host; "
-                         "keep the state in fewer bits (use_precision_aware_optimizer) or shard it over more ranks")
+        raise ValueError(
+            f"host_memory={host_memory}: offloading {best.fraction:g} of the optimizer, the least "
+            "that "
+            f"fits {gpu_memory} bytes of accelerator memory, takes {best.host_total} bytes of the "
+            "host; "
+            "keep the state in fewer bits (use_precision_aware_optimizer) or shard it over more "
+            "ranks"
+        )
     return best

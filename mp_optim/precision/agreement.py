@@ -1,8 +1,8 @@
 """Whether loaded remainders lie beside the parameters they were saved with.
 
-A remainder is the lower bits of a main param and means nothing without the upper ones, which are the parameter.
-Weights may be loaded before or after the optimizer's state, so that is decided when a remainder is first used, not when
-it comes.
+A remainder is the lower bits of a main param and means nothing without the upper ones, which are
+the parameter. Weights may be loaded before or after the optimizer's state, so that is decided when
+a remainder is first used, not when it comes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def stands_for(main: Tensor, param: Tensor) -> bool:
-    """Whether a parameter is its FP32 main param, rounded: to nearest even; or with halves away from zero, as it is
-    beside a remainder."""
+    """Whether a parameter is its FP32 main param, rounded: to nearest even; or with halves away
+    from zero, as it is beside a remainder."""
     if same_values(main.to(device=param.device, dtype=param.dtype), param):
         return True
     if param.dtype != torch.bfloat16 or main.dtype != torch.float32:
         return False
     away = torch.empty_like(param, memory_format=torch.contiguous_format)
     split_(main.to(param.device), away, torch.empty_like(away, dtype=torch.int16))
-    return bool(((away == param) | (main.to(param) == param) | (away.isnan() & param.isnan())).all())
+    return bool(
+        ((away == param) | (main.to(param) == param) | (away.isnan() & param.isnan())).all()
+    )
 
 
 class Agreement:
@@ -54,9 +56,11 @@ class Agreement:
         self.expected.pop(slot, None)
         self.written.discard(slot)
 
-    def check_expected(self, slot: Slot | None, param_of: Callable[[Slot], Tensor],
-                       name_of: Callable[[Slot], str]) -> None:
-        """Raise unless what is expected of a slot, or of all, is so; what was found so once is not asked again.
+    def check_expected(
+        self, slot: Slot | None, param_of: Callable[[Slot], Tensor], name_of: Callable[[Slot], str]
+    ) -> None:
+        """Raise unless what is expected of a slot, or of all, is so; what was found so once is not
+        asked again.
 
         Raises:
             ValueError: naming the parameters that have other values.
@@ -68,8 +72,11 @@ class Agreement:
             del self.expected[proven]
 
     @staticmethod
-    def check(expected: Iterable[tuple[Slot, int]], param_of: Callable[[Slot], Tensor],
-              name_of: Callable[[Slot], str]) -> None:
+    def check(
+        expected: Iterable[tuple[Slot, int]],
+        param_of: Callable[[Slot], Tensor],
+        name_of: Callable[[Slot], str],
+    ) -> None:
         """Raise unless parameters have the checksums they are expected to have.
 
         Raises:
@@ -77,9 +84,18 @@ class Agreement:
         """
         pairs = list(expected)
         sums = checksums_of([param_of(slot) for slot, _ in pairs])
-        others = [name_of(slot) for (slot, wanted), found in zip(pairs, sums, strict=True) if found != wanted]
+        others = [
+            name_of(slot)
+            for (slot, wanted), found in zip(pairs, sums, strict=True)
+            if found != wanted
+        ]
         if others:
-            raise ValueError(f"{len(others)} parameters are not the ones that their loaded remainders belong to: "
-                             f"{names_in_words(others)}. Load the model's weights that were saved with this state, all "
-                             "of them; or, to go on from the weights that are there, without the extra bits, load with "
-                             "convert=True or call reload_model_params()")
+            raise ValueError(
+                f"{len(others)} parameters are not the ones that their loaded remainders belong "
+                "to: "
+                f"{names_in_words(others)}. Load the model's weights that were saved with this "
+                "state, all "
+                "of them; or, to go on from the weights that are there, without the extra bits, "
+                "load with "
+                "convert=True or call reload_model_params()"
+            )

@@ -1,4 +1,5 @@
-"""What the precision wrappers let the layer below begin during backward: it is told of gradients as they arrive."""
+"""What the precision wrappers let the layer below begin during backward: it is told of gradients as
+they arrive."""
 
 from __future__ import annotations
 
@@ -23,13 +24,20 @@ __all__ = ["BackwardLink", "DuringBackward"]
 
 
 class BackwardLink:
-    """Hooks on the model's parameters that are stepped on the host, if ``offload_mode`` is not ``sync``.
+    """Hooks on the model's parameters that are stepped on the host, if ``offload_mode`` is not
+    ``sync``.
 
-    What was begun is only used where it is what the step would do, so nothing here can change a result.
+    What was begun is only used where it is what the step would do, so nothing here can change a
+    result.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, seen: SlotColumns,
-                 sum_of_squares: Callable[[Sequence[Tensor]], Tensor], push_settings: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        seen: SlotColumns,
+        sum_of_squares: Callable[[Sequence[Tensor]], Tensor],
+        push_settings: Callable[[], None],
+    ) -> None:
         self._optimizer = optimizer
         self._seen = seen
         self._sum_of_squares = sum_of_squares
@@ -73,7 +81,8 @@ class BackwardLink:
                 self._hand_on(index)
 
     def finish(self) -> None:
-        """Wait for what was begun during backward. Raises what went wrong there, before anything was stepped."""
+        """Wait for what was begun during backward. Raises what went wrong there, before anything
+        was stepped."""
         if self.schedule is not None:
             self.schedule.finish()
 
@@ -83,9 +92,11 @@ class BackwardLink:
             self.schedule.skip()
 
     def sums_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
-        """FP64 sum of squares of each gradient of one device, shape (n,): taken now where backward did not bring it.
+        """FP64 sum of squares of each gradient of one device, shape (n,): taken now where backward
+        did not bring it.
 
-        Gradients on an accelerator are measured there: faster, and with the bits of that device's backend.
+        Gradients on an accelerator are measured there: faster, and with the bits of that device's
+          backend.
         """
         schedule = self.schedule
         if schedule is None or grads[0].device.type != "cpu":
@@ -94,16 +105,20 @@ class BackwardLink:
         unknown = [index for index, value in enumerate(known) if value is None]
         if len(unknown) == len(known):
             return self._sum_of_squares(grads)
-        sums = torch.tensor([0.0 if value is None else value for value in known], dtype=torch.float64,
-                            device="cpu")
+        sums = torch.tensor(
+            [0.0 if value is None else value for value in known], dtype=torch.float64, device="cpu"
+        )
         if unknown:
-            sums[torch.tensor(unknown, device="cpu")] = self._sum_of_squares([grads[index] for index in unknown])
+            sums[torch.tensor(unknown, device="cpu")] = self._sum_of_squares(
+                [grads[index] for index in unknown]
+            )
         return sums
 
-    # -- the multiplier that nothing would change ---------------------------------------------------
+    # -- the multiplier that nothing would change -------------------------------------------------
 
     def remember_scale(self) -> None:
-        """The loss scale may have changed: start to bring it to the host, for the prediction in the next backward."""
+        """The loss scale may have changed: start to bring it to the host, for the prediction in the
+        next backward."""
         scaler = self._optimizer.grad_scaler
         if self.schedule is None or scaler is None or scaler.present_scale.device.type == "cpu":
             return
@@ -123,8 +138,8 @@ class BackwardLink:
 
 
 class DuringBackward:
-    """What a precision wrapper offers to loops that accumulate or reduce gradients. Without ``offload_mode``, or with
-    ``sync``, it does nothing."""
+    """What a precision wrapper offers to loops that accumulate or reduce gradients. Without
+    ``offload_mode``, or with ``sync``, it does nothing."""
 
     backward_link: BackwardLink
 
@@ -141,8 +156,9 @@ class DuringBackward:
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether gradients that arrive are complete, so that ``offload_mode`` may begin to work on them. Otherwise
-        that work is done again after the micro-batches that follow: right, but not hidden."""
+        """Whether gradients that arrive are complete, so that ``offload_mode`` may begin to work on
+        them. Otherwise that work is done again after the micro-batches that follow: right, but not
+        hidden."""
         return all(schedule.enabled for schedule in self._schedules())
 
     @is_last_microbatch.setter
@@ -160,10 +176,11 @@ class DuringBackward:
             self.is_last_microbatch = before
 
     def gradients_ready(self, params: Iterable[Tensor] | None = None) -> None:
-        """The gradients of these parameters (by default all) are what will be stepped: ``offload_mode`` may begin.
+        """The gradients of these parameters (by default all) are what will be stepped:
+        ``offload_mode`` may begin.
 
-        To be called by whoever reduces gradients over ranks; in a job of one rank, and with FSDP2, backward itself
-        says it.
+        To be called by whoever reduces gradients over ranks; in a job of one rank, and with FSDP2,
+        backward itself says it.
         """
         mine = None if params is None else list(params)
         for link in self._links():
@@ -185,8 +202,8 @@ class DuringBackward:
     def discard_early_work(self) -> None:
         """Forget what was done during backward; ``step()`` does it again.
 
-        Needed only after gradients were written without a trace (``param.grad.data.mul_(...)``): other writes are
-        noticed by themselves.
+        Needed only after gradients were written without a trace (``param.grad.data.mul_(...)``):
+        other writes are noticed by themselves.
         """
         for schedule in self._schedules():
             schedule.discard()

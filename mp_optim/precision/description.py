@@ -21,7 +21,8 @@ class DescriptionRow:
     """Slots of one param group that share place and dtype.
 
     Attributes:
-        group: index of the param group. place: ``device`` or ``host``. model_dtype: of the parameters.
+        group: index of the param group. place: ``device`` or ``host``. model_dtype: of the
+            parameters.
         slots: how many parameters. params: how many elements on this rank.
         bytes: main params and optimizer state, not counting the model's own parameters.
         backend: what steps them. why: how it was chosen.
@@ -43,8 +44,8 @@ class DescriptionRow:
 
 @dataclass(frozen=True)
 class Description:
-    """All rows, and notes on the whole; ``str()`` is a plain text table, and below it why each place is stepped by what
-    it is."""
+    """All rows, and notes on the whole; ``str()`` is a plain text table, and below it why each
+    place is stepped by what it is."""
 
     rows: tuple[DescriptionRow, ...]
     notes: tuple[str, ...] = ()
@@ -56,7 +57,10 @@ class Description:
         shown = [f.name for f in fields(DescriptionRow) if f.name != "why"]
         table = [shown, *([_cell(getattr(row, name)) for name in shown] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+            for line in table
+        ]
         reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
         return "\n".join([*lines, *reasons, *self.notes])
 
@@ -79,12 +83,18 @@ def describe(optimizer: MegatronOptimizer) -> Description:
         row[0] += 1
         row[1] += main.numel()
         row[2] += own + sum(value.nbytes for value in state.values())
-    return Description(tuple(DescriptionRow(group, place, dtype, slots, params, size, backend, why)
-                             for (group, place, dtype, backend, why), (slots, params, size) in counts.items()),
-                       note() if (note := getattr(optimizer.inner, "host_notes", None)) is not None else ())
+    return Description(
+        tuple(
+            DescriptionRow(group, place, dtype, slots, params, size, backend, why)
+            for (group, place, dtype, backend, why), (slots, params, size) in counts.items()
+        ),
+        note() if (note := getattr(optimizer.inner, "host_notes", None)) is not None else (),
+    )
 
 
-def _stepper(optimizer: MegatronOptimizer, group: int, place: str, device: torch.device) -> tuple[str, str]:
+def _stepper(
+    optimizer: MegatronOptimizer, group: int, place: str, device: torch.device
+) -> tuple[str, str]:
     sub: Any = getattr(optimizer.inner, "sub_optimizer", lambda _: optimizer.inner)(place)
     foreign = getattr(sub, "optimizer", None)
     if foreign is not None:

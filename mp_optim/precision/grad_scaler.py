@@ -1,4 +1,5 @@
-"""Loss scales for FP16. The state is a few device scalars; ``update`` never waits for the device."""
+"""Loss scales for FP16. The state is a few device scalars; ``update`` never waits for the
+device."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ _LARGEST = 2.0**126
 """The largest power of two whose reciprocal is a normal FP32 number."""
 
 
-_SCALER_STATE = {"scale": Rule(lambda scale: 0.0 < scale <= _LARGEST, "positive and at most 2**126"),
-                 "growth_tracker": WHOLE, "hysteresis_tracker": WHOLE}
+_SCALER_STATE = {
+    "scale": Rule(lambda scale: 0.0 < scale <= _LARGEST, "positive and at most 2**126"),
+    "growth_tracker": WHOLE,
+    "hysteresis_tracker": WHOLE,
+}
 """What the state of a dynamic scale consists of, and may be."""
 
 
@@ -31,14 +35,17 @@ class MegatronGradScaler(ABC):
     @in_own_modes
     def __init__(self, initial_scale: float, device: torch.device | str = "cpu") -> None:
         if not 0.0 < initial_scale <= _LARGEST:
-            raise ValueError(f"initial_scale={initial_scale!r}: must be positive and at most 2**126")
+            raise ValueError(
+                f"initial_scale={initial_scale!r}: must be positive and at most 2**126"
+            )
         self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
         self._asked = False
         self._lent: weakref.ref[Tensor] | None = None
 
     @property
     def scale(self) -> Tensor:
-        """FP32, shape (1,), live: what the loss is multiplied with. Whoever asks is taken to scale by it."""
+        """FP32, shape (1,), live: what the loss is multiplied with. Whoever asks is taken to scale
+        by it."""
         self._asked = True
         lent = None if self._lent is None else self._lent()
         if lent is None:
@@ -53,14 +60,15 @@ class MegatronGradScaler(ABC):
 
     @property
     def was_asked(self) -> bool:
-        """Whether gradients of the coming step may be scaled: somebody asked for :attr:`scale` since the last one, or
-        kept what he got then."""
+        """Whether gradients of the coming step may be scaled: somebody asked for :attr:`scale`
+        since the last one, or kept what he got then."""
         own = type(self).scale is MegatronGradScaler.scale
         return self._asked or not own or (self._lent is not None and self._lent() is not None)
 
     @property
     def may_shrink(self) -> bool:
-        """Whether an overflow is what the scale is there to find out, for it can still shrink. Waits for the device."""
+        """Whether an overflow is what the scale is there to find out, for it can still shrink.
+        Waits for the device."""
         return False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,8 +81,8 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
-        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`. The next step's have
-        not been scaled yet: an implementation of yours calls this one."""
+        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`. The
+        next step's have not been scaled yet: an implementation of yours calls this one."""
         self._asked = False
 
     @abstractmethod
@@ -104,10 +112,12 @@ class ConstantGradScaler(MegatronGradScaler):
 
 
 class DynamicGradScaler(MegatronGradScaler):
-    """Shrinks after ``hysteresis`` overflows in a row, grows after ``growth_interval`` clean steps in a row.
+    """Shrinks after ``hysteresis`` overflows in a row, grows after ``growth_interval`` clean steps
+    in a row.
 
-    Once the overflows in a row have used up the hysteresis, every further one shrinks the scale until a
-    clean step restores it. The scale never exceeds 2**126 and never falls below ``min_scale``.
+    Once the overflows in a row have used up the hysteresis, every further one shrinks the scale
+    until a clean step restores it. The scale never exceeds 2**126 and never falls below
+    ``min_scale``.
 
     Args:
         initial_scale, min_scale: start and floor.
@@ -120,16 +130,31 @@ class DynamicGradScaler(MegatronGradScaler):
     """
 
     @in_own_modes
-    def __init__(self, initial_scale: float, min_scale: float, growth_factor: float, backoff_factor: float,
-                 growth_interval: int, hysteresis: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__(initial_scale, device)
         checks = {
             "min_scale": (min_scale, 0.0 < min_scale <= initial_scale, "in (0, initial_scale]"),
             "growth_factor": (growth_factor, growth_factor > 1.0, "greater than 1"),
             "backoff_factor": (backoff_factor, 0.0 < backoff_factor < 1.0, "between 0 and 1"),
-            "growth_interval": (growth_interval, growth_interval >= 1 and int(growth_interval) == growth_interval,
-                                "a whole number >= 1"),
-            "hysteresis": (hysteresis, hysteresis >= 1 and int(hysteresis) == hysteresis, "a whole number >= 1"),
+            "growth_interval": (
+                growth_interval,
+                growth_interval >= 1 and int(growth_interval) == growth_interval,
+                "a whole number >= 1",
+            ),
+            "hysteresis": (
+                hysteresis,
+                hysteresis >= 1 and int(hysteresis) == hysteresis,
+                "a whole number >= 1",
+            ),
         }
         for name, (value, good, rule) in checks.items():
             if not good:
@@ -140,7 +165,9 @@ class DynamicGradScaler(MegatronGradScaler):
         self.growth_interval = int(growth_interval)
         self.hysteresis = int(hysteresis)
         self._growth_tracker = torch.zeros(1, dtype=torch.int32, device=device)
-        self._hysteresis_tracker = torch.full((1,), self.hysteresis, dtype=torch.int32, device=device)
+        self._hysteresis_tracker = torch.full(
+            (1,), self.hysteresis, dtype=torch.int32, device=device
+        )
 
     @property
     def may_shrink(self) -> bool:
@@ -152,28 +179,49 @@ class DynamicGradScaler(MegatronGradScaler):
         left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
         clean = torch.where(inf, 0, self._growth_tracker + 1)
         grows = clean >= self.growth_interval
-        scale = self._scale.double()  # a tensor for each: numbers alone would take the default dtype
-        changed = torch.where(inf & (left == 0), scale * self.backoff_factor,
-                              torch.where(grows, scale * self.growth_factor, scale))
+        scale = (
+            self._scale.double()
+        )  # a tensor for each: numbers alone would take the default dtype
+        changed = torch.where(
+            inf & (left == 0),
+            scale * self.backoff_factor,
+            torch.where(grows, scale * self.growth_factor, scale),
+        )
         self._scale.copy_(changed.clamp(self.min_scale, _LARGEST))
         self._hysteresis_tracker.copy_(left)
         self._growth_tracker.copy_(torch.where(grows, 0, clean))
 
     def state_dict(self) -> dict[str, Any]:
-        """Clones of the three device scalars: ``scale``, ``growth_tracker``, ``hysteresis_tracker``."""
-        return {"scale": self._scale.clone(), "growth_tracker": self._growth_tracker.clone(),
-                "hysteresis_tracker": self._hysteresis_tracker.clone()}
+        """Clones of the three device scalars: ``scale``, ``growth_tracker``,
+        ``hysteresis_tracker``."""
+        return {
+            "scale": self._scale.clone(),
+            "growth_tracker": self._growth_tracker.clone(),
+            "hysteresis_tracker": self._hysteresis_tracker.clone(),
+        }
 
     def check_state_dict(self, state_dict: Any) -> None:
-        if not isinstance(state_dict, Mapping) or (missing := sorted({*_SCALER_STATE} - {*state_dict})):
-            lacks = f"it lacks {missing}" if isinstance(state_dict, Mapping) else f"it is {state_dict!r}"
-            raise ValueError(f"grad_scaler: {lacks}; was it saved with a constant loss scale, or without one? To go on "
-                             "with the present loss scale, load with convert=True")
+        if not isinstance(state_dict, Mapping) or (
+            missing := sorted({*_SCALER_STATE} - {*state_dict})
+        ):
+            lacks = (
+                f"it lacks {missing}"
+                if isinstance(state_dict, Mapping)
+                else f"it is {state_dict!r}"
+            )
+            raise ValueError(
+                f"grad_scaler: {lacks}; was it saved with a constant loss scale, or without one? "
+                "To go on "
+                "with the present loss scale, load with convert=True"
+            )
         for key, rule in _SCALER_STATE.items():
             check_setting(f"grad_scaler.{key}", state_dict[key], rule)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.check_state_dict(state_dict)
-        for key, own in (("scale", self._scale), ("growth_tracker", self._growth_tracker),
-                         ("hysteresis_tracker", self._hysteresis_tracker)):
+        for key, own in (
+            ("scale", self._scale),
+            ("growth_tracker", self._growth_tracker),
+            ("hysteresis_tracker", self._hysteresis_tracker),
+        ):
             own.copy_(as_tensor(state_dict[key]).reshape(1))

@@ -1,9 +1,11 @@
-"""The step as two CUDA graphs: measure and decide, then apply. Captured when nothing moves any more, then replayed.
+"""The step as two CUDA graphs: measure and decide, then apply. Captured when nothing moves any
+more, then replayed.
 
-Two, so that the verdict can leave for the host before the stepping kernels run. A replay is preceded by a rehearsal:
-the stack goes through its step as ever, but launches nothing; so whatever differs from the captured step is seen (a
-replaced tensor, a new group, other flags), and rates, bias corrections and seeds are formed on the host in double, as
-in any step. They are copied into the table that the captured kernels read.
+Two, so that the verdict can leave for the host before the stepping kernels run. A replay is
+preceded by a rehearsal: the stack goes through its step as ever, but launches nothing; so whatever
+differs from the captured step is seen (a replaced tensor, a new group, other flags), and rates,
+bias corrections and seeds are formed on the host in double, as in any step. They are copied into
+the table that the captured kernels read.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ __all__ = ["MOST_CHANGES", "WARM", "GraphedStep", "check_capturable"]
 WARM = 2
 """Steps with the same gradient memory before one is captured."""
 MOST_CHANGES = 8
-"""Steps in a row with other gradient memory or another selection, after which no more is captured."""
+"""Steps in a row with other gradient memory or another selection, after which no more is
+captured."""
 
 
 def check_capturable(stack: MegatronOptimizer) -> None:
@@ -43,17 +46,26 @@ def check_capturable(stack: MegatronOptimizer) -> None:
     device = stack.verdict_device()
     if device is None:
         backend, why = choose_backend(stack.config.fused_backend, stack.device)
-        _refuse(f"the step needs the verdict on the host (backend {backend.name}: {why}); step everything on the GPU "
-                "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)")
+        _refuse(
+            f"the step needs the verdict on the host (backend {backend.name}: {why}); step "
+            "everything on the GPU "
+            "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)"
+        )
     elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
         _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
     if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
-        _refuse(f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on {device}; "
-                "build it there (device=)")
+        _refuse(
+            f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on "
+            f"{device}; "
+            "build it there (device=)"
+        )
     if stack.has_quantized_params:
         _refuse("parameters in 8 bits are quantised outside of the kernels")
     if stack.reduces():
-        _refuse("gradient norms or parameters are shared with other ranks, whose reductions are not captured")
+        _refuse(
+            "gradient norms or parameters are shared with other ranks, whose reductions are not "
+            "captured"
+        )
 
 
 def _refuse(reason: str) -> None:
@@ -65,7 +77,8 @@ class _Captured:
     """Graphs, and what they were made of.
 
     Attributes:
-        key: gradients and settings that ``measure`` holds. rehearsal: the launches that ``apply`` holds.
+        key: gradients and settings that ``measure`` holds. rehearsal: the launches that ``apply``
+            holds.
         table: their numbers. formed: where ``measure`` leaves the verdict.
     """
 
@@ -78,13 +91,16 @@ class _Captured:
 
 
 class _Attempt:
-    """A pass through the step that may come to nothing: until ``happened``, its counts are ones to take back."""
+    """A pass through the step that may come to nothing: until ``happened``, its counts are ones to
+    take back."""
 
     def __init__(self, verdict: PendingVerdict) -> None:
         self._verdict = verdict
         self.happened = False
         self.multipliers: Mapping[str, DeviceMultiplier] = {
-            name: DeviceMultiplier(given.values, self._skipped) for name, given in verdict.multipliers.items()}
+            name: DeviceMultiplier(given.values, self._skipped)
+            for name, given in verdict.multipliers.items()
+        }
 
     def _skipped(self) -> bool:
         return not self.happened or self._verdict.settle().skip
@@ -94,7 +110,8 @@ class GraphedStep:
     """Steps a stack, by graphs where it can.
 
     Attributes:
-        captures, replays: how often. eager: why the last step was not one of a graph; empty if it was.
+        captures, replays: how often. eager: why the last step was not one of a graph; empty if it
+            was.
     """
 
     def __init__(self, device: torch.device, backend: Any) -> None:
@@ -114,7 +131,8 @@ class GraphedStep:
         return f"CUDA graph: {now}; captured {self.captures} times, replayed {self.replays} times"
 
     def step(self, stack: MegatronOptimizer) -> PendingVerdict:
-        """One step; its gradients have been gathered, and the verdict before is settled: replays write to its place.
+        """One step; its gradients have been gathered, and the verdict before is settled: replays
+        write to its place.
 
         Raises:
             RuntimeError: the step could not be captured.
@@ -135,10 +153,15 @@ class GraphedStep:
         if self._last is not None and key != self._last:
             self._steady, self._changes = 0, self._changes + 1
             if self._changes >= MOST_CHANGES:
-                self._given_up = (f"gradients lay elsewhere, or were others, in {self._changes} steps in a row; keep "
-                                  "their memory (zero_grad(set_to_none=False), or main_grad)")
+                self._given_up = (
+                    f"gradients lay elsewhere, or were others, in {self._changes} steps in a row; "
+                    "keep "
+                    "their memory (zero_grad(set_to_none=False), or main_grad)"
+                )
         self._last, self._steady = key, self._steady + 1
-        self.eager = self._given_up or ("" if self._steady > WARM else f"{self._steady} of {WARM} steps alike")
+        self.eager = self._given_up or (
+            "" if self._steady > WARM else f"{self._steady} of {WARM} steps alike"
+        )
         return not self.eager
 
     def _obstructed(self, stack: MegatronOptimizer) -> bool:
@@ -165,7 +188,9 @@ class GraphedStep:
 
     def _rehearse(self, stack: MegatronOptimizer, attempt: _Attempt) -> Any:
         with stack.step_mark.rehearsal():
-            return self._backend.rehearse(lambda: stack.carry_out(attempt.multipliers), self._device)
+            return self._backend.rehearse(
+                lambda: stack.carry_out(attempt.multipliers), self._device
+            )
 
     def _capture(self, stack: MegatronOptimizer, key: Any) -> PendingVerdict:
         measure, apply = self._new_graph(), self._new_graph()
@@ -180,7 +205,9 @@ class GraphedStep:
             return verdict
         attempt, table = _Attempt(verdict), rehearsal.upload()
         with stack.step_mark.rehearsal():
-            apply.capture(lambda: self._backend.record(lambda: stack.carry_out(attempt.multipliers), table))
+            apply.capture(
+                lambda: self._backend.record(lambda: stack.carry_out(attempt.multipliers), table)
+            )
         stack.step_mark.touch()
         apply.replay()
         attempt.happened = True

@@ -1,4 +1,5 @@
-"""Whether memory that was once looked at still exists: an address alone may be that of other memory by now."""
+"""Whether memory that was once looked at still exists: an address alone may be that of other memory
+by now."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["Lifetimes"]
 
 
 class Lifetimes:
-    """Told by torch when the memory of a tensor is freed, so that asking costs nothing and nothing is kept alive.
+    """Told by torch when the memory of a tensor is freed, so that asking costs nothing and nothing
+    is kept alive.
 
     Attributes:
         gone: indices whose memory was freed since it was watched.
@@ -23,9 +25,12 @@ class Lifetimes:
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def watch(self, index: int, tensor: Tensor) -> None:
-        """Watch a plain tensor's memory from now on, instead of what was watched under this index."""
+        """Watch a plain tensor's memory from now on, instead of what was watched under this
+        index."""
         self.gone.discard(index)
-        self._watched[index] = weakref.ref(tensor.untyped_storage(), partial(_note, self.gone, index))
+        self._watched[index] = weakref.ref(
+            tensor.untyped_storage(), partial(_note, self.gone, index)
+        )
 
     def forget(self, index: int) -> None:
         """Watch nothing under this index."""

@@ -1,4 +1,5 @@
-"""MainParams: every trainable parameter of the model beside the tensor that is stepped for it, kept in agreement.
+"""MainParams: every trainable parameter of the model beside the tensor that is stepped for it, kept
+in agreement.
 
 ``param_groups`` are live and hold the model's own parameters, so torch schedulers, DCP, accelerate
 and the HF Trainer find what they expect. The wrapped optimizer's hold main params. The two are
@@ -28,9 +29,24 @@ from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
 from mp_optim.precision.parking import Parking
 from mp_optim.precision.sharded import as_local_state, as_sharded
 from mp_optim.process_groups import ProcessGroups
-from mp_optim.quantized import check_quantized, dequantized, forget_initial_values, holds, is_quantized, quantize_
+from mp_optim.quantized import (
+    check_quantized,
+    dequantized,
+    forget_initial_values,
+    holds,
+    is_quantized,
+    quantize_,
+)
 from mp_optim.slot_optimizer import check_fits
-from mp_optim.slots import Slot, follow, iter_slots, local_tensor, same_memory, stream_of, with_names
+from mp_optim.slots import (
+    Slot,
+    follow,
+    iter_slots,
+    local_tensor,
+    same_memory,
+    stream_of,
+    with_names,
+)
 from mp_optim.update import as_slot_optimizer
 from mp_optim.update.checksums import checksums_of
 from mp_optim.update.lists import REMAINDER, scale_key
@@ -55,7 +71,9 @@ class MainParams(StateDoor):
 
     model_params: ModelParams | None = None
 
-    def __init__(self, optimizer: torch.optim.Optimizer, process_groups: ProcessGroups | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, process_groups: ProcessGroups | None
+    ) -> None:
         self.optimizer = optimizer
         self.inner = as_slot_optimizer(optimizer)
         self.process_groups = process_groups or ProcessGroups()
@@ -64,7 +82,9 @@ class MainParams(StateDoor):
         self._reloaded = 0
         self._parking = Parking()
         self._agreement = Agreement()
-        super().__init__([with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults))
+        super().__init__(
+            [with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults)
+        )
         for index in range(len(self.param_groups)):
             self._bind_group(index)
         self.use_mark(self.step_mark)
@@ -80,9 +100,13 @@ class MainParams(StateDoor):
         seen = self._seen
         seen.first.append(len(seen.slots))
         params = self.param_groups[index]["params"]
-        self.inner.reserve_main_params([(Slot(index, position), local_tensor(param))
-                                        for position, param in enumerate(params)
-                                        if param.requires_grad and not is_quantized(param)])
+        self.inner.reserve_main_params(
+            [
+                (Slot(index, position), local_tensor(param))
+                for position, param in enumerate(params)
+                if param.requires_grad and not is_quantized(param)
+            ]
+        )
         for position, param in enumerate(params):
             slot = Slot(index, position)
             self._check_trainable(slot, param)
@@ -94,8 +118,11 @@ class MainParams(StateDoor):
 
     def _check_trainable(self, slot: Slot, param: Tensor) -> None:
         if param.is_inference():
-            raise TypeError(f"{self.slot_name(slot)} was made inside torch.inference_mode(), so nothing can train it; "
-                            "build the model outside of it")
+            raise TypeError(
+                f"{self.slot_name(slot)} was made inside torch.inference_mode(), so nothing can "
+                "train it; "
+                "build the model outside of it"
+            )
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:
         """Give a trainable parameter its main param; returns whether that is another tensor."""
@@ -110,13 +137,16 @@ class MainParams(StateDoor):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group here and in the wrapped optimizer, with main params where they are needed.
 
-        Names of parameters that are given without are looked up in the model the optimizer was built for.
+        Names of parameters that are given without are looked up in the model the optimizer was
+        built for.
 
         Raises:
             ValueError: some parameter is not there, and the other groups have names.
         """
         super().add_param_group(self._with_model_names(param_group))
-        if len(self.param_groups) <= len(self.inner.param_groups):  # torch's constructor is adding the first groups
+        if len(self.param_groups) <= len(
+            self.inner.param_groups
+        ):  # torch's constructor is adding the first groups
             return
         added = self.param_groups[-1]
         self.inner.add_param_group(with_names(added))
@@ -138,9 +168,13 @@ class MainParams(StateDoor):
             return {**group, "params": params}
         if None in names:
             lost = params[names.index(None)]
-            raise ValueError(f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model that the "
-                             "optimizer was built for, so it has no name here; give (name, parameter) pairs, such as "
-                             "list(module.named_parameters())")
+            raise ValueError(
+                f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model "
+                "that the "
+                "optimizer was built for, so it has no name here; give (name, parameter) pairs, "
+                "such as "
+                "list(module.named_parameters())"
+            )
         return {**group, "params": list(zip(names, params, strict=True))}
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
@@ -155,7 +189,9 @@ class MainParams(StateDoor):
 
     def _is_tensor_parallel_duplicate(self, slot: Slot, param: Tensor) -> bool:
         tp = self._tensor_parallel(slot)
-        return tp is not None and not getattr(param, "tensor_model_parallel", False) and tp.rank() > 0
+        return (
+            tp is not None and not getattr(param, "tensor_model_parallel", False) and tp.rank() > 0
+        )
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self.param_groups[slot.group].get("is_expert_parallel", False)
@@ -185,10 +221,14 @@ class MainParams(StateDoor):
         return self._seen.separate[self._seen.index(slot)]
 
     def _has_master(self, slot: Slot) -> bool:
-        """Whether a slot of 16 bits is stepped on an FP32 tensor; else it is FP32 itself, or has a remainder."""
+        """Whether a slot of 16 bits is stepped on an FP32 tensor; else it is FP32 itself, or has a
+        remainder."""
         param = self._param(slot)
-        return (self.has_separate_main(slot) and param.dtype != torch.float32
-                and self._main(slot).dtype == torch.float32)
+        return (
+            self.has_separate_main(slot)
+            and param.dtype != torch.float32
+            and self._main(slot).dtype == torch.float32
+        )
 
     def has_state(self, slot: Slot) -> bool:
         """Whether a slot has ever been trainable; one that has not costs nothing."""
@@ -204,7 +244,10 @@ class MainParams(StateDoor):
             slot, param = seen.slots[index], params[index]
             if seen.bound[index]:
                 self._rebind(index, slot, param)
-            seen.keys[index], seen.layouts[index] = self._norm_key(slot, param), self._layout(slot, param)
+            seen.keys[index], seen.layouts[index] = (
+                self._norm_key(slot, param),
+                self._layout(slot, param),
+            )
         if changed:
             seen.look(params)
 
@@ -237,8 +280,8 @@ class MainParams(StateDoor):
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Take the model's present values into the main params, dropping their extra bits.
 
-        Needed only after writes that leave no trace (``param.data.copy_(...)``): others are noticed by themselves.
-        Loaded remainders that belong to other weights are dropped, too.
+        Needed only after writes that leave no trace (``param.data.copy_(...)``): others are noticed
+        by themselves. Loaded remainders that belong to other weights are dropped, too.
 
         Args:
             state_dict: full-precision values by FQN, used instead of the model's where given.
@@ -248,14 +291,21 @@ class MainParams(StateDoor):
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
             if seen.separate[index] or (seen.bound[index] and param.dtype != torch.float32):
                 source = (state_dict or {}).get(self.slot_name(slot), param)
-                self.inner.set_main_param(slot, dequantized(source) if is_quantized(source) else local_tensor(source))
+                self.inner.set_main_param(
+                    slot, dequantized(source) if is_quantized(source) else local_tensor(source)
+                )
         self._agreement.expected.clear()
         seen.look(self._params())
 
     def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
         for slot, param in iter_slots(self.param_groups):
-            whole = not self.has_state(slot) or (param.dtype == torch.float32 and not self.has_separate_main(slot))
-            yield self.slot_name(slot), param if whole else as_sharded(self.inner.main_param(slot), param)
+            whole = not self.has_state(slot) or (
+                param.dtype == torch.float32 and not self.has_separate_main(slot)
+            )
+            yield (
+                self.slot_name(slot),
+                param if whole else as_sharded(self.inner.main_param(slot), param),
+            )
 
     @property
     def has_quantized_params(self) -> bool:
@@ -276,10 +326,15 @@ class MainParams(StateDoor):
         if not self.has_state(slot):
             return {}
         state = dict(self.inner.full_slot_state(slot) if full else self.inner.slot_state(slot))
-        if isinstance(param, DTensor) and not full:  # blocks are a shard's own: no other layout could read them
+        if (
+            isinstance(param, DTensor) and not full
+        ):  # blocks are a shard's own: no other layout could read them
             whole = self.inner.full_slot_state(slot)
-            state = {key: whole[key] if scale_key(key) in state else value for key, value in state.items()
-                     if not key.endswith(scale_key(""))}
+            state = {
+                key: whole[key] if scale_key(key) in state else value
+                for key, value in state.items()
+                if not key.endswith(scale_key(""))
+            }
         if self._has_master(slot):
             state[MASTER] = self._main(slot)
         return {key: as_sharded(value, param) for key, value in state.items()}
@@ -295,7 +350,11 @@ class MainParams(StateDoor):
             state[MASTER] = joined(self.slot_name(slot), self._local(slot), state.pop(REMAINDER))
         rest, master = self._split(slot, state)
         fit = self.inner.fit_slot_state(slot, rest, convert)
-        return fit if master is None else {**fit, MASTER: as_master(self.slot_name(slot), master, convert)}
+        return (
+            fit
+            if master is None
+            else {**fit, MASTER: as_master(self.slot_name(slot), master, convert)}
+        )
 
     def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         rest = as_local_state(state)
@@ -309,8 +368,12 @@ class MainParams(StateDoor):
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         if self._has_master(slot) and MASTER not in state:
-            raise ValueError(f"state of {self.slot_name(slot)}: master_param is missing, so its full-precision value "
-                             "is lost; to start from the model's values, add them to the state dict under that key")
+            raise ValueError(
+                f"state of {self.slot_name(slot)}: master_param is missing, so its full-precision "
+                "value "
+                "is lost; to start from the model's values, add them to the state dict under that "
+                "key"
+            )
         rest, master = self._split(slot, state)
         if self._has_master(slot):
             check_fits(f"{self.slot_name(slot)}.{MASTER}", self._main(slot), master)
@@ -337,7 +400,9 @@ class MainParams(StateDoor):
                 quantize_(param, self.inner.main_param(slot))
             return differs
         main, local = self._main(slot), self._local(slot)
-        differs = main.dtype == torch.float32 and not stands_for(main, local)  # else noted when it was split
+        differs = main.dtype == torch.float32 and not stands_for(
+            main, local
+        )  # else noted when it was split
         if not same_values(value := main.to(device=local.device, dtype=local.dtype), local):
             local.copy_(value)
         return differs or noted
@@ -346,9 +411,16 @@ class MainParams(StateDoor):
 
     def _remainder_slots(self) -> list[Slot]:
         """Slots with a remainder, of which this rank has the whole parameter."""
-        slots = [slot for slot in self.slots() if self.has_state(slot) and self._main(slot).dtype == torch.bfloat16]
-        return [slot for slot in slots if REMAINDER in self.inner.slot_state(slot)
-                and not is_cut(self._param(slot))]
+        slots = [
+            slot
+            for slot in self.slots()
+            if self.has_state(slot) and self._main(slot).dtype == torch.bfloat16
+        ]
+        return [
+            slot
+            for slot in slots
+            if REMAINDER in self.inner.slot_state(slot) and not is_cut(self._param(slot))
+        ]
 
     def param_checksums(self) -> list[int | None]:
         slots = self._remainder_slots()

@@ -20,12 +20,21 @@ from mp_optim.missing_ranks import call, learn_addresses, naming_missing_ranks, 
 from mp_optim.slots import SteadyList
 from mp_optim.update.sums import index_on
 
-__all__ = ["EXCLUDED", "MAIN", "Measurement", "NormKey", "agree", "count_zeros", "measure",
-           "norm_groups"]
+__all__ = [
+    "EXCLUDED",
+    "MAIN",
+    "Measurement",
+    "NormKey",
+    "agree",
+    "count_zeros",
+    "measure",
+    "norm_groups",
+]
 
 MAIN = "main"
 EXCLUDED = "excluded"
-"""Norm group of gradients that another rank counts: checked for inf and nan, left out of the norm."""
+"""Norm group of gradients that another rank counts: checked for inf and nan, left out of the
+norm."""
 
 SumOfSquares = Callable[[Sequence[Tensor]], Tensor]
 """FP64 sum of squares of each tensor of a list on one device, shape (n,)."""
@@ -44,8 +53,8 @@ class Measurement:
     """FP64 scalars per norm group, and the number of zero gradient elements if it was counted.
 
     Attributes:
-        disagreement: 0 if the ranks that share split parameters would step them alike, else more; None if there is
-            nothing to compare.
+        disagreement: 0 if the ranks that share split parameters would step them alike, else more;
+            None if there is nothing to compare.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -56,7 +65,9 @@ class Measurement:
         sums = dict(self.sums)
         for name, value in other.sums.items():
             sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
-        return Measurement(sums, _total([self.zeros, other.zeros]), _total([self.disagreement, other.disagreement]))
+        return Measurement(
+            sums, _total([self.zeros, other.zeros]), _total([self.disagreement, other.disagreement])
+        )
 
 
 def _total(values: Sequence[Tensor | None]) -> Tensor | None:
@@ -64,13 +75,19 @@ def _total(values: Sequence[Tensor | None]) -> Tensor | None:
     return sum((value.to(given[0].device) for value in given[1:]), given[0]) if given else None
 
 
-def measure(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey],
-            sum_of_squares: SumOfSquares, device: torch.device) -> dict[NormKey, Tensor]:
+def measure(
+    grads: Sequence[Tensor],
+    keys: Sequence[NormKey],
+    all_keys: Sequence[NormKey],
+    sum_of_squares: SumOfSquares,
+    device: torch.device,
+) -> dict[NormKey, Tensor]:
     """Sum of squares for each key, shape () FP64 on ``device``.
 
     Args:
         grads, keys: this step's local gradients in slot order, and which norm each counts in.
-        all_keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
+        all_keys: every key of the model, also those without a gradient now, so that all ranks
+            reduce alike.
     """
     grads = SteadyList.of(grads)
     if len(grads.devices) == 1:
@@ -85,8 +102,7 @@ def measure(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence
     mine: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
         mine[key].append(index)
-    return {key: _pairwise_sum(sums[index_on(device, found)])
-            for key, found in mine.items()}
+    return {key: _pairwise_sum(sums[index_on(device, found)]) for key, found in mine.items()}
 
 
 def _pairwise_sum(values: Tensor) -> Tensor:
@@ -98,8 +114,12 @@ def _pairwise_sum(values: Tensor) -> Tensor:
     return values.sum() if values.numel() == 0 else values.reshape(())
 
 
-def count_zeros(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey],
-                device: torch.device) -> dict[NormKey, Tensor]:
+def count_zeros(
+    grads: Sequence[Tensor],
+    keys: Sequence[NormKey],
+    all_keys: Sequence[NormKey],
+    device: torch.device,
+) -> dict[NormKey, Tensor]:
     """Zero elements of the gradients of each key, shape () FP64 on ``device``."""
     zeros = {key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys}
     for grad, key in zip(grads, keys, strict=True):
@@ -109,20 +129,27 @@ def count_zeros(grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequ
 
 
 def _terms(number: int, ranks: int) -> tuple[int, int]:
-    """What a rank adds to the reduction, to be compared: as much of a number as FP64 adds exactly over so many ranks,
-    and its square. The sums are those of equal numbers only if all are equal (Cauchy and Schwarz)."""
+    """What a rank adds to the reduction, to be compared: as much of a number as FP64 adds exactly
+    over so many ranks, and its square. The sums are those of equal numbers only if all are equal
+    (Cauchy and Schwarz)."""
     kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
     return kept, kept * kept
 
 
-def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, group: ProcessGroup | None,
-          names: Sequence[str], numbers: Mapping[NormKey, int] | None = None,
-          copies: Mapping[NormKey, Iterable[ProcessGroup]] | None = None) -> Measurement:
+def agree(
+    local: dict[NormKey, Tensor],
+    zeros: dict[NormKey, Tensor] | None,
+    group: ProcessGroup | None,
+    names: Sequence[str],
+    numbers: Mapping[NormKey, int] | None = None,
+    copies: Mapping[NormKey, Iterable[ProcessGroup]] | None = None,
+) -> Measurement:
     """Reduce the scalars over shard groups, then over ``group`` (None: this process alone).
 
     Args:
         names: the norm groups of all ranks of ``group``, in one order (see :func:`norm_groups`).
-        numbers: for some keys, a number that the ranks of their shard groups have to have in common.
+        numbers: for some keys, a number that the ranks of their shard groups have to have in
+            common.
         copies: for some keys, groups of ranks that have to have it in common with these.
 
     Raises:
@@ -135,13 +162,19 @@ def agree(local: dict[NormKey, Tensor], zeros: dict[NormKey, Tensor] | None, gro
     off: Tensor | None = None
     for key, value in local.items():
         if key.group not in totals:
-            raise ValueError(f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
-                             f"{list(names)}. Set it before the optimizer is built")
+            raise ValueError(
+                f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
+                f"{list(names)}. Set it before the optimizer is built"
+            )
         others = list((copies or {}).get(key, ()))
         ranks = math.prod(each.size() for each in (*key.shard_groups, *others))
         mine = _terms(numbers[key], ranks) if numbers is not None and key in numbers else ()
-        packed = torch.stack([*([value] if zeros is None else [value, zeros[key]]),
-                              *(torch.full_like(value, term) for term in mine)])
+        packed = torch.stack(
+            [
+                *([value] if zeros is None else [value, zeros[key]]),
+                *(torch.full_like(value, term) for term in mine),
+            ]
+        )
         for shard_group in key.shard_groups:
             _reduce(packed, shard_group)
         for same in others if mine else ():
@@ -166,7 +199,8 @@ def _reduce(packed: Tensor, group: ProcessGroup) -> None:
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
-    """Names of the norm groups that any rank of ``group`` has, in one order on all of them. Collective."""
+    """Names of the norm groups that any rank of ``group`` has, in one order on all of them.
+    Collective."""
     names = {MAIN, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
         found: list[set[str]] = [set()] * dist.get_world_size(group)

@@ -50,8 +50,8 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
     """Common part of the precision wrappers.
 
     Args:
-        optimizer: any torch optimizer over the model's parameters. This package's own step in one pass
-            from the gradients as they are; a foreign one gets FP32 ``.grad``.
+        optimizer: any torch optimizer over the model's parameters. This package's own step in one
+            pass from the gradients as they are; a foreign one gets FP32 ``.grad``.
         config: see :class:`mp_optim.OptimizerConfig`.
         grad_scaler: loss scale, or None for 1.
         init_state_fn: accepted for drop-in use; state is allocated by :meth:`init_state`.
@@ -61,9 +61,15 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         TypeError, ValueError: a parameter's dtype does not fit, naming it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig,
-                 grad_scaler: MegatronGradScaler | None = None, init_state_fn: Any = None, *,
-                 process_groups: ProcessGroups | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None = None,
+        init_state_fn: Any = None,
+        *,
+        process_groups: ProcessGroups | None = None,
+    ) -> None:
         self.config = config
         self.grad_scaler = grad_scaler
         self._grads: tuple[list[int], SteadyList] | None = None
@@ -71,21 +77,26 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         self._counts = {"steps": 0, "skipped_steps": 0}
         self._graphed: GraphedStep | None = None
         super().__init__(optimizer, process_groups)
-        self.backward_link = BackwardLink(self, self._seen, self._sum_of_squares, self._push_settings)
+        self.backward_link = BackwardLink(
+            self, self._seen, self._sum_of_squares, self._push_settings
+        )
         self.backward_link.follow(self._params())
         if config.optimizer_cuda_graph:
             check_capturable(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if "backward_link" in self.__dict__:  # torch's constructor is done: backward may come before the next step
+        if (
+            "backward_link" in self.__dict__
+        ):  # torch's constructor is done: backward may come before the next step
             self.backward_link.follow(self._params())
 
     # -- the step -------------------------------------------------------------------------------
 
     @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
-        """One step: returns :class:`~mp_optim.precision.verdict.StepResult`, or the closure's loss if one is given.
+        """One step: returns :class:`~mp_optim.precision.verdict.StepResult`, or the closure's loss
+        if one is given.
 
         A step whose gradients hold an inf or nan, or whose norm exceeds
         ``config.grad_norm_skip_threshold``, changes nothing but the loss scale. Warns of a step
@@ -93,7 +104,8 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
 
         Raises:
             ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
-            BrokenOffError: the step before was broken off half-way (by a signal, or an error in a kernel).
+            BrokenOffError: the step before was broken off half-way (by a signal, or an error in a
+                kernel).
             RuntimeError: there is a loss scale, and the gradients were not scaled by it.
         """
         loss = None
@@ -170,7 +182,9 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
     @property
     def device(self) -> torch.device:
         """Where the model's parameters lie."""
-        return next((local_tensor(p).device for _, p in iter_slots(self.param_groups)), torch.device("cpu"))
+        return next(
+            (local_tensor(p).device for _, p in iter_slots(self.param_groups)), torch.device("cpu")
+        )
 
     def measure(self) -> Measurement:
         """Sums of squares of this step's gradients, agreed with the other ranks."""
@@ -189,8 +203,12 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         self.backward_link.follow(self._seen.params)
         indices, _ = self._grads = self._seen.grads(self.slot_name)
         if not all(self._seen.bound):
-            for index in (i for i in indices if not self._seen.bound[i]):  # it was frozen when its group was added
-                self._seen.trained(index, self._bind(self._seen.slots[index], self._seen.params[index]))
+            for index in (
+                i for i in indices if not self._seen.bound[i]
+            ):  # it was frozen when its group was added
+                self._seen.trained(
+                    index, self._bind(self._seen.slots[index], self._seen.params[index])
+                )
 
     def sums(self) -> Measurement:
         """Sums of squares of the gradients that :meth:`gather` found."""
@@ -198,23 +216,34 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         (indices, grads), all_keys = self._grads, self._seen.distinct_keys
         return self.measure_grads(grads, self._seen.keys_of(indices), all_keys)
 
-    def measure_grads(self, grads: Sequence[Tensor], keys: Sequence[NormKey],
-                      all_keys: Sequence[NormKey]) -> Measurement:
+    def measure_grads(
+        self, grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey]
+    ) -> Measurement:
         """The same for given gradients.
 
         Args:
             grads, keys: local gradients, and which norm each counts in.
-            all_keys: every key of the model, also those without a gradient now, so that all ranks reduce alike.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks
+                reduce alike.
         """
         device = self.device
         sums = measure(grads, keys, all_keys, self.backward_link.sums_of_squares, device)
-        zeros = count_zeros(grads, keys, all_keys, device) if self.config.log_num_zeros_in_grad else None
+        zeros = (
+            count_zeros(grads, keys, all_keys, device)
+            if self.config.log_num_zeros_in_grad
+            else None
+        )
         ranks = self.process_groups.grad_stats
         if self._norm_groups is None or ranks is None:
             self._norm_groups = norm_groups(all_keys, ranks)
-        return agree(sums, zeros, ranks, self._norm_groups,
-                     self._seen.settings.numbers(self.config, self.param_groups, keys, all_keys),
-                     self._seen.settings.copies)
+        return agree(
+            sums,
+            zeros,
+            ranks,
+            self._norm_groups,
+            self._seen.settings.numbers(self.config, self.param_groups, keys, all_keys),
+            self._seen.settings.copies,
+        )
 
     def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         backend, _ = choose_backend(self.config.fused_backend, grads[0].device)
@@ -232,7 +261,9 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
             self.carry_out(verdict.multipliers, self._clipped(verdict))
         self._grads = None
 
-    def carry_out(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+    def carry_out(
+        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
+    ) -> None:
         """Step the gradients that :meth:`gather` found."""
         assert self._grads is not None
         self.step_slots(self._seen.updates(*self._grads, multipliers), grad_norm=grad_norm)
@@ -243,7 +274,8 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         self._seen.stepped()
 
     def follow(self, verdict: Verdict | PendingVerdict) -> None:
-        """Take a verdict as the last one, after the one before it is settled, and count its step."""
+        """Take a verdict as the last one, after the one before it is settled, and count its
+        step."""
         _ = self._verdict
         self._last = verdict
         self._counts["steps"] += 1
@@ -251,9 +283,14 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
             self._counts["skipped_steps"] += verdict.skip
 
     def _clipped(self, verdict: Verdict | PendingVerdict) -> float | None:
-        """The gradients' norm after clipping, for rules that clip by it themselves; they need numbers."""
+        """The gradients' norm after clipping, for rules that clip by it themselves; they need
+        numbers."""
         norm = verdict.norms.get(MAIN) if isinstance(verdict, Verdict) else None
-        return min(norm, self.config.clip_grad) if norm is not None and self.config.clip_grad > 0 else norm
+        return (
+            min(norm, self.config.clip_grad)
+            if norm is not None and self.config.clip_grad > 0
+            else norm
+        )
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
@@ -262,17 +299,25 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
 
     def _push_settings(self) -> None:
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+            inner.update(
+                {key: value for key, value in mine.items() if key not in ("params", "param_names")}
+            )
 
     # -- the step by CUDA graphs ------------------------------------------------------------------
 
     def _by_graph(self) -> Verdict | PendingVerdict:
         _ = self._verdict
         device = self.verdict_device()
-        if device is None or (self.grad_scaler is not None and self.grad_scaler.present_scale.device != device):
-            return self._eagerly()  # a group was added that is stepped elsewhere, or the scaler replaced
+        if device is None or (
+            self.grad_scaler is not None and self.grad_scaler.present_scale.device != device
+        ):
+            return (
+                self._eagerly()
+            )  # a group was added that is stepped elsewhere, or the scaler replaced
         if self._graphed is None:
-            self._graphed = GraphedStep(device, choose_backend(self.config.fused_backend, device)[0])
+            self._graphed = GraphedStep(
+                device, choose_backend(self.config.fused_backend, device)[0]
+            )
         self.gather()
         self.watch.see_gradients(self, self.has_gradients())
         try:
@@ -292,37 +337,57 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         """What a graph of :meth:`form` depends on, apart from what the memory there holds."""
         assert self._grads is not None
         indices, grads = self._grads
-        settings = (self.config.clip_grad, self.config.grad_norm_skip_threshold, self.config.log_num_zeros_in_grad,
-                    None if self.grad_scaler is None else self.grad_scaler.present_scale.data_ptr())
-        return (settings, indices, self._seen.keys_of(indices), grads.addresses, grads.sizes,
-                [grad.dtype for grad in grads], [] if grads.contiguous else [grad.stride() for grad in grads])
+        settings = (
+            self.config.clip_grad,
+            self.config.grad_norm_skip_threshold,
+            self.config.log_num_zeros_in_grad,
+            None if self.grad_scaler is None else self.grad_scaler.present_scale.data_ptr(),
+        )
+        return (
+            settings,
+            indices,
+            self._seen.keys_of(indices),
+            grads.addresses,
+            grads.sizes,
+            [grad.dtype for grad in grads],
+            [] if grads.contiguous else [grad.stride() for grad in grads],
+        )
 
     def obstacle(self) -> str:
         """Why the step at hand cannot be captured; empty if it can."""
         assert self._grads is not None
-        if self._grads[1].contiguous and all(local_tensor(param).is_contiguous() for param in self._params()):
+        if self._grads[1].contiguous and all(
+            local_tensor(param).is_contiguous() for param in self._params()
+        ):
             return ""
         return "a parameter or gradient is not contiguous, and is copied in each step"
 
     def reduces(self) -> bool:
         """Whether a step takes part in reductions with other ranks."""
-        return self.process_groups.grad_stats is not None or any(key.shard_groups for key in self._seen.keys)
+        return self.process_groups.grad_stats is not None or any(
+            key.shard_groups for key in self._seen.keys
+        )
 
     # -- loss scale, gradients ------------------------------------------------------------------
 
     def get_loss_scale(self) -> Tensor:
-        """FP32, shape (1,). Whoever asks is taken to scale by it: say so like this, once a step, where gradients come
-        scaled from elsewhere."""
+        """FP32, shape (1,). Whoever asks is taken to scale by it: say so like this, once a step,
+        where gradients come scaled from elsewhere."""
         if self.grad_scaler is None:
             return torch.ones(1, dtype=torch.float32, device="cpu")
         return self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale; call ``backward`` on the result."""
-        return loss if self.grad_scaler is None else loss * self.grad_scaler.scale.to(loss.device).reshape(())
+        return (
+            loss
+            if self.grad_scaler is None
+            else loss * self.grad_scaler.scale.to(loss.device).reshape(())
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``grad`` and ``decoupled_grad``. ``main_grad`` belongs to whoever made it and is left alone."""
+        """Clear ``grad`` and ``decoupled_grad``. ``main_grad`` belongs to whoever made it and is
+        left alone."""
         super().zero_grad(set_to_none=set_to_none)
         for _, param in iter_slots(self.param_groups):
             if getattr(param, "decoupled_grad", None) is not None:
@@ -334,8 +399,11 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
 
     # -- state: a loss scale beside the slots' -----------------------------------------------------
 
-    def state_dict(self, is_loading: bool = False, *, full_precision: bool = False) -> dict[str, Any]:
-        """Torch-shaped, plus ``grad_scaler`` if there is one. ``is_loading`` is accepted and not needed."""
+    def state_dict(
+        self, is_loading: bool = False, *, full_precision: bool = False
+    ) -> dict[str, Any]:
+        """Torch-shaped, plus ``grad_scaler`` if there is one. ``is_loading`` is accepted and not
+        needed."""
         state_dict = super().state_dict(full_precision=full_precision)
         if self.grad_scaler is not None:
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
@@ -374,17 +442,27 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
         traffic, verdict = getattr(self.inner, "traffic", None), self._verdict
-        norms = {f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED}
+        norms = {
+            f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
+        }
         return {
             "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
-            "loss_scale": 1.0 if self.grad_scaler is None else float(self.grad_scaler.present_scale),
+            "loss_scale": 1.0
+            if self.grad_scaler is None
+            else float(self.grad_scaler.present_scale),
             "multiplier": verdict.multipliers.get(MAIN, 0.0),
             "bytes_down": 0 if traffic is None else traffic.down,
             "bytes_up": 0 if traffic is None else traffic.up,
             **getattr(self.inner, "host_metrics", dict)(),
             **norms,
             **self._counts,
-            **({} if self._graphed is None else {"graph_captures": self._graphed.captures,
-                                                 "graph_replays": self._graphed.replays}),
+            **(
+                {}
+                if self._graphed is None
+                else {
+                    "graph_captures": self._graphed.captures,
+                    "graph_replays": self._graphed.replays,
+                }
+            ),
             "reloaded_params": self._reloaded,
         }

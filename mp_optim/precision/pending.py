@@ -1,7 +1,8 @@
-"""Decide on the device: the verdict as numbers that kernels read there, and that the host reads when it has to.
+"""Decide on the device: the verdict as numbers that kernels read there, and that the host reads
+when it has to.
 
-Every operation is one IEEE operation in FP64 (root, product, quotient, comparison) and one rounding to FP32, so the
-bits are those of :func:`~mp_optim.precision.verdict.decide`.
+Every operation is one IEEE operation in FP64 (root, product, quotient, comparison) and one rounding
+to FP32, so the bits are those of :func:`~mp_optim.precision.verdict.decide`.
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ class Formed:
 
     Attributes:
         names: norm groups, in the order of the rows.
-        controls: FP32, shape (names, 2): each group's multiplier, and 1 if the step is to be skipped, else 0.
+        controls: FP32, shape (names, 2): each group's multiplier, and 1 if the step is to be
+            skipped, else 0.
         overflow: bool, shape (): some gradient is not finite.
-        report: FP64, shape (2 + 2 * names,), or one more with the number of zeros: overflow, skip (2 because ranks
-            disagree), norms, multipliers.
+        report: FP64, shape (2 + 2 * names,), or one more with the number of zeros: overflow, skip
+            (2 because ranks disagree), norms, multipliers.
     """
 
-    def __init__(self, names: Sequence[str], controls: Tensor, overflow: Tensor, report: Tensor) -> None:
+    def __init__(
+        self, names: Sequence[str], controls: Tensor, overflow: Tensor, report: Tensor
+    ) -> None:
         self.names, self.controls, self.overflow, self.report = names, controls, overflow, report
 
 
 def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> Formed:
-    """The verdict on the device of the measurement's sums, of which there is at least one; nothing waits."""
+    """The verdict on the device of the measurement's sums, of which there is at least one; nothing
+    waits."""
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
     inverse: Tensor | float = 1.0 if inv_scale is None else inv_scale.reshape(())
@@ -72,14 +77,19 @@ def _clip_coefficients(norms: Tensor, limit: float) -> Tensor:
 
 def _excluded_as_main(multipliers: Tensor, names: Sequence[str]) -> Tensor:
     main = multipliers[names.index(MAIN)]
-    return torch.stack([main if name == EXCLUDED else value
-                        for name, value in zip(names, multipliers.unbind(), strict=True)])
+    return torch.stack(
+        [
+            main if name == EXCLUDED else value
+            for name, value in zip(names, multipliers.unbind(), strict=True)
+        ]
+    )
 
 
 class PendingVerdict:
     """A verdict that kernels on the device can follow, and whose copy to the host is on its way.
 
-    The copy starts with the object, so settling waits for the verdict, not for kernels that were launched since.
+    The copy starts with the object, so settling waits for the verdict, not for kernels that were
+    launched since.
 
     Attributes:
         multipliers: for each norm group, as in :class:`~mp_optim.precision.verdict.Verdict`.
@@ -96,8 +106,10 @@ class PendingVerdict:
         self._verdict: Verdict | None = None
         self._told_to: Callable[[Verdict], None] | None = None
         self.found_inf = formed.overflow
-        self.multipliers = {name: DeviceMultiplier(row, self._skipped)
-                            for name, row in zip(formed.names, formed.controls.unbind(), strict=True)}
+        self.multipliers = {
+            name: DeviceMultiplier(row, self._skipped)
+            for name, row in zip(formed.names, formed.controls.unbind(), strict=True)
+        }
         self.result = StepResult.later(lambda: self.settle().values)
 
     def _skipped(self) -> bool:
@@ -114,7 +126,8 @@ class PendingVerdict:
         return self._verdict
 
     def when_settled(self, tell: Callable[[Verdict], None]) -> None:
-        """Call ``tell`` once, as soon as somebody has waited for the verdict; now if somebody has."""
+        """Call ``tell`` once, as soon as somebody has waited for the verdict; now if somebody
+        has."""
         if self._verdict is None:
             self._told_to = tell
         else:
@@ -138,7 +151,9 @@ def _transfer(device: torch.device) -> Transfer:
     return transfer_for(device)
 
 
-def decide_on_device(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> PendingVerdict:
+def decide_on_device(
+    measurement: Measurement, inv_scale: Tensor | None, config: Any
+) -> PendingVerdict:
     """As :func:`~mp_optim.precision.verdict.decide`, on the device and without waiting for it.
 
     Args:

@@ -11,10 +11,11 @@ _Values = tuple[bool, float | None, int | None]
 
 
 class StepResult:
-    """What a step did; unpacks as Megatron's tuple ``(success, grad_norm, num_zeros_in_grad)``, and is equal to it.
+    """What a step did; unpacks as Megatron's tuple ``(success, grad_norm, num_zeros_in_grad)``, and
+    is equal to it.
 
-    After a step that the host did not wait for, the first look at any value waits for the device; :attr:`is_known`
-    says whether it would. Immutable; a pickled one holds values.
+    After a step that the host did not wait for, the first look at any value waits for the device;
+    :attr:`is_known` says whether it would. Immutable; a pickled one holds values.
 
     Attributes:
         success: whether parameters were updated.
@@ -26,7 +27,9 @@ class StepResult:
     _values: _Values | None
     _read: Callable[[], _Values] | None
 
-    def __init__(self, success: bool, grad_norm: float | None, num_zeros_in_grad: int | None) -> None:
+    def __init__(
+        self, success: bool, grad_norm: float | None, num_zeros_in_grad: int | None
+    ) -> None:
         object.__setattr__(self, "_values", (success, grad_norm, num_zeros_in_grad))
         object.__setattr__(self, "_read", None)
 

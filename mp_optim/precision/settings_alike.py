@@ -33,7 +33,8 @@ class SettingsAlike:
         slots, params, keys: of the model's parameters, as parallel lists.
 
     Attributes:
-        copies: for each norm key, groups of ranks that hold copies of these parts (HSDP): they step them alike too.
+        copies: for each norm key, groups of ranks that hold copies of these parts (HSDP): they step
+            them alike too.
     """
 
     def __init__(
@@ -87,9 +88,7 @@ def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
     said = [line for settings in parts for line in settings.said]
     ranks = sorted({rank for settings in parts for rank in settings.ranks})
     how = difference_told(said, ranks)
-    return ValueError(
-        f"the ranks that share split parameters disagree: {how}; nothing was stepped"
-    )
+    return ValueError(f"the ranks that share split parameters disagree: {how}; nothing was stepped")
 
 
 def _settings(groups: ParamGroups, index: int) -> list[str]:

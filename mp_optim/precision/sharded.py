@@ -13,13 +13,27 @@ __all__ = ["as_local_state", "as_sharded"]
 
 
 def as_sharded(local: Tensor, param: Tensor) -> Tensor:
-    """State of a DTensor parameter as a DTensor of the same layout; scalars and plain parameters unchanged."""
-    if not isinstance(param, DTensor) or not isinstance(local, Tensor) or (local.dim() == 0 and param.dim() > 0):
+    """State of a DTensor parameter as a DTensor of the same layout; scalars and plain parameters
+    unchanged."""
+    if (
+        not isinstance(param, DTensor)
+        or not isinstance(local, Tensor)
+        or (local.dim() == 0 and param.dim() > 0)
+    ):
         return local
-    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape,
-                              stride=param.stride())
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
 
 
 def as_local_state(state: dict[str, Any]) -> dict[str, Any]:
     """The inverse of :func:`as_sharded` for a slot's whole state; never modifies its argument."""
-    return {key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {
+        key: local_tensor(value) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }

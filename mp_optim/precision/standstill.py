@@ -1,5 +1,6 @@
-"""Says so where steps cannot have trained anything: gradients that were not scaled, that are not there, or that are
-skipped again and again. A healthy step pays a comparison or two for it, and never waits for the device."""
+"""Says so where steps cannot have trained anything: gradients that were not scaled, that are not
+there, or that are skipped again and again. A healthy step pays a comparison or two for it, and
+never waits for the device."""
 
 from __future__ import annotations
 
@@ -69,18 +70,28 @@ class StandstillWatch:
             suspect = not any(asked for asked, _ in notes) and any(new for _, new in notes)
         if suspect and (scale := float(scaler.present_scale)) != 1.0:
             raise RuntimeError(
-                f"the loss scale is {scale:g}, and the gradients of this step were not scaled by it: nobody asked for "
+                f"the loss scale is {scale:g}, and the gradients of this step were not scaled by "
+                "it: nobody asked for "
                 "it since the last step, so dividing by it would leave next to nothing. Call "
-                "optimizer.scale_loss(loss).backward(). Where a framework calls backward itself (HF Trainer, "
-                "Lightning, accelerate), set loss_scale=1.0 in OptimizerConfig, or use bf16; with torch.amp.GradScaler "
-                "leave fp16 off. If they were scaled otherwise, take the scale from optimizer.get_loss_scale() once a "
-                "step, which says so")
+                "optimizer.scale_loss(loss).backward(). Where a framework calls backward itself "
+                "(HF Trainer, "
+                "Lightning, accelerate), set loss_scale=1.0 in OptimizerConfig, or use bf16; with "
+                "torch.amp.GradScaler "
+                "leave fp16 off. If they were scaled otherwise, take the scale from "
+                "optimizer.get_loss_scale() once a "
+                "step, which says so"
+            )
         self._ranks_scaled = ranks is not None
         self._stepped = None if first is None else (weakref.ref(first), first._version)
 
     def _is_stepped(self, grad: Tensor) -> bool:
-        """Whether it is what the last step was taken with: then it is scaled as it was, and is taken again."""
-        return self._stepped is not None and self._stepped[0]() is grad and self._stepped[1] == grad._version
+        """Whether it is what the last step was taken with: then it is scaled as it was, and is
+        taken again."""
+        return (
+            self._stepped is not None
+            and self._stepped[0]() is grad
+            and self._stepped[1] == grad._version
+        )
 
     def see_gradients(self, stack: MegatronOptimizer, present: bool) -> None:
         """Warn, once, of a step for which no parameter has a gradient."""
@@ -89,16 +100,25 @@ class StandstillWatch:
         self._warned_of_no_gradient = True
         untrained = [] if self.params is None else self.params.untrained(stack.param_groups)
         count = sum(len(group["params"]) for group in stack.param_groups)
-        found = (f"The model has {len(untrained)} trainable parameters that the optimizer does not know: "
-                 f"{_listed(untrained)}. " if untrained else "")
+        found = (
+            f"The model has {len(untrained)} trainable parameters that the optimizer does not "
+            "know: "
+            f"{_listed(untrained)}. "
+            if untrained
+            else ""
+        )
         warn(
-            f"none of the optimizer's {count} parameters has a gradient in this step, so nothing is trained. {found}"
-            "Was backward() called? Was the model replaced or wrapped after the optimizer was built (peft, deepcopy, "
-            "fully_shard)? Build the optimizer last, from the model that is trained")
+            f"none of the optimizer's {count} parameters has a gradient in this step, so nothing "
+            f"is trained. {found}"
+            "Was backward() called? Was the model replaced or wrapped after the optimizer was "
+            "built (peft, deepcopy, "
+            "fully_shard)? Build the optimizer last, from the model that is trained"
+        )
 
     def judged(self, stack: MegatronOptimizer, verdict: Verdict) -> None:
-        """Take note of a step's verdict, and warn of the 1st, 10th, 100th ... skipped one in a row; of one that a
-        dynamic loss scale is there for, or a threshold, only when it should not have come to that."""
+        """Take note of a step's verdict, and warn of the 1st, 10th, 100th ... skipped one in a row;
+        of one that a dynamic loss scale is there for, or a threshold, only when it should not have
+        come to that."""
         if not verdict.skip:
             self.skips = 0
             return
@@ -109,8 +129,10 @@ class StandstillWatch:
         if not verdict.found_inf:  # one is what the threshold is for
             if self.skips == 1:
                 return
-            warn(f"{times} skipped: the gradient norm is {verdict.grad_norm:g}, over "
-                          f"grad_norm_skip_threshold={stack.config.grad_norm_skip_threshold:g}")
+            warn(
+                f"{times} skipped: the gradient norm is {verdict.grad_norm:g}, over "
+                f"grad_norm_skip_threshold={stack.config.grad_norm_skip_threshold:g}"
+            )
         elif stack.grad_scaler is None or not stack.grad_scaler.may_shrink:
             warn(f"{times} skipped, and nothing was trained: {_culprit(stack)}")
 

@@ -57,7 +57,8 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
 
     Args:
         measurement: agreed sums of squares of the gradients as they are (still scaled).
-        inv_scale: reciprocal of the scale that was used in backward, shape (1,) FP64, or None for 1.
+        inv_scale: reciprocal of the scale that was used in backward, shape (1,) FP64, or None for
+            1.
         config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
     """
     names = list(measurement.sums)
@@ -78,12 +79,16 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
     if not all(math.isfinite(value) for value in sums.values()):
         return Verdict(skip=True, found_inf=True)
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
-    multipliers = {name: fp32(inverse * _clip_coefficient(norm, config.clip_grad)) for name, norm in norms.items()}
+    multipliers = {
+        name: fp32(inverse * _clip_coefficient(norm, config.clip_grad))
+        for name, norm in norms.items()
+    }
     multipliers[EXCLUDED] = multipliers.get(MAIN, fp32(inverse))
     too_large = norms.get(MAIN, 0.0) > config.grad_norm_skip_threshold
     return Verdict(multipliers, too_large, False, norms, num_zeros)
 
 
 def _clip_coefficient(norm: float, limit: float) -> float:
-    """``limit / (norm + 1e-6)`` where that is below 1, else 1 (Megatron's and torch's definition)."""
+    """``limit / (norm + 1e-6)`` where that is below 1, else 1 (Megatron's and torch's
+    definition)."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0

@@ -1,4 +1,5 @@
-"""Ranks that disagree, or are gone: an error that says which rank and what, instead of wrong numbers or a hang."""
+"""Ranks that disagree, or are gone: an error that says which rank and what, instead of wrong
+numbers or a hang."""
 
 from __future__ import annotations
 
@@ -22,14 +23,17 @@ _PATIENCE = 5.0
 
 
 def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str | None:
-    """How ranks differ in what they say, line by line, from what most of them say; None if they do not.
+    """How ranks differ in what they say, line by line, from what most of them say; None if they do
+    not.
 
     Args:
         described: the lines of each rank.
         ranks: their global numbers.
     """
     counts = Counter(map(tuple, described))
-    common = max(counts, key=lambda lines: (counts[lines], -[tuple(d) for d in described].index(lines)))
+    common = max(
+        counts, key=lambda lines: (counts[lines], -[tuple(d) for d in described].index(lines))
+    )
     reference = ranks[[tuple(lines) for lines in described].index(common)]
     found = []
     for rank, lines in zip(ranks, described, strict=True):
@@ -55,15 +59,21 @@ def check_agreement(group: ProcessGroup, lines: Sequence[str], what: str) -> Non
         return
     described: list[Sequence[str]] = [()] * group.size()
     call(group, lambda: dist.all_gather_object(described, list(lines), group=group))
-    raise ValueError(f"the ranks that share {what} disagree: "
-                     f"{difference(described, dist.get_process_group_ranks(group))}")
+    raise ValueError(
+        f"the ranks that share {what} disagree: "
+        f"{difference(described, dist.get_process_group_ranks(group))}"
+    )
 
 
-def check_number(group: ProcessGroup, text: Callable[[], Sequence[str]], device: torch.device, what: str) -> None:
+def check_number(
+    group: ProcessGroup, text: Callable[[], Sequence[str]], device: torch.device, what: str
+) -> None:
     """The same, for every step: one reduction of two numbers while ranks agree."""
     number = zlib.crc32("\n".join(text()).encode())
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    wait_for(dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True), group, device)
+    wait_for(
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True), group, device
+    )
     most, least = extremes.tolist()
     if most != -least:
         check_agreement(group, text(), what)
@@ -74,7 +84,8 @@ _told: Counter[tuple[int, ...]] = Counter()
 
 
 def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
-    """How ranks differ in what they say, told through the store: no collective, so that each may ask when it notices.
+    """How ranks differ in what they say, told through the store: no collective, so that each may
+    ask when it notices.
 
     Args:
         ranks: global numbers of those that notice, this one among them.

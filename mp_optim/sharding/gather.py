@@ -1,4 +1,5 @@
-"""Parameters on their way back: every rank's shard to every other rank, after the step or during the next forward."""
+"""Parameters on their way back: every rank's shard to every other rank, after the step or during
+the next forward."""
 
 from __future__ import annotations
 
@@ -20,13 +21,19 @@ class ParamGatherer:
     """Gathers the buckets' parameters.
 
     Args:
-        modules: with these, gathering overlaps with the next forward: each module waits for its own parameters, and
-            for those of children that are never called (``nn.ParameterDict``, ``nn.ParameterList``).
+        modules: with these, gathering overlaps with the next forward: each module waits for its own
+            parameters, and for those of children that are never called (``nn.ParameterDict``,
+            ``nn.ParameterList``).
         guard: context in which communication happens; gives failures a name.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group: ProcessGroup, modules: Sequence[nn.Module],
-                 guard: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        group: ProcessGroup,
+        modules: Sequence[nn.Module],
+        guard: Callable[[str], Any],
+    ) -> None:
         self._buckets, self._group, self._guard = buckets, group, guard
         self._under_way: dict[int, Any] = {}
         self._waited_for: set[int] | None = None
@@ -38,16 +45,23 @@ class ParamGatherer:
         for module in {id(m): m for root in modules for m in root.modules()}.values():
             self._handles.append(module.register_forward_pre_hook(self._before_forward))
         for root in modules:
-            self._handles.append(root.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                self._before_state_dict))
+            self._handles.append(
+                root.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                    self._before_state_dict
+                )
+            )
 
     def look(self) -> None:
         """Take note of the tensors that are parameters now."""
-        self._bucket_of = {id(entry.param): index for index, bucket in enumerate(self._buckets)
-                           for entry in bucket.entries}
+        self._bucket_of = {
+            id(entry.param): index
+            for index, bucket in enumerate(self._buckets)
+            for entry in bucket.entries
+        }
 
     def start(self) -> None:
-        """Gather everything; with overlap, :meth:`finish` or the next forward waits for it. Collective."""
+        """Gather everything; with overlap, :meth:`finish` or the next forward waits for it.
+        Collective."""
         self.finish()
         self.bytes_gathered = 0
         for index in reversed(range(len(self._buckets))):  # in the order of forward
@@ -91,8 +105,11 @@ class ParamGatherer:
         """
         if self._waited_for is not None and id(entry.param) not in self._waited_for:
             raise RuntimeError(
-                f"{entry.name} was used without calling the module that holds it, so nothing waited for its new "
-                "values: set overlap_param_gather=False, or call optimizer.finish_param_sync() before forward")
+                f"{entry.name} was used without calling the module that holds it, so nothing "
+                "waited for its new "
+                "values: set overlap_param_gather=False, or call optimizer.finish_param_sync() "
+                "before forward"
+            )
 
     def remove(self) -> None:
         """Take the hooks off the modules."""

@@ -1,7 +1,9 @@
-"""Gradients on their way: from autograd into buckets, and from there, reduced, to the rank that owns them.
+"""Gradients on their way: from autograd into buckets, and from there, reduced, to the rank that
+owns them.
 
-A parameter's hook moves its gradient into its bucket. When all of a bucket's have arrived, the bucket is reduced, in
-the order of buckets, which all ranks share: while backward goes on (``overlap``, ZeRO-2), or at the step.
+A parameter's hook moves its gradient into its bucket. When all of a bucket's have arrived, the
+bucket is reduced, in the order of buckets, which all ranks share: while backward goes on
+(``overlap``, ZeRO-2), or at the step.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ class ReduceSettings:
     Attributes:
         group: the ranks. divisor: what sums are divided by.
         fp32_accumulation: see :mod:`mp_optim.sharding.reduce`.
-        during_backward: reduce each bucket as soon as it is full, and what is left at the end of backward.
+        during_backward: reduce each bucket as soon as it is full, and what is left at the end of
+            backward.
         overlap: do not wait for a reduction before backward goes on.
-        keep_grads: buckets keep this rank's own gradients until ``zero_grad`` (ZeRO-1), or hand them out (ZeRO-2).
+        keep_grads: buckets keep this rank's own gradients until ``zero_grad`` (ZeRO-1), or hand
+            them out (ZeRO-2).
         replicate: every rank gets all of the sums.
     """
 
@@ -54,22 +58,35 @@ class GradReducer:
     """Hooks on parameters, and the state of each bucket's gradients.
 
     Args:
-        buckets: the same on all ranks. first_used: where forward first uses each, which decides the order.
+        buckets: the same on all ranks. first_used: where forward first uses each, which decides the
+            order.
         guard: context in which communication happens; gives failures a name.
         check_use: called when a parameter's gradient arrives in backward.
 
     Attributes:
         has_gradients: whether a parameter had a gradient since the last :meth:`zero`.
-        on_reduced: called with a bucket's index when its owned shard is complete; perhaps during backward.
+        on_reduced: called with a bucket's index when its owned shard is complete; perhaps during
+            backward.
         order: of the reductions; perhaps with those of other reducers.
         rounds: how many passes were reduced since :meth:`zero`.
     """
 
     order: LaunchOrder
 
-    def __init__(self, buckets: list[Bucket], first_used: Sequence[int], settings: ReduceSettings,
-                 guard: Callable[[str], Any], check_use: Callable[[Entry], None]) -> None:
-        self.buckets, self.settings, self._guard, self._check_use = buckets, settings, guard, check_use
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        first_used: Sequence[int],
+        settings: ReduceSettings,
+        guard: Callable[[str], Any],
+        check_use: Callable[[Entry], None],
+    ) -> None:
+        self.buckets, self.settings, self._guard, self._check_use = (
+            buckets,
+            settings,
+            guard,
+            check_use,
+        )
         self.on_reduced: Callable[[int], None] | None = None
         self._arrived: list[set[int]] = [set() for _ in buckets]  # in this backward
         self._waiting = [False] * len(buckets)  # has gradients that were not reduced
@@ -86,7 +103,8 @@ class GradReducer:
     # -- hooks ----------------------------------------------------------------------------------
 
     def watch(self, index: int, entry: Entry) -> None:
-        """Put the hook on an entry's parameter; one that an earlier optimizer put there has no effect any more."""
+        """Put the hook on an entry's parameter; one that an earlier optimizer put there has no
+        effect any more."""
         this, param, mark = weakref.ref(self), cast(Any, entry.param), next(_marks)
 
         def arrive(tensor: Tensor) -> None:
@@ -123,15 +141,21 @@ class GradReducer:
         grad, bucket = entry.param.grad, self.buckets[index]
         if self._reduced[index] and self.settings.keep_grads:
             raise RuntimeError(
-                f"{entry.name} got a gradient after the gradients of this step were reduced: call zero_grad() after "
-                "step(); with several backward passes per step and overlap_grad_reduce=True, run all but the last "
-                "under no_sync(); checkpoint activations with use_reentrant=False")
+                f"{entry.name} got a gradient after the gradients of this step were reduced: call "
+                "zero_grad() after "
+                "step(); with several backward passes per step and overlap_grad_reduce=True, run "
+                "all but the last "
+                "under no_sync(); checkpoint activations with use_reentrant=False"
+            )
         if grad is None:
             return
         self.has_gradients = True
         if grad.layout != torch.strided:
-            raise TypeError(f"{entry.name}: gradient has layout {grad.layout}; dense gradients are reduced (build the "
-                            "embedding with sparse=False)")
+            raise TypeError(
+                f"{entry.name}: gradient has layout {grad.layout}; dense gradients are reduced "
+                "(build the "
+                "embedding with sparse=False)"
+            )
         if not getattr(entry.param, "grad_added_to_main_grad", False):
             bucket.local_grad(entry).add_(grad)
         entry.param.grad = None
@@ -162,8 +186,15 @@ class GradReducer:
         grads = bucket.local_grads()
         self.bytes_reduced += grads.nbytes
         with self._guard(f"reducing the gradients of {_named(bucket)}"):
-            work = start_reduction(grads, bucket.owned_grads, how.group, bucket.plan.bounds, divisor=how.divisor,
-                                   exchange=exchange, add=self._reduced[index])
+            work = start_reduction(
+                grads,
+                bucket.owned_grads,
+                how.group,
+                bucket.plan.bounds,
+                divisor=how.divisor,
+                exchange=exchange,
+                add=self._reduced[index],
+            )
         if not how.keep_grads:
             bucket.grads = None  # the reduction holds them for as long as it needs them
         self._reduced[index], self._waiting[index] = True, False
@@ -183,8 +214,9 @@ class GradReducer:
 
     @in_own_modes
     def finish(self) -> None:
-        """Every owned shard (``replicate``: every rank's whole gradients) is complete on return. Collective; reduces
-        what was not reduced since the last :meth:`zero`, here and in all that share the order."""
+        """Every owned shard (``replicate``: every rank's whole gradients) is complete on return.
+        Collective; reduces what was not reduced since the last :meth:`zero`, here and in all that
+        share the order."""
         self.order.finish()
         if self.settings.replicate and not self._complete:
             self._gather()
@@ -199,8 +231,8 @@ class GradReducer:
 
     @in_own_modes
     def collect_all(self) -> bool:
-        """Take in gradients that no hook saw, because somebody put them into ``grad`` by hand. Returns whether anything
-        is left to reduce."""
+        """Take in gradients that no hook saw, because somebody put them into ``grad`` by hand.
+        Returns whether anything is left to reduce."""
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
                 if entry.param.grad is not None:
@@ -236,5 +268,3 @@ class GradReducer:
 def _named(bucket: Bucket) -> str:
     first, last = bucket.entries[0].name, bucket.entries[-1].name
     return f"the bucket from {first} to {last}"
-
-

@@ -1,8 +1,8 @@
 """Which rank owns which elements: whole numbers in, whole numbers out.
 
-Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards as there are
-ranks, equal ones or between parameters, and a rank owns one of them. Every parameter and every shard starts at a
-multiple of :data:`ALIGNMENT` elements.
+Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards
+as there are ranks, equal ones or between parameters, and a rank owns one of them. Every parameter
+and every shard starts at a multiple of :data:`ALIGNMENT` elements.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 __all__ = ["ALIGNMENT", "BucketPlan", "Placed", "plan_flat", "plan_whole"]
 
 ALIGNMENT = 256
-"""Elements: a block of the compact state formats, and at least a cache line of any dtype. So blocks of a fragment are
-blocks of the whole parameter, and vector loads are aligned."""
+"""Elements: a block of the compact state formats, and at least a cache line of any dtype. So blocks
+of a fragment are blocks of the whole parameter, and vector loads are aligned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One parameter in a bucket: its index in the list that was planned, its first element's place, its size."""
+    """One parameter in a bucket: its index in the list that was planned, its first element's place,
+    its size."""
 
     param: int
     start: int
@@ -69,7 +70,8 @@ class BucketPlan:
         return self.bounds[rank], self.bounds[rank + 1]
 
     def fragment(self, item: Placed, rank: int) -> tuple[int, int]:
-        """What a rank owns of a parameter, as [start, stop) within the parameter; (0, 0) if nothing."""
+        """What a rank owns of a parameter, as [start, stop) within the parameter; (0, 0) if
+        nothing."""
         first, last = self.owned(rank)
         start, stop = max(first - item.start, 0), min(last - item.start, item.numel)
         return (start, stop) if start < stop else (0, 0)
@@ -83,7 +85,8 @@ def aligned(numel: int) -> int:
 def plan_flat(sizes: Sequence[int], ranks: int, bucket_size: int | None = None) -> list[BucketPlan]:
     """Buckets whose shards may begin and end anywhere in a parameter.
 
-    Parameters are taken from the last to the first, because backward produces their gradients in that order.
+    Parameters are taken from the last to the first, because backward produces their gradients in
+    that order.
 
     Args:
         sizes: elements of each parameter. One without elements lies in no bucket.
@@ -108,11 +111,12 @@ def plan_flat(sizes: Sequence[int], ranks: int, bucket_size: int | None = None) 
 
 
 def plan_whole(sizes: Sequence[int], ranks: int) -> list[BucketPlan]:
-    """One bucket in which every parameter lies in a single shard, for rules that need whole matrices.
+    """One bucket in which every parameter lies in a single shard, for rules that need whole
+    matrices.
 
-    The largest parameter left goes to the rank that holds least (Graham's LPT rule: the fullest shard is at most 4/3
-    of the best possible). Shards are as large as what is in them: one of an embedding beside those of small layers
-    costs nobody else anything.
+    The largest parameter left goes to the rank that holds least (Graham's LPT rule: the fullest
+    shard is at most 4/3 of the best possible). Shards are as large as what is in them: one of an
+    embedding beside those of small layers costs nobody else anything.
 
     Args:
         sizes: elements of each parameter. One without elements lies in no shard.

@@ -1,8 +1,10 @@
-"""Adding up gradients so that every rank gets its shard of the sum, in an order of additions that ranks alone decide.
+"""Adding up gradients so that every rank gets its shard of the sum, in an order of additions that
+ranks alone decide.
 
-Two ways. *Exchange*: each rank sends every other its shard, and the owner adds in FP32 in the order of ranks, rounding
-once: the same bits on any backend, and the only way on gloo. *Collective*: the backend's reduce-scatter (NCCL), which
-needs no memory to receive and adds in an order of its own, though always the same for the same bucket.
+Two ways. *Exchange*: each rank sends every other its shard, and the owner adds in FP32 in the order
+of ranks, rounding once: the same bits on any backend, and the only way on gloo. *Collective*: the
+backend's reduce-scatter (NCCL), which needs no memory to receive and adds in an order of its own,
+though always the same for the same bucket.
 """
 
 from __future__ import annotations
@@ -21,15 +23,20 @@ from mp_optim.missing_ranks import wait_for, wait_for_all
 
 __all__ = ["Reduction", "all_gather", "broadcast", "start_reduction", "uses_exchange"]
 
-_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_into: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 class Reduction(Protocol):
     """A reduction under way."""
 
     def wait(self) -> None:
-        """Return when the owned shard is complete (on an accelerator: for work queued from now on)."""
+        """Return when the owned shard is complete (on an accelerator: for work queued from now
+        on)."""
 
 
 def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: bool) -> bool:
@@ -37,8 +44,16 @@ def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: 
     return fp32_accumulation or group._get_backend(device).name() != "nccl"
 
 
-def start_reduction(grads: Tensor, owned: Tensor, group: ProcessGroup, bounds: Sequence[int], *, divisor: int,
-                    exchange: bool, add: bool) -> Reduction:
+def start_reduction(
+    grads: Tensor,
+    owned: Tensor,
+    group: ProcessGroup,
+    bounds: Sequence[int],
+    *,
+    divisor: int,
+    exchange: bool,
+    add: bool,
+) -> Reduction:
     """Start to reduce a bucket.
 
     Args:
@@ -61,12 +76,13 @@ def _are_even(bounds: Sequence[int]) -> bool:
 
 
 _PADDING = 1.25
-"""By how much the fullest shard may exceed the mean before an exchange is done in several rounds."""
+"""By how much the fullest shard may exceed the mean before an exchange is done in several
+rounds."""
 
 
 def _piece(bounds: Sequence[int]) -> int:
-    """Elements of a shard that are exchanged in one round. The owner of a large one receives it from every rank: in
-    one round, that would take as much memory as so many whole buckets."""
+    """Elements of a shard that are exchanged in one round. The owner of a large one receives it
+    from every rank: in one round, that would take as much memory as so many whole buckets."""
     ranks, numel = len(bounds) - 1, bounds[-1]
     fullest = max(last - first for first, last in itertools.pairwise(bounds))
     return fullest if fullest * ranks <= _PADDING * numel else -(-numel // (2 * ranks))
@@ -92,19 +108,30 @@ class _Exchange:
 
     def _parts(self, start: int) -> list[tuple[int, int]]:
         """What goes to each rank in the round that begins at ``start`` of every shard."""
-        return [(min(first + start, last), min(first + start + self.piece, last))
-                for first, last in itertools.pairwise(self.bounds)]
+        return [
+            (min(first + start, last), min(first + start + self.piece, last))
+            for first, last in itertools.pairwise(self.bounds)
+        ]
 
     def _start(self, start: int) -> None:
         parts, width = self._parts(start), self.grads.element_size()
-        self.sent = self.grads if self.piece >= self._fullest else torch.cat([self.grads[a:b] for a, b in parts])
+        self.sent = (
+            self.grads
+            if self.piece >= self._fullest
+            else torch.cat([self.grads[a:b] for a, b in parts])
+        )
         mine = parts[self.group.rank()]
         count = mine[1] - mine[0]
         self.received = self.grads.new_empty(count * self.group.size())
         even = len({b - a for a, b in parts}) == 1
         self.work = dist.all_to_all_single(
-            _bytes(self.received), _bytes(self.sent), None if even else [count * width] * self.group.size(),
-            None if even else [(b - a) * width for a, b in parts], group=self.group, async_op=True)
+            _bytes(self.received),
+            _bytes(self.sent),
+            None if even else [count * width] * self.group.size(),
+            None if even else [(b - a) * width for a, b in parts],
+            group=self.group,
+            async_op=True,
+        )
 
     @property
     def _fullest(self) -> int:
@@ -131,7 +158,8 @@ class _Exchange:
 
 @dataclass(slots=True)
 class _ToOwners:
-    """The backend's reductions, one for each rank's shard: what there is for shards of different sizes."""
+    """The backend's reductions, one for each rank's shard: what there is for shards of different
+    sizes."""
 
     grads: Tensor
     owned: Tensor
@@ -146,9 +174,17 @@ class _ToOwners:
         if not average and self.divisor != 1:  # before the sum: 16-bit floats may not hold it
             self.grads.div_(self.divisor)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        self.works = [dist.reduce(self.grads[first:last], dst=dist.get_global_rank(self.group, rank), op=op,
-                                  group=self.group, async_op=True)
-                      for rank, (first, last) in enumerate(itertools.pairwise(self.bounds)) if last > first]
+        self.works = [
+            dist.reduce(
+                self.grads[first:last],
+                dst=dist.get_global_rank(self.group, rank),
+                op=op,
+                group=self.group,
+                async_op=True,
+            )
+            for rank, (first, last) in enumerate(itertools.pairwise(self.bounds))
+            if last > first
+        ]
 
     def wait(self) -> None:
         wait_for_all(self.works, self.group, self.grads.device)
@@ -207,14 +243,19 @@ def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list
     parts = [data[first * width : last * width] for first, last in itertools.pairwise(bounds)]
     if _are_even(bounds):
         return [_gather_into(data, parts[group.rank()], group=group, async_op=True)]
-    return [dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
-                   for rank, part in enumerate(parts) if len(part)]
+    return [
+        dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, part in enumerate(parts)
+        if len(part)
+    ]
 
 
 def broadcast(flat: Tensor, group: ProcessGroup) -> None:
     """Give every rank the first one's values."""
     if group.size() > 1:
-        work = dist.broadcast(_bytes(flat), src=dist.get_global_rank(group, 0), group=group, async_op=True)
+        work = dist.broadcast(
+            _bytes(flat), src=dist.get_global_rank(group, 0), group=group, async_op=True
+        )
         wait_for(work, group, flat.device)
 
 

@@ -23,18 +23,39 @@ class FusedAdam(RuleOptimizer):
         params: FP32 parameters, named parameters or groups.
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
         backend: see ``OptimizerConfig.fused_backend``.
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
+        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as
+            ``exp_avg_dtype``.
     """
 
     rule = "adam"
     needs_numbers = False
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
-                 adam_w_mode: bool = True, backend: str = "auto", **precision: Any) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                                  "bias_correction": bias_correction, "adam_w_mode": adam_w_mode}, backend,
-                         StatePrecision(**precision))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+                "adam_w_mode": adam_w_mode,
+            },
+            backend,
+            StatePrecision(**precision),
+        )
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
@@ -42,6 +63,13 @@ class FusedAdam(RuleOptimizer):
     def check_settings(self, group: dict[str, Any]) -> None:
         check_adam_settings(group)
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
-              multiplier: float | Tensor, updates: SlotUpdates) -> None:
+    def apply(
+        self,
+        backend: Backend,
+        lists: TensorLists,
+        group: dict[str, Any],
+        step: int,
+        multiplier: float | Tensor,
+        updates: SlotUpdates,
+    ) -> None:
         backend.adam(lists, AdamScalars.at(group, step), multiplier)

@@ -17,7 +17,8 @@ __all__ = ["Batch", "batches", "mark_written", "piece_elements", "publish"]
 
 
 def piece_elements(device: torch.device) -> int:
-    """Elements per batch, a power of two: what stays in a CPU core's cache, what fills an accelerator."""
+    """Elements per batch, a power of two: what stays in a CPU core's cache, what fills an
+    accelerator."""
     return 1 << 17 if device.type == "cpu" else 1 << 24
 
 
@@ -30,10 +31,12 @@ class Batch:
 
 
 def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
-    """Flat views of at most ``most`` small tensors or of pieces of large ones, at most :func:`piece_elements` together.
+    """Flat views of at most ``most`` small tensors or of pieces of large ones, at most
+    :func:`piece_elements` together.
 
     A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
-    :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors are skipped.
+    :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors
+    are skipped.
     """
     limit = piece_elements(lists.main[0].device) if lists.main else 1
     batch, filled = _empty(lists), 0
@@ -51,7 +54,11 @@ def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
 
 def publish(lists: TensorLists) -> None:
     """Copy main to output, rounding to nearest even into the output's dtype."""
-    pairs = [(output, main) for output, main in zip(lists.output, lists.main, strict=True) if output is not None]
+    pairs = [
+        (output, main)
+        for output, main in zip(lists.output, lists.main, strict=True)
+        if output is not None
+    ]
     if pairs:
         torch._foreach_copy_([output for output, _ in pairs], [main for _, main in pairs])
 
@@ -64,7 +71,12 @@ def mark_written(lists: TensorLists) -> None:
 
 
 def _empty(lists: TensorLists) -> Batch:
-    return Batch([], TensorLists([], [], {key: [] for key in lists.state}, [], None if lists.noise is None else []))
+    return Batch(
+        [],
+        TensorLists(
+            [], [], {key: [] for key in lists.state}, [], None if lists.noise is None else []
+        ),
+    )
 
 
 def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int) -> None:
@@ -79,7 +91,12 @@ def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int
     batch.lists.output.append(None if output is None else cut(output))
     scales = {scale_key(name) for name in lists.state}
     for key, tensors in lists.state.items():
-        batch.lists.state[key].append(tensors[index].narrow(0, start // BLOCK, blocks_of(count)) if key in scales
-                                      else cut(tensors[index]))
+        batch.lists.state[key].append(
+            tensors[index].narrow(0, start // BLOCK, blocks_of(count))
+            if key in scales
+            else cut(tensors[index])
+        )
     if lists.noise is not None and batch.lists.noise is not None:
-        batch.lists.noise.append(replace(lists.noise[index], start=lists.noise[index].start + start))
+        batch.lists.noise.append(
+            replace(lists.noise[index], start=lists.noise[index].start + start)
+        )

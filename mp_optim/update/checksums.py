@@ -1,4 +1,5 @@
-"""A checksum of a tensor's bits: the same on every device, with one number per tensor to bring to the host."""
+"""A checksum of a tensor's bits: the same on every device, with one number per tensor to bring to
+the host."""
 
 from __future__ import annotations
 
@@ -18,17 +19,21 @@ _PRIME = 0x01000193
 
 
 def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
-    """32 bits for each of some tensors of 2-byte elements, in row-major order; waits for their device once."""
+    """32 bits for each of some tensors of 2-byte elements, in row-major order; waits for their
+    device once."""
     sums = [_sum(tensor) for tensor in tensors]
     if not sums:
         return []
     found: list[int] = torch.stack([value.to(sums[0].device) for value in sums]).tolist()
-    return [mix((value & 0xFFFFFFFF) ^ mix(tensor.numel() & 0xFFFFFFFF))
-            for value, tensor in zip(found, tensors, strict=True)]
+    return [
+        mix((value & 0xFFFFFFFF) ^ mix(tensor.numel() & 0xFFFFFFFF))
+        for value, tensor in zip(found, tensors, strict=True)
+    ]
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Sum of the elements, each times a number of its row and times one of its column: int64, shape ()."""
+    """Sum of the elements, each times a number of its row and times one of its column: int64, shape
+    ()."""
     bits = tensor.detach().contiguous().view(torch.int16).view(-1)
     columns = _weights(0, _WIDTH, tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

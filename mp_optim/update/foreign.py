@@ -1,4 +1,5 @@
-"""Any torch optimizer below our wrappers: it gets FP32 ``.grad`` the long way, and keeps its own state."""
+"""Any torch optimizer below our wrappers: it gets FP32 ``.grad`` the long way, and keeps its own
+state."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ __all__ = ["ForeignOptimizer", "as_slot_optimizer"]
 
 
 class ForeignOptimizer(SlotOptimizer):
-    """Slots over an optimizer that is keyed by tensors: its state moves along when a tensor is replaced."""
+    """Slots over an optimizer that is keyed by tensors: its state moves along when a tensor is
+    replaced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -27,7 +29,8 @@ class ForeignOptimizer(SlotOptimizer):
         self._bound = [list(group["params"]) for group in self.param_groups]
 
     def _rebind(self) -> None:
-        """Move the state of replaced tensors. All are taken out first: tensors may have swapped slots."""
+        """Move the state of replaced tensors. All are taken out first: tensors may have swapped
+        slots."""
         while len(self._bound) < len(self.param_groups):
             self._bound.append(list(self.param_groups[len(self._bound)]["params"]))
         moved: list[tuple[Tensor, Any]] = []
@@ -56,19 +59,25 @@ class ForeignOptimizer(SlotOptimizer):
     def slot_state(self, slot: Slot) -> dict[str, Any]:
         """The foreign state's tensors, and its numbers as tensors; empty before the first step."""
         state = self.optimizer.state.get(self._param(slot), {})
-        return {key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
-                for key, value in state.items() if isinstance(value, Tensor | int | float)}
+        return {
+            key: value
+            if isinstance(value, Tensor)
+            else torch.tensor(value, dtype=torch.float64, device="cpu")
+            for key, value in state.items()
+            if isinstance(value, Tensor | int | float)
+        }
 
     def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        """As the base class, but state that the foreign optimizer has not allocated yet fits anything, and a slot it
-        has never stepped has none."""
+        """As the base class, but state that the foreign optimizer has not allocated yet fits
+        anything, and a slot it has never stepped has none."""
         if state and self.slot_state(slot):
             super().check_slot_state(slot, state)
         elif "step" in state:
             check_step(self.slot_name(slot), state["step"])
 
     def requires_state(self, slot: Slot) -> bool:
-        """Never: a foreign optimizer allocates state when it steps a parameter for the first time."""
+        """Never: a foreign optimizer allocates state when it steps a parameter for the first
+        time."""
         return False
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
@@ -82,7 +91,11 @@ class ForeignOptimizer(SlotOptimizer):
         loaded = {}
         for key, value in state.items():
             stays = not isinstance(value, Tensor) or (key == "step" and not step_on_device)
-            copy = as_tensor(value).detach().clone() if stays else value.detach().to(param.device, copy=True)
+            copy = (
+                as_tensor(value).detach().clone()
+                if stays
+                else value.detach().to(param.device, copy=True)
+            )
             number = live.get(key, value)
             loaded[key] = copy if isinstance(number, Tensor) else type(number)(copy.item())
         self.optimizer.state[param] = {**live, **loaded}
@@ -98,7 +111,10 @@ class ForeignOptimizer(SlotOptimizer):
         self._rebind()
         for _, param in iter_slots(self.param_groups):
             param.grad = None
-        mains = [self.param_groups[update.slot.group]["params"][update.slot.position] for update in updates]
+        mains = [
+            self.param_groups[update.slot.group]["params"][update.slot.position]
+            for update in updates
+        ]
         for update, main in zip(updates, mains, strict=True):
             assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
             wide = torch.promote_types(main.dtype, torch.float32)

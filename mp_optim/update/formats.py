@@ -1,9 +1,10 @@
-"""How optimizer state is stored in fewer bits than FP32, as pure functions. docs/numerics.md, "Compact states", is
-the same in words.
+"""How optimizer state is stored in fewer bits than FP32, as pure functions. docs/numerics.md,
+"Compact states", is the same in words.
 
-A moment is stored as float32; as bfloat16; or, in blocks of 256 row-major elements with one FP32 scale each, as
-float16 or as 8-bit codes. Block formats hold a second moment by its square root. A main param is stored as
-float32, or as the bfloat16 model parameter plus an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it).
+A moment is stored as float32; as bfloat16; or, in blocks of 256 row-major elements with one FP32
+scale each, as float16 or as 8-bit codes. Block formats hold a second moment by its square root. A
+main param is stored as float32, or as the bfloat16 model parameter plus an integer remainder of 16
+bits (all of FP32) or 8 (24 bits of it).
 """
 
 from __future__ import annotations
@@ -15,11 +16,25 @@ from torch import Tensor
 
 from mp_optim.checkpoint.blocks import BLOCK
 
-__all__ = ["BLOCK", "MOMENT_DTYPES", "SECOND", "Noise", "blocks_of", "decode", "encode_", "is_blocked", "join",
-           "keep_valid", "mix", "split_", "stored_dtype"]
+__all__ = [
+    "BLOCK",
+    "MOMENT_DTYPES",
+    "SECOND",
+    "Noise",
+    "blocks_of",
+    "decode",
+    "encode_",
+    "is_blocked",
+    "join",
+    "keep_valid",
+    "mix",
+    "split_",
+    "stored_dtype",
+]
 
 MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-"""What a moment can be asked to be stored as; uint8 stands for 8-bit codes, signed ones for a first moment."""
+"""What a moment can be asked to be stored as; uint8 stands for 8-bit codes, signed ones for a first
+moment."""
 
 SECOND = "exp_avg_sq"
 """Name of the second moment."""
@@ -45,7 +60,7 @@ def blocks_of(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-# -- random numbers ---------------------------------------------------------------------------------------
+# -- random numbers -------------------------------------------------------------------------------
 
 
 def mix(x: int) -> int:
@@ -64,7 +79,8 @@ def _mix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random bits for a run of elements of one tensor: a function of seed, stream and index, of nothing else.
+    """Random bits for a run of elements of one tensor: a function of seed, stream and index, of
+    nothing else.
 
     Attributes:
         seed: 32 bits that differ from step to step.
@@ -79,17 +95,20 @@ class Noise:
     def words(self, count: int, device: torch.device) -> Tensor:
         """32 random bits for each element, int64, shape (count,)."""
         key = mix(self.seed ^ self.stream)
-        index = torch.arange(self.start, self.start + count, dtype=torch.int64, device=device) & _MASK
+        index = (
+            torch.arange(self.start, self.start + count, dtype=torch.int64, device=device) & _MASK
+        )
         return _mix((key + index * _GOLDEN) & _MASK)
 
 
 def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
-    """The 16 bits that a moment of the shape of ``like`` is rounded with, int32: the upper ones for the first."""
+    """The 16 bits that a moment of the shape of ``like`` is rounded with, int32: the upper ones for
+    the first."""
     words = noise.words(like.numel(), like.device)
     return (words & 0xFFFF if second else words >> 16).int()
 
 
-# -- moments ----------------------------------------------------------------------------------------------
+# -- moments --------------------------------------------------------------------------------------
 
 
 def decode(stored: Tensor, scale: Tensor | None, second: bool) -> Tensor:
@@ -105,50 +124,70 @@ def decode(stored: Tensor, scale: Tensor | None, second: bool) -> Tensor:
     return values * values if second else values
 
 
-def encode_(value: Tensor, stored: Tensor, scale: Tensor | None, second: bool, noise: Noise | None = None) -> None:
+def encode_(
+    value: Tensor, stored: Tensor, scale: Tensor | None, second: bool, noise: Noise | None = None
+) -> None:
     """Store FP32 values, rounded to nearest even, or stochastically if there is noise.
 
-    Float16 is always rounded to nearest. What :func:`decode` made of a block format is stored as the same bits.
+    Float16 is always rounded to nearest. What :func:`decode` made of a block format is stored as
+    the same bits.
     """
     if value is stored or not value.numel():
         return
     if scale is not None:
-        _encode_blocks(value.double().sqrt_().float() if second else value, stored, scale, second, noise)
+        _encode_blocks(
+            value.double().sqrt_().float() if second else value, stored, scale, second, noise
+        )
     elif noise is not None and stored.dtype == torch.bfloat16:
         stored.copy_(_dithered(value, _sixteen(noise, value, second)))
     else:
         stored.copy_(value)
 
 
-def _encode_blocks(x: Tensor, stored: Tensor, scale: Tensor, roots: bool, noise: Noise | None) -> None:
+def _encode_blocks(
+    x: Tensor, stored: Tensor, scale: Tensor, roots: bool, noise: Noise | None
+) -> None:
     blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     top = blocks.abs().amax(1)
     good = top.isfinite() & (top >= _TINY)
-    found, inverse = _half_scale(top) if stored.dtype == torch.float16 else _code_scale(top, 255 if roots else 127)
+    found, inverse = (
+        _half_scale(top)
+        if stored.dtype == torch.float16
+        else _code_scale(top, 255 if roots else 127)
+    )
     scale.copy_(torch.where(good, found, torch.where(top.isfinite(), 0.0, torch.nan)))
-    scaled = torch.where(good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0).view(-1)[: x.numel()]
+    scaled = torch.where(
+        good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0
+    ).view(-1)[: x.numel()]
     half = stored.dtype == torch.float16
     stored.copy_(scaled if half else _codes(scaled, roots, noise))
     if roots:  # a root is never stored as 0: dividing by it would be a step of any length
         codes = stored.view(torch.int16) if half else stored
-        codes.copy_(torch.where(good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes))
+        codes.copy_(
+            torch.where(good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes)
+        )
 
 
 def _dithered(value: Tensor, sixteen: Tensor) -> Tensor:
-    """FP32 values whose lower 16 bits are cut off after random bits were added; inf and nan as they are."""
+    """FP32 values whose lower 16 bits are cut off after random bits were added; inf and nan as they
+    are."""
     bits = (value.view(torch.int32) + sixteen) & -0x10000
     return torch.where(value.isfinite(), bits.view(torch.float32), value)
 
 
 def _half_scale(top: Tensor) -> tuple[Tensor, Tensor]:
-    """The power of two that brings a block's largest value into [2^14, 2^15), and its inverse: exact."""
+    """The power of two that brings a block's largest value into [2^14, 2^15), and its inverse:
+    exact."""
     exponent = (top.view(torch.int32) & 0x7F800000) - (14 << 23)
     return exponent.view(torch.float32), ((254 << 23) - exponent).view(torch.float32)
 
 
 def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """top / levels, rounded up to 16 significant bits so that every code times it is exact; and 1 / it."""
-    quotient = top / torch.full_like(top, levels)  # by a plain number a GPU would multiply with its reciprocal
+    """top / levels, rounded up to 16 significant bits so that every code times it is exact; and 1 /
+    it."""
+    quotient = top / torch.full_like(
+        top, levels
+    )  # by a plain number a GPU would multiply with its reciprocal
     scale = ((quotient.view(torch.int32) + 0xFF) & -0x100).view(torch.float32)
     return scale, 1.0 / scale
 
@@ -159,19 +198,21 @@ def _codes(scaled: Tensor, roots: bool, noise: Noise | None) -> Tensor:
     return scaled.round().clamp_(0 if roots else -127, 255 if roots else 127)
 
 
-# -- main params --------------------------------------------------------------------------------------------
+# -- main params ----------------------------------------------------------------------------------
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The FP32 main param of a bfloat16 parameter and its remainder, same shape. A zero has no remainder."""
+    """The FP32 main param of a bfloat16 parameter and its remainder, same shape. A zero has no
+    remainder."""
     high = param.view(torch.int16).int() << 16
     low = remainder.int() << (8 if remainder.dtype == torch.int8 else 0)
     return torch.where((high & 0x7FFFFFFF) != 0, high + low, high).view(torch.float32)
 
 
 def split_(value: Tensor, param: Tensor, remainder: Tensor, noise: Noise | None = None) -> None:
-    """Write an FP32 main param into parameter and remainder: the parameter is the value rounded to nearest, ties
-    away from zero. 16 bits hold the value itself; 8 bits its upper 24 bits, rounded to nearest even or stochastically.
+    """Write an FP32 main param into parameter and remainder: the parameter is the value rounded to
+    nearest, ties away from zero. 16 bits hold the value itself; 8 bits its upper 24 bits, rounded
+    to nearest even or stochastically.
     """
     bits = value.contiguous().view(torch.int32)
     eight = remainder.dtype == torch.int8
@@ -190,7 +231,8 @@ def split_(value: Tensor, param: Tensor, remainder: Tensor, noise: Noise | None 
 
 
 def keep_valid(param: Tensor, remainder: Tensor) -> None:
-    """Clear remainders that do not belong to the parameter any more, after it was written from outside.
+    """Clear remainders that do not belong to the parameter any more, after it was written from
+    outside.
 
     Any other remainder stays: the main param still rounds to the parameter.
     """

@@ -35,11 +35,12 @@ class GroupState:
     """State of one param group.
 
     Attributes:
-        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step`` is a view of it.
+        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step``
+            is a view of it.
         slots: state tensors of each slot; empty until somebody looks.
         mains: the tensor each slot's state was last found to fit.
-        steady_mains: all of them, if they are this package's own tensors and not a model's parameters, whose memory
-            others may move (``param.data = ...``).
+        steady_mains: all of them, if they are this package's own tensors and not a model's
+            parameters, whose memory others may move (``param.data = ...``).
     """
 
     def __init__(self, count: int) -> None:
@@ -55,7 +56,8 @@ class GroupState:
         return positions == self._positions
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
-        """State tensors of that name; the same list every time as long as all slots are asked for."""
+        """State tensors of that name; the same list every time as long as all slots are asked
+        for."""
         if not self.is_whole(positions):
             return [self.slots[position][name] for position in positions]
         if name not in self._whole:

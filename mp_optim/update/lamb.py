@@ -33,20 +33,45 @@ class FusedLAMB(RuleOptimizer):
         grad_averaging: weigh the gradient with ``1 - beta1`` in the first moment.
         max_grad_norm: clip the global gradient norm to this; 0 turns clipping off.
         use_nvlamb: adapt the learning rate also where ``weight_decay`` is 0.
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
+        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as
+            ``exp_avg_dtype``.
     """
 
     rule = "lamb"
     needs_numbers = False
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-6, weight_decay: float = 0.01, *, bias_correction: bool = True,
-                 adam_w_mode: bool = True, grad_averaging: bool = True, max_grad_norm: float = 1.0,
-                 use_nvlamb: bool = False, backend: str = "auto", **precision: Any) -> None:
-        super().__init__(params, {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
-            "use_nvlamb": use_nvlamb}, backend, StatePrecision(**precision))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+                "adam_w_mode": adam_w_mode,
+                "grad_averaging": grad_averaging,
+                "max_grad_norm": max_grad_norm,
+                "use_nvlamb": use_nvlamb,
+            },
+            backend,
+            StatePrecision(**precision),
+        )
 
     def is_collective(self, update: SlotUpdate) -> bool:
         return bool(update.shard_groups)
@@ -59,14 +84,23 @@ class FusedLAMB(RuleOptimizer):
         check_setting("max_grad_norm", group["max_grad_norm"], NOT_NEGATIVE)
         check_flags(group, ("grad_averaging", "use_nvlamb"))
 
-    def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
+    def effective_multiplier(
+        self, group: dict[str, Any], multiplier: float, grad_norm: float | None
+    ) -> float:
         limit = group["max_grad_norm"]
         if not limit or grad_norm is None or grad_norm <= limit:
             return multiplier
         return fp32(multiplier * limit / grad_norm)
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
-              multiplier: float | Tensor, updates: SlotUpdates) -> None:
+    def apply(
+        self,
+        backend: Backend,
+        lists: TensorLists,
+        group: dict[str, Any],
+        step: int,
+        multiplier: float | Tensor,
+        updates: SlotUpdates,
+    ) -> None:
         scalars = LambScalars.at(group, step)
         if any(updates.shard_groups):
             sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups)

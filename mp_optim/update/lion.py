@@ -22,16 +22,29 @@ class Lion(RuleOptimizer):
 
     Args:
         betas: of the interpolation that is signed, and of the momentum.
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as ``exp_avg_dtype``.
+        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as
+            ``exp_avg_dtype``.
     """
 
     rule = "lion"
     needs_numbers = False
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.95, 0.98),
-                 weight_decay: float = 0.0, *, backend: str = "auto", **precision: Any) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, backend,
-                         StatePrecision(**precision))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.95, 0.98),
+        weight_decay: float = 0.0,
+        *,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay},
+            backend,
+            StatePrecision(**precision),
+        )
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)
@@ -40,6 +53,13 @@ class Lion(RuleOptimizer):
         check_schedule(group)
         check_betas(group["betas"])
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
-              multiplier: float | Tensor, updates: SlotUpdates) -> None:
+    def apply(
+        self,
+        backend: Backend,
+        lists: TensorLists,
+        group: dict[str, Any],
+        step: int,
+        multiplier: float | Tensor,
+        updates: SlotUpdates,
+    ) -> None:
         backend.lion(lists, LionScalars.at(group, step), multiplier)

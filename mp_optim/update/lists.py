@@ -13,8 +13,18 @@ from torch import Tensor
 
 from mp_optim.update.formats import Noise
 
-__all__ = ["MAIN", "REMAINDER", "AdamScalars", "Given", "LambScalars", "LionScalars", "SgdScalars", "TensorLists",
-           "fp32", "scale_key"]
+__all__ = [
+    "MAIN",
+    "REMAINDER",
+    "AdamScalars",
+    "Given",
+    "LambScalars",
+    "LionScalars",
+    "SgdScalars",
+    "TensorLists",
+    "fp32",
+    "scale_key",
+]
 
 MAIN = ""
 """Key of main params among a slot's tensors."""
@@ -39,10 +49,12 @@ class TensorLists:
     Attributes:
         main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]``.
         grad: any floating dtype.
-        state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for those in blocks.
-        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 beside a remainder.
-        source: where the present values of main (``MAIN``) and state are, if not in ``main`` and ``state``, whose
-            values then mean nothing. Only for backends that have ``reads_source``.
+        state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for
+            those in blocks.
+        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 beside a
+            remainder.
+        source: where the present values of main (``MAIN``) and state are, if not in ``main`` and
+            ``state``, whose values then mean nothing. Only for backends that have ``reads_source``.
         noise: for each tensor, to round state stochastically; None rounds to nearest.
 
     A list that is a ``SteadyList`` may be the same one in every step.
@@ -61,7 +73,9 @@ class TensorLists:
             return self
         for key, tensors in self.source.items():
             if tensors:
-                torch._foreach_copy_(list(self.main if key == MAIN else self.state[key]), list(tensors))
+                torch._foreach_copy_(
+                    list(self.main if key == MAIN else self.state[key]), list(tensors)
+                )
         return replace(self, source=None)
 
 
@@ -77,12 +91,18 @@ class Given:
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> Given:
         """From a param group; numbers may be tensors there."""
-        return cls(float(group["lr"]), float(group["weight_decay"]), int(step), bool(group["bias_correction"]))
+        return cls(
+            float(group["lr"]),
+            float(group["weight_decay"]),
+            int(step),
+            bool(group["bias_correction"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """Apart from the scalars themselves, so that those are what ``__slots__`` of a subclass lists."""
+    """Apart from the scalars themselves, so that those are what ``__slots__`` of a subclass
+    lists."""
 
     given: Given
 
@@ -103,13 +123,23 @@ class AdamScalars(_Made):
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
-        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step ``step`` >= 1."""
+        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step
+        ``step`` >= 1."""
         (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
         bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
         decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
-        return cls(fp32(beta1), fp32(1 - beta1), fp32(beta2), fp32(1 - beta2), fp32(group["eps"]), fp32(lr / bias1),
-                   fp32(1 / math.sqrt(bias2)), fp32(lr * decay) if decoupled else 0.0,
-                   0.0 if decoupled else fp32(decay), given=Given.at(group, step))
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(group["eps"]),
+            fp32(lr / bias1),
+            fp32(1 / math.sqrt(bias2)),
+            fp32(lr * decay) if decoupled else 0.0,
+            0.0 if decoupled else fp32(decay),
+            given=Given.at(group, step),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +164,20 @@ class LambScalars(_Made):
         beta1, beta2 = (float(b) for b in group["betas"])
         bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
         decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
-        return cls(fp32(beta1), fp32(1 - beta1) if group["grad_averaging"] else 1.0, fp32(beta2), fp32(1 - beta2),
-                   fp32(group["eps"]), fp32(1 / bias1), fp32(1 / math.sqrt(bias2)), fp32(decay) if decoupled else 0.0,
-                   0.0 if decoupled else fp32(decay), float(group["lr"]), bool(group["use_nvlamb"] or decay != 0.0),
-                   given=Given.at(group, step))
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1) if group["grad_averaging"] else 1.0,
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(group["eps"]),
+            fp32(1 / bias1),
+            fp32(1 / math.sqrt(bias2)),
+            fp32(decay) if decoupled else 0.0,
+            0.0 if decoupled else fp32(decay),
+            float(group["lr"]),
+            bool(group["use_nvlamb"] or decay != 0.0),
+            given=Given.at(group, step),
+        )
 
     def ratio(self, param_square: float, update_square: float) -> float:
         """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr."""
@@ -148,7 +188,8 @@ class LambScalars(_Made):
 
 @dataclass(frozen=True, slots=True)
 class SgdScalars:
-    """Scalars of one SGD step; ``first`` says that the momentum buffer starts with this gradient."""
+    """Scalars of one SGD step; ``first`` says that the momentum buffer starts with this
+    gradient."""
 
     lr: float
     momentum: float
@@ -160,8 +201,14 @@ class SgdScalars:
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
         """From a param group, at step ``step`` >= 1."""
-        return cls(fp32(float(group["lr"])), fp32(group["momentum"]), fp32(1 - group["dampening"]),
-                   fp32(group["weight_decay"]), group["nesterov"], step == 1)
+        return cls(
+            fp32(float(group["lr"])),
+            fp32(group["momentum"]),
+            fp32(1 - group["dampening"]),
+            fp32(group["weight_decay"]),
+            group["nesterov"],
+            step == 1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +226,17 @@ class LionScalars:
     def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
         """From a param group; the same at every step."""
         (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
-        return cls(fp32(beta1), fp32(1 - beta1), fp32(beta2), fp32(1 - beta2), fp32(lr),
-                   fp32(lr * float(group["weight_decay"])))
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(lr),
+            fp32(lr * float(group["weight_decay"])),
+        )
 
 
-def _bias_corrections(group: Mapping[str, Any], beta1: float, beta2: float, step: int) -> tuple[float, float]:
+def _bias_corrections(
+    group: Mapping[str, Any], beta1: float, beta2: float, step: int
+) -> tuple[float, float]:
     return (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)

@@ -17,24 +17,30 @@ _EPS = 1e-7
 """Norms are taken to be no less; torch.optim.Muon's."""
 
 
-def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, float]], dtype: torch.dtype) -> Tensor:
+def orthogonalize(
+    matrices: Tensor, polynomials: Sequence[tuple[float, float, float]], dtype: torch.dtype
+) -> Tensor:
     """U V^T, roughly, of each matrix U S V^T: the singular values come near one, not to one.
 
     Args:
         matrices: shape (..., rows, columns).
         polynomials: the steps (see :mod:`mp_optim.muon_settings`).
-        dtype: of the products: bfloat16 or float32. Matrices are rounded to it first, then divided by their norm.
+        dtype: of the products: bfloat16 or float32. Matrices are rounded to it first, then divided
+            by their norm.
 
     Returns:
-        The same shape, in ``dtype``; zeros for zeros. On a CPU each matrix by itself, so that the bits do not depend
-        on which others are in the stack; elsewhere all matrices of a stack in one product.
+        The same shape, in ``dtype``; zeros for zeros. On a CPU each matrix by itself, so that the
+        bits do not depend on which others are in the stack; elsewhere all matrices of a stack in
+        one product.
     """
     if not matrices.numel():
         return torch.zeros_like(matrices, dtype=dtype)
     stack = matrices.reshape(-1, *matrices.shape[-2:])
     with _full_precision(dtype), without_autocast(stack.device):
         if stack.device.type == "cpu":
-            done = torch.stack([_iterate(matrix.to(dtype, copy=True), polynomials) for matrix in stack])
+            done = torch.stack(
+                [_iterate(matrix.to(dtype, copy=True), polynomials) for matrix in stack]
+            )
         else:
             done = _iterate(stack.to(dtype, copy=True), polynomials)
     return done.view(matrices.shape)

@@ -16,7 +16,13 @@ from torch.distributed import ProcessGroup
 from mp_optim.capabilities import refusal
 from mp_optim.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.own_modes import in_own_modes
-from mp_optim.setting_rules import NOT_NEGATIVE, check_betas, check_flags, check_schedule, check_setting
+from mp_optim.setting_rules import (
+    NOT_NEGATIVE,
+    check_betas,
+    check_flags,
+    check_schedule,
+    check_setting,
+)
 from mp_optim.slot_optimizer import Closure
 from mp_optim.slots import (
     DeviceMultiplier,
@@ -40,8 +46,14 @@ from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
 from mp_optim.update.rule_state import RuleState
 from mp_optim.update.stored import StatePrecision
 
-__all__ = ["PlannedLaunch", "RuleOptimizer", "check_adam_settings", "check_range",
-           "global_grad_norm", "settings_now"]
+__all__ = [
+    "PlannedLaunch",
+    "RuleOptimizer",
+    "check_adam_settings",
+    "check_range",
+    "global_grad_norm",
+    "settings_now",
+]
 
 
 _NO_SETTINGS = ("params", "param_names", "fqns")
@@ -60,8 +72,10 @@ class PlannedLaunch(NamedTuple):
     """One backend call of a step, with all that its result depends on.
 
     Attributes:
-        group, positions: the slots. settings: of their group. launch: what they share. updates: their updates.
-        mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not contiguous.
+        group, positions: the slots. settings: of their group. launch: what they share. updates:
+            their updates.
+        mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not
+            contiguous.
         lists: what the backend is handed.
     """
 
@@ -83,7 +97,8 @@ class RuleOptimizer(RuleState):
         precision: how state is stored.
 
     Raises:
-        ValueError: the backend is not usable, has no kernels for the rule, or does not store state so.
+        ValueError: the backend is not usable, has no kernels for the rule, or does not store state
+            so.
     """
 
     rule = "custom"
@@ -91,8 +106,13 @@ class RuleOptimizer(RuleState):
     needs_numbers = True
     """Whether :meth:`apply` works with the multiplier itself, rather than hand it to a backend."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "auto",
-                 precision: StatePrecision | None = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        backend: str = "auto",
+        precision: StatePrecision | None = None,
+    ) -> None:
         choose_backend(backend, torch.device("cpu"))
         self._backend, how = backend, precision or StatePrecision()
         self._check_backend(how)
@@ -103,24 +123,43 @@ class RuleOptimizer(RuleState):
 
     def _check_backend(self, how: StatePrecision) -> None:
         name = self._backend
-        refused = refusal(name, self.rule, (how.exp_avg_dtype, how.exp_avg_sq_dtype),
-                          how.param_remainder_bits if how.store_param_remainders else None, how.stochastic_rounding)
+        refused = refusal(
+            name,
+            self.rule,
+            (how.exp_avg_dtype, how.exp_avg_sq_dtype),
+            how.param_remainder_bits if how.store_param_remainders else None,
+            how.stochastic_rounding,
+        )
         if refused is not None:
             field, reason = refused
-            raise ValueError(f"{field}={(name if field == 'fused_backend' else getattr(how, field))!r}: {reason}")
-        check_forms(name, torch.device("cpu"), how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
+            raise ValueError(
+                f"{field}={(name if field == 'fused_backend' else getattr(how, field))!r}: {reason}"
+            )
+        check_forms(
+            name,
+            torch.device("cpu"),
+            how.exp_avg_dtype == torch.bfloat16,
+            how.store_param_remainders,
+        )
 
     # -- what a rule provides -------------------------------------------------------------------
 
     @abstractmethod
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
-              multiplier: float | Tensor, updates: SlotUpdates) -> None:
-        """Carry out the rule for tensors that share device, group, step and multiplier, which is a tensor only if
-        ``backend.takes_device_multipliers`` and not :attr:`needs_numbers`."""
+    def apply(
+        self,
+        backend: Backend,
+        lists: TensorLists,
+        group: dict[str, Any],
+        step: int,
+        multiplier: float | Tensor,
+        updates: SlotUpdates,
+    ) -> None:
+        """Carry out the rule for tensors that share device, group, step and multiplier, which is a
+        tensor only if ``backend.takes_device_multipliers`` and not :attr:`needs_numbers`."""
 
     def is_collective(self, update: SlotUpdate) -> bool:
-        """Whether stepping a slot is a collective of the ranks that hold its parts, so that all have to do it in one
-        order."""
+        """Whether stepping a slot is a collective of the ranks that hold its parts, so that all
+        have to do it in one order."""
         return False
 
     # -- stepping -------------------------------------------------------------------------------
@@ -141,8 +180,11 @@ class RuleOptimizer(RuleState):
             if (grad := current_grad(param)) is None:
                 continue
             if grad.layout != torch.strided or not grad.is_floating_point():
-                raise TypeError(f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; dense "
-                                "floating-point gradients are supported")
+                raise TypeError(
+                    f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; "
+                    "dense "
+                    "floating-point gradients are supported"
+                )
             updates.append(update_of(slot, self.slot_name(slot), param, grad))
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
         self.step_slots(updates, grad_norm=global_grad_norm(updates) if clips else None)
@@ -152,9 +194,16 @@ class RuleOptimizer(RuleState):
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self.settle()
         self.check_groups()
-        # All launches are formed before the first is carried out: what does not fit is found while nothing is stepped.
-        planned = [(share, part, list(self._plan_group(share, part, self.param_groups[share.group], grad_norm)))
-                   for share, part in self._shares_of(SlotUpdates.of(updates))]
+        # All launches are formed before the first is carried out: what does not fit is found while
+        # nothing is stepped.
+        planned = [
+            (
+                share,
+                part,
+                list(self._plan_group(share, part, self.param_groups[share.group], grad_norm)),
+            )
+            for share, part in self._shares_of(SlotUpdates.of(updates))
+        ]
         with self.step_mark.step(self):
             self.step_mark.touch()
             for share, part, launches in planned:
@@ -162,11 +211,14 @@ class RuleOptimizer(RuleState):
                     self.carry_out(launch)
                 own = self._groups[share.group]
                 own.count(share.positions)
-                waits = [value for value in set(part.multipliers) if isinstance(value, DeviceMultiplier)]
+                waits = [
+                    value for value in set(part.multipliers) if isinstance(value, DeviceMultiplier)
+                ]
                 self._unsettled += [(own, share.positions, value) for value in waits[:1]]
 
     def check_groups(self) -> None:
-        """Raise ValueError, naming group and setting, if one is out of range; looks again only at what was changed."""
+        """Raise ValueError, naming group and setting, if one is out of range; looks again only at
+        what was changed."""
         for index, group in enumerate(self.param_groups):
             now = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
             if any(isinstance(value, Tensor) for value in now.values()):
@@ -184,18 +236,27 @@ class RuleOptimizer(RuleState):
         for own in self._groups:
             own.replaced()
 
-    def plan(self, updates: Sequence[SlotUpdate], grad_norm: float | None = None) -> list[PlannedLaunch]:
-        """What :meth:`step_slots` would do now, with settings of its own: later changes of a group do not reach it.
+    def plan(
+        self, updates: Sequence[SlotUpdate], grad_norm: float | None = None
+    ) -> list[PlannedLaunch]:
+        """What :meth:`step_slots` would do now, with settings of its own: later changes of a group
+        do not reach it.
 
         Nothing is stepped or counted; state is allocated.
         """
         self.settle()
         self.check_groups()
-        return [planned for share, part in self._shares_of(SlotUpdates.of(updates))
-                for planned in self._plan_group(share, part, settings_now(self.param_groups[share.group]), grad_norm)]
+        return [
+            planned
+            for share, part in self._shares_of(SlotUpdates.of(updates))
+            for planned in self._plan_group(
+                share, part, settings_now(self.param_groups[share.group]), grad_norm
+            )
+        ]
 
     def count(self, planned: PlannedLaunch) -> None:
-        """Add a step to the slots of a launch that was carried out apart from :meth:`step_slots`."""
+        """Add a step to the slots of a launch that was carried out apart from
+        :meth:`step_slots`."""
         self._groups[planned.group].count(planned.positions)
 
     def moved(self, planned: PlannedLaunch) -> None:
@@ -212,26 +273,40 @@ class RuleOptimizer(RuleState):
         if not isinstance(columns.slots, tuple):  # a list may hold others at the next step
             self._shares = None
 
-    def _plan_group(self, share: Share, updates: SlotUpdates, settings: dict[str, Any],
-                    grad_norm: float | None) -> Iterator[PlannedLaunch]:
+    def _plan_group(
+        self, share: Share, updates: SlotUpdates, settings: dict[str, Any], grad_norm: float | None
+    ) -> Iterator[PlannedLaunch]:
         index, positions, own = share.group, share.positions, self._groups[share.group]
         mains = self._mains(index, positions)
         steps = own.steps.tolist()
-        multipliers = {value: value if isinstance(value, DeviceMultiplier)
-                       else self.effective_multiplier(settings, value, grad_norm)
-                       for value in set(updates.multipliers)}
+        multipliers = {
+            value: value
+            if isinstance(value, DeviceMultiplier)
+            else self.effective_multiplier(settings, value, grad_norm)
+            for value in set(updates.multipliers)
+        }
         counts = steps if own.is_whole(positions) else [steps[position] for position in positions]
         if len(mains.devices) == len(mains.dtypes) == len(set(counts)) == len(multipliers) == 1:
-            launch = _Launch(mains[0].device, mains[0].dtype, counts[0], multipliers[updates.multipliers[0]])
+            launch = _Launch(
+                mains[0].device, mains[0].dtype, counts[0], multipliers[updates.multipliers[0]]
+            )
             yield self._planned(index, launch, updates, positions, mains, settings)
             return
         values = [multipliers[value] for value in updates.multipliers]
-        launches = [_Launch(main.device, main.dtype, count, value)
-                    for main, count, value in zip(mains, counts, values, strict=True)]
+        launches = [
+            _Launch(main.device, main.dtype, count, value)
+            for main, count, value in zip(mains, counts, values, strict=True)
+        ]
         for launch in dict.fromkeys(launches):
             members = [at for at, other in enumerate(launches) if other == launch]
-            yield self._planned(index, launch, updates.take(members), [positions[at] for at in members],
-                                SteadyList(mains[at] for at in members), settings)
+            yield self._planned(
+                index,
+                launch,
+                updates.take(members),
+                [positions[at] for at in members],
+                SteadyList(mains[at] for at in members),
+                settings,
+            )
 
     def settle(self) -> None:
         unsettled, self._unsettled = self._unsettled, []
@@ -260,7 +335,9 @@ class RuleOptimizer(RuleState):
         backend, why = self.backend_for(device)
         return backend.name, why
 
-    def effective_multiplier(self, group: dict[str, Any], multiplier: float, grad_norm: float | None) -> float:
+    def effective_multiplier(
+        self, group: dict[str, Any], multiplier: float, grad_norm: float | None
+    ) -> float:
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
@@ -269,7 +346,9 @@ class RuleOptimizer(RuleState):
         params, own = self.param_groups[index]["params"], self._groups[index]
         whole = own.is_whole(positions)
         tensors = list(params) if whole else [params[position] for position in positions]
-        if all_same(tensors, own.mains if whole else [own.mains[position] for position in positions]):
+        if all_same(
+            tensors, own.mains if whole else [own.mains[position] for position in positions]
+        ):
             if whole and own.steady_mains is not None:
                 return own.steady_mains
         else:
@@ -277,32 +356,59 @@ class RuleOptimizer(RuleState):
         mains = SteadyList(tensors if are_plain(tensors) else map(local_tensor, tensors))
         for dtype in mains.dtypes:
             if dtype != self.precision.main_dtype(dtype):
-                position = next(p for p, main in zip(positions, mains, strict=True) if main.dtype == dtype)
-                raise TypeError(f"{self.slot_name(Slot(index, position))} is {dtype}: {type(self).__name__} steps "
-                                "float32, and bfloat16 with store_param_remainders=True; wrap it in "
-                                "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer")
+                position = next(
+                    p for p, main in zip(positions, mains, strict=True) if main.dtype == dtype
+                )
+                raise TypeError(
+                    f"{self.slot_name(Slot(index, position))} is {dtype}: {type(self).__name__} "
+                    "steps "
+                    "float32, and bfloat16 with store_param_remainders=True; wrap it in "
+                    "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
+                )
         if whole and set(map(type, tensors)) == {Tensor}:
             own.steady_mains = mains.hold()
         return mains
 
-    def _planned(self, index: int, launch: _Launch, updates: SlotUpdates, positions: list[int], mains: SteadyList,
-                 settings: dict[str, Any]) -> PlannedLaunch:
+    def _planned(
+        self,
+        index: int,
+        launch: _Launch,
+        updates: SlotUpdates,
+        positions: list[int],
+        mains: SteadyList,
+        settings: dict[str, Any],
+    ) -> PlannedLaunch:
         own = self._groups[index]
-        outputs = updates.outputs if isinstance(updates.outputs, SteadyList) else list(updates.outputs)
+        outputs = (
+            updates.outputs if isinstance(updates.outputs, SteadyList) else list(updates.outputs)
+        )
         lists = TensorLists(
-            main=_contiguous(mains), grad=_contiguous(SteadyList.of(updates.grads)),
-            state={key: own.tensors(key, positions) for key in self._stored_keys(settings, launch.dtype)},
-            output=_contiguous_outputs(outputs), noise=self._noise(index, launch, updates))
+            main=_contiguous(mains),
+            grad=_contiguous(SteadyList.of(updates.grads)),
+            state={
+                key: own.tensors(key, positions)
+                for key in self._stored_keys(settings, launch.dtype)
+            },
+            output=_contiguous_outputs(outputs),
+            noise=self._noise(index, launch, updates),
+        )
         return PlannedLaunch(index, positions, settings, launch, updates, mains, outputs, lists)
 
     def carry_out(self, planned: PlannedLaunch) -> None:
-        """Step the tensors of a launch. Reads nothing of this object that a step changes, so any thread may do it."""
+        """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
+        thread may do it."""
         launch, lists = planned.launch, planned.lists
         backend, _ = self.backend_for(launch.device)
         if not getattr(backend, "reads_source", False):
             lists = lists.in_place()
-        multiplier = launch.multiplier.values if isinstance(launch.multiplier, DeviceMultiplier) else launch.multiplier
-        self.apply(backend, lists, planned.settings, int(launch.step) + 1, multiplier, planned.updates)
+        multiplier = (
+            launch.multiplier.values
+            if isinstance(launch.multiplier, DeviceMultiplier)
+            else launch.multiplier
+        )
+        self.apply(
+            backend, lists, planned.settings, int(launch.step) + 1, multiplier, planned.updates
+        )
         for mine, stepped in ((planned.mains, lists.main), (planned.outputs, lists.output)):
             if mine is not stepped:
                 _copy_back(mine, stepped)
@@ -310,7 +416,9 @@ class RuleOptimizer(RuleState):
     def _stored_keys(self, group: dict[str, Any], dtype: torch.dtype) -> list[str]:
         """Keys of the state tensors that are stepped along with main params of a dtype."""
         names = self.moments(group)
-        scales = [scale_key(name) for name in names if is_blocked(self.precision.stored_dtype(name))]
+        scales = [
+            scale_key(name) for name in names if is_blocked(self.precision.stored_dtype(name))
+        ]
         return [*names, *scales, *([REMAINDER] if dtype != torch.float32 else [])]
 
     def _noise(self, index: int, launch: _Launch, updates: SlotUpdates) -> list[Noise] | None:
@@ -318,15 +426,20 @@ class RuleOptimizer(RuleState):
         if not self.precision.stochastic_rounding:
             return None
         seed = mix(self.precision.seed ^ mix(int(launch.step) + 1))
-        streams = [stream_of(self.slot_name(slot)) if stream is None else stream
-                   for slot, stream in zip(updates.slots, updates.streams, strict=True)]
+        streams = [
+            stream_of(self.slot_name(slot)) if stream is None else stream
+            for slot, stream in zip(updates.slots, updates.streams, strict=True)
+        ]
         return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
 
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:
     """A group's settings as plain values that stay what they are."""
-    return {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            for key, value in group.items() if key not in _NO_SETTINGS}
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key not in _NO_SETTINGS
+    }
 
 
 def _contiguous(tensors: SteadyList) -> SteadyList:
@@ -335,8 +448,8 @@ def _contiguous(tensors: SteadyList) -> SteadyList:
 
 
 def _contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The list itself if every tensor in it is contiguous, else one with copies of those that are not: a step that the
-    device skips leaves them as they are."""
+    """The list itself if every tensor in it is contiguous, else one with copies of those that are
+    not: a step that the device skips leaves them as they are."""
     if isinstance(outputs, SteadyList) and outputs.contiguous:
         return outputs
     if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
@@ -351,8 +464,8 @@ def _copy_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None
 
 
 def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
-    """L2 norm over gradients that may lie on several devices and be split over ranks, in FP64. Collective if some
-    are."""
+    """L2 norm over gradients that may lie on several devices and be split over ranks, in FP64.
+    Collective if some are."""
     alike: dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[Tensor]] = defaultdict(list)
     for update in updates:
         alike[update.grad.device, update.shard_groups].append(update.grad)

@@ -23,14 +23,16 @@ __all__ = ["RuleState"]
 
 
 class RuleState(SlotOptimizer):
-    """What a rule keeps: per slot ``step`` (0-d FP32 on the CPU), its moments, with ``<moment>_scale`` if they are
-    stored in blocks, and ``remainder`` if there is one.
+    """What a rule keeps: per slot ``step`` (0-d FP32 on the CPU), its moments, with
+    ``<moment>_scale`` if they are stored in blocks, and ``remainder`` if there is one.
 
     Args:
         precision: how state is stored.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], precision: StatePrecision) -> None:
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], precision: StatePrecision
+    ) -> None:
         self.precision = precision
         self._groups: list[GroupState] = []
         super().__init__(params, defaults)
@@ -46,7 +48,8 @@ class RuleState(SlotOptimizer):
         """Raise ValueError naming the setting and its value if it is out of range."""
 
     def settle(self) -> None:
-        """Take back the counts of steps of which only the device knew, until now, that they were skipped."""
+        """Take back the counts of steps of which only the device knew, until now, that they were
+        skipped."""
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -75,8 +78,11 @@ class RuleState(SlotOptimizer):
         main = local_tensor(tensor)
         state.setdefault("step", own.steps[slot.position])
         new = {key: zeros(*form, main.device) for key, form in self._missing(slot, main).items()}
-        new |= {key: value.to(main.device) for key, value in state.items()
-                if key != "step" and value.device != main.device}
+        new |= {
+            key: value.to(main.device)
+            for key, value in state.items()
+            if key != "step" and value.device != main.device
+        }
         if new:
             state.update(new)
             own.replaced()
@@ -93,8 +99,11 @@ class RuleState(SlotOptimizer):
         forms: dict[str, Form] = {}
         for name in self.moments(self.param_groups[slot.group]):
             if name in state and state[name].shape != main.shape:
-                raise ValueError(f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, its "
-                                 f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape")
+                raise ValueError(
+                    f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, "
+                    "its "
+                    f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape"
+                )
             wanted = moment_forms(name, main.shape, self.precision.stored_dtype(name))
             forms |= {key: form for key, form in wanted.items() if key not in state}
         if self._is_split(main) and REMAINDER not in state:
@@ -123,9 +132,13 @@ class RuleState(SlotOptimizer):
         return full_precision(self.slot_state(slot), self._local(slot))
 
     def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
-        return fitted(self.slot_name(slot), self.slot_state(slot), self._local(slot), state, convert)
+        return fitted(
+            self.slot_name(slot), self.slot_state(slot), self._local(slot), state, convert
+        )
 
-    def _without_master(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    def _without_master(
+        self, slot: Slot, state: dict[str, Any]
+    ) -> tuple[dict[str, Any], Tensor | None]:
         """A state to load, and the FP32 main param in it that stands for a remainder."""
         mine = self.slot_state(slot)
         if MASTER not in state or REMAINDER not in mine:
@@ -140,7 +153,9 @@ class RuleState(SlotOptimizer):
         super().check_slot_state(slot, rest)
         second = rest.get(SECOND)
         if second is not None and second.is_floating_point() and bool((second < 0).any()):
-            raise ValueError(f"{self.slot_name(slot)}.{SECOND}: has negative elements; it is a mean of squares")
+            raise ValueError(
+                f"{self.slot_name(slot)}.{SECOND}: has negative elements; it is a mean of squares"
+            )
 
     def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
         self.check_slot_state(slot, state)
@@ -164,7 +179,11 @@ class RuleState(SlotOptimizer):
     @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:
         main = self._local(slot)
-        return join(main, self.slot_state(slot)[REMAINDER]) if self._is_split(main) else super().main_param(slot)
+        return (
+            join(main, self.slot_state(slot)[REMAINDER])
+            if self._is_split(main)
+            else super().main_param(slot)
+        )
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         main = self._local(slot)

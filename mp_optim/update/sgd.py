@@ -21,18 +21,37 @@ class SGD(RuleOptimizer):
     """SGD over FP32 tensors. The momentum buffer starts as the first gradient.
 
     Args:
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`; ``exp_avg_dtype`` is the buffer's.
+        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`; ``exp_avg_dtype`` is
+            the buffer's.
     """
 
     rule = "sgd"
     needs_numbers = False
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, *, backend: str = "auto",
-                 **precision: Any) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "dampening": dampening,
-                                  "weight_decay": weight_decay, "nesterov": nesterov}, backend,
-                         StatePrecision(**precision))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+            },
+            backend,
+            StatePrecision(**precision),
+        )
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
@@ -43,8 +62,17 @@ class SGD(RuleOptimizer):
         check_setting("dampening", group["dampening"], FINITE)
         check_flags(group, ("nesterov",))
         nesterov_fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
-        check_range(group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0")
+        check_range(
+            group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0"
+        )
 
-    def apply(self, backend: Backend, lists: TensorLists, group: dict[str, Any], step: int,
-              multiplier: float | Tensor, updates: SlotUpdates) -> None:
+    def apply(
+        self,
+        backend: Backend,
+        lists: TensorLists,
+        group: dict[str, Any],
+        step: int,
+        multiplier: float | Tensor,
+        updates: SlotUpdates,
+    ) -> None:
         backend.sgd(lists, SgdScalars.at(group, step), multiplier)

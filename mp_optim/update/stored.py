@@ -1,4 +1,5 @@
-"""A slot's state as it is stored: which tensors there are under which keys, their FP32 form, and the way back."""
+"""A slot's state as it is stored: which tensors there are under which keys, their FP32 form, and
+the way back."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ from mp_optim.update.formats import (
 )
 from mp_optim.update.lists import REMAINDER, scale_key
 
-__all__ = ["MASTER", "StatePrecision", "as_master", "fitted", "full_precision", "joined", "moment_forms"]
+__all__ = [
+    "MASTER",
+    "StatePrecision",
+    "as_master",
+    "fitted",
+    "full_precision",
+    "joined",
+    "moment_forms",
+]
 
 MASTER = "master_param"
 """Key of the FP32 main param in a slot's state."""
@@ -37,9 +46,11 @@ class StatePrecision:
     """How a rule stores its state.
 
     Attributes:
-        exp_avg_dtype: of the first moment or momentum: float32, bfloat16, float16 or uint8 (see ``formats``).
+        exp_avg_dtype: of the first moment or momentum: float32, bfloat16, float16 or uint8 (see
+            ``formats``).
         exp_avg_sq_dtype: of the second moment.
-        store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes them FP32.
+        store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes
+            them FP32.
         param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits.
         stochastic_rounding: of bfloat16 and 8-bit state.
         seed: of the random bits, 32 bits.
@@ -58,7 +69,9 @@ class StatePrecision:
     def __post_init__(self) -> None:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) not in MOMENT_DTYPES:
-                raise ValueError(f"{name}={getattr(self, name)}: must be one of {list(MOMENT_DTYPES)}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be one of {list(MOMENT_DTYPES)}"
+                )
         if self.param_remainder_bits not in (8, 16):
             raise ValueError(f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8")
         if not 0 <= self.seed < 2**32:
@@ -67,11 +80,15 @@ class StatePrecision:
     @property
     def is_plain(self) -> bool:
         """Whether all state is FP32."""
-        return {self.exp_avg_dtype, self.exp_avg_sq_dtype} == {torch.float32} and not self.store_param_remainders
+        return {self.exp_avg_dtype, self.exp_avg_sq_dtype} == {
+            torch.float32
+        } and not self.store_param_remainders
 
     def stored_dtype(self, moment: str) -> torch.dtype:
         """Dtype of the stored tensor of a moment."""
-        return stored_dtype(moment, self.exp_avg_sq_dtype if moment == SECOND else self.exp_avg_dtype)
+        return stored_dtype(
+            moment, self.exp_avg_sq_dtype if moment == SECOND else self.exp_avg_dtype
+        )
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the main param of a parameter."""
@@ -84,7 +101,8 @@ class StatePrecision:
 
 
 def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
-    """What a moment is stored in: a tensor of the main param's shape, and its scales if it has some."""
+    """What a moment is stored in: a tensor of the main param's shape, and its scales if it has
+    some."""
     forms = {name: (shape, dtype)}
     if is_blocked(dtype):
         forms[scale_key(name)] = (torch.Size([blocks_of(shape.numel())]), torch.float32)
@@ -92,7 +110,8 @@ def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, 
 
 
 def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
-    """A slot's state with everything in FP32, under the keys and in the shapes it would have if it were stored so.
+    """A slot's state with everything in FP32, under the keys and in the shapes it would have if it
+    were stored so.
 
     Args:
         main: the main param as it is stepped.
@@ -108,10 +127,13 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
     return full
 
 
-def fitted(label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool) -> State:
+def fitted(
+    label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool
+) -> State:
     """Saved state in the form of ``mine``.
 
-    Remainders become a master param where the form differs; a master param takes the place of a remainder.
+    Remainders become a master param where the form differs; a master param takes the place of a
+    remainder.
 
     Args:
         label: names the slot in messages.
@@ -130,7 +152,9 @@ def fitted(label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str
             result |= {scale: saved[scale]} if scale in mine else {}
         elif theirs.shape == own.shape and _can_be_read(theirs, saved.get(scale), convert):
             result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key), convert)
-    if REMAINDER in saved and (REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype):
+    if REMAINDER in saved and (
+        REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype
+    ):
         result[MASTER] = joined(label, main, result.pop(REMAINDER))
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)
@@ -140,10 +164,13 @@ def fitted(label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str
 
 
 def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
-    """Whether a saved moment has an FP32 form; what has none is left as it is, and refused as it is."""
+    """Whether a saved moment has an FP32 form; what has none is left as it is, and refused as it
+    is."""
     if saved.is_complex() or saved.is_meta:
         return False
-    return scale is not None or convert or (saved.is_floating_point() and saved.dtype != torch.float64)
+    return (
+        scale is not None or convert or (saved.is_floating_point() and saved.dtype != torch.float64)
+    )
 
 
 def as_master(label: str, saved: Any, convert: bool) -> Tensor:
@@ -171,25 +198,36 @@ def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:
 
 
 def _decoded(state: Mapping[str, Any], key: str) -> Tensor:
-    """FP32 values of a saved moment. It has a scale for each block; or, where it is a part cut out of a larger tensor
-    and so of that one's blocks, for each element, in a last dimension of 1."""
+    """FP32 values of a saved moment. It has a scale for each block; or, where it is a part cut out
+    of a larger tensor and so of that one's blocks, for each element, in a last dimension of 1."""
     stored, scale = state[key], state.get(scale_key(key))
     if scale is not None and scale.dim() > 1:
         values: Tensor = stored.float() * scale[..., 0]
         return values * values if key == SECOND else values
     if scale is not None and scale.numel() != blocks_of(stored.numel()):
-        raise ValueError(f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, expected "
-                         f"{blocks_of(stored.numel())}; was it saved in another layout? Save with full_precision=True")
+        raise ValueError(
+            f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, "
+            "expected "
+            f"{blocks_of(stored.numel())}; was it saved in another layout? Save with "
+            "full_precision=True"
+        )
     return decode(stored.reshape(-1), scale, key == SECOND).view(stored.shape)
 
 
-def _converted(label: str, key: str, mine: Mapping[str, Any], value: Tensor, convert: bool) -> State:
-    fresh = {name: zeros(*form, value.device)
-             for name, form in moment_forms(key, value.shape, mine[key].dtype).items()}
+def _converted(
+    label: str, key: str, mine: Mapping[str, Any], value: Tensor, convert: bool
+) -> State:
+    fresh = {
+        name: zeros(*form, value.device)
+        for name, form in moment_forms(key, value.shape, mine[key].dtype).items()
+    }
     encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
     if not convert and not torch.equal(_decoded(fresh, key).nan_to_num(0.5), value.nan_to_num(0.5)):
-        raise ValueError(f"{label}: saved with values that {mine[key].dtype} cannot hold without loss; load with "
-                         "convert=True, or configure this state as it was saved")
+        raise ValueError(
+            f"{label}: saved with values that {mine[key].dtype} cannot hold without loss; load "
+            "with "
+            "convert=True, or configure this state as it was saved"
+        )
     return fresh
 
 
@@ -200,16 +238,25 @@ def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
         ValueError: they do not belong together.
     """
     if main.dtype != torch.bfloat16 or main.shape != remainder.shape:
-        raise ValueError(f"{label}.{REMAINDER}: saved {tuple(remainder.shape)} for a bfloat16 parameter; this one is "
-                         f"{main.dtype} {tuple(main.shape)}. Save with full_precision=True instead")
+        raise ValueError(
+            f"{label}.{REMAINDER}: saved {tuple(remainder.shape)} for a bfloat16 parameter; this "
+            "one is "
+            f"{main.dtype} {tuple(main.shape)}. Save with full_precision=True instead"
+        )
     return join(main, remainder.to(main.device))
 
 
 def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) -> None:
     if convert or remainder.dtype == torch.int16 or remainder.shape != master.shape:
         return
-    param, rest = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=remainder.dtype)
+    param, rest = (
+        torch.empty_like(master, dtype=torch.bfloat16),
+        torch.empty_like(master, dtype=remainder.dtype),
+    )
     split_(master, param, rest)
     if not torch.equal(join(param, rest).nan_to_num(0.5), master.nan_to_num(0.5)):
-        raise ValueError(f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit remainder "
-                         "hold; load with convert=True, or set param_remainder_bits=16")
+        raise ValueError(
+            f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit "
+            "remainder "
+            "hold; load with convert=True, or set param_remainder_bits=16"
+        )

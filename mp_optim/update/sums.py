@@ -1,9 +1,9 @@
 """Sums of squares in FP64 in a fixed order, the same bits on any device and for any thread count.
 
-The order: a tensor's elements, row-major, are cut into blocks of 1024, zero filled. A block is 8 rows of 128
-squares; rows are added one after another, the 128 sums then by halving (``x[:64] + x[64:]`` and so on). Block
-sums are added in adjacent pairs, zero filled. So a block, or any aligned power-of-two run of blocks, can be
-summed by itself.
+The order: a tensor's elements, row-major, are cut into blocks of 1024, zero filled. A block is 8
+rows of 128 squares; rows are added one after another, the 128 sums then by halving (``x[:64] +
+x[64:]`` and so on). Block sums are added in adjacent pairs, zero filled. So a block, or any aligned
+power-of-two run of blocks, can be summed by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """FP64 sum of squares of each tensor, shape (n,), on the tensors' device.
 
     Args:
-        tensors: any floating dtype, any strides, one device. Inf and nan propagate; an empty one gives 0.
+        tensors: any floating dtype, any strides, one device. Inf and nan propagate; an empty one
+            gives 0.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     piece = piece_elements(device)
@@ -43,16 +44,19 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         step = max(1, piece // (blocks * BLOCK))
         for start in range(0, len(indices), step):
             together = indices[start : start + step]
-            sums[torch.tensor(together, device=device)] = _sum_batch([tensors[i] for i in together], blocks)
+            sums[torch.tensor(together, device=device)] = _sum_batch(
+                [tensors[i] for i in together], blocks
+            )
     return sums
 
 
 def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
-    """Sums of ``count`` tensors from the sums of their aligned pieces, in the order of the module's text.
+    """Sums of ``count`` tensors from the sums of their aligned pieces, in the order of the module's
+    text.
 
     Args:
-        owners: for each piece the tensor it was cut from; a tensor's pieces in order. A tensor without
-            pieces gives 0.
+        owners: for each piece the tensor it was cut from; a tensor's pieces in order. A tensor
+            without pieces gives 0.
         pieces: FP64, shape (len(owners), k): k sums for each piece, reduced independently.
 
     Returns:
@@ -75,16 +79,18 @@ def _index(values: Iterable[int], like: Tensor) -> Tensor:
 
 
 def root(values: Tensor) -> Tensor:
-    """Correctly rounded square roots of FP64 values, where they are. On the CPU torch's are not: one in 150 is off by a
-    unit. On a GPU they are the instruction's."""
+    """Correctly rounded square roots of FP64 values, where they are. On the CPU torch's are not:
+    one in 150 is off by a unit. On a GPU they are the instruction's."""
     if values.device.type != "cpu":
         return values.sqrt()
-    return torch.tensor([math.sqrt(value) for value in values.flatten().tolist()], dtype=torch.float64,
-                        device="cpu").view_as(values)
+    return torch.tensor(
+        [math.sqrt(value) for value in values.flatten().tolist()], dtype=torch.float64, device="cpu"
+    ).view_as(values)
 
 
 def index_on(device: torch.device, indices: Sequence[int]) -> Tensor:
-    """Int64 indices on a device, copied there once: a copy from ordinary host memory waits for the device."""
+    """Int64 indices on a device, copied there once: a copy from ordinary host memory waits for the
+    device."""
     return _index_on(device, tuple(indices))
 
 
@@ -99,7 +105,9 @@ def _next_power(value: int) -> int:
 
 def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
     """Tensors of at most ``blocks`` (a power of two) blocks each."""
-    padded = torch.zeros(len(tensors), blocks * BLOCK, dtype=torch.float64, device=tensors[0].device)
+    padded = torch.zeros(
+        len(tensors), blocks * BLOCK, dtype=torch.float64, device=tensors[0].device
+    )
     for row, tensor in zip(padded.unbind(), tensors, strict=True):
         row[: tensor.numel()].copy_(tensor.reshape(-1))
     rows = padded.square_().view(len(tensors), blocks, BLOCK // _ROW, _ROW)
@@ -135,13 +143,16 @@ def _filled(sums: Tensor) -> Tensor:
 
 
 def _sum_large(tensor: Tensor, piece: int) -> Tensor:
-    parts = [_sum_batch([_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // BLOCK)
-             for start in range(0, tensor.numel(), piece)]
+    parts = [
+        _sum_batch([_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // BLOCK)
+        for start in range(0, tensor.numel(), piece)
+    ]
     return _add_pairs(_filled(torch.cat(parts)))
 
 
 def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) in row-major order; of a strided tensor no more than two extra rows are copied."""
+    """Elements [start, stop) in row-major order; of a strided tensor no more than two extra rows
+    are copied."""
     while tensor.shape[0] == 1 and tensor.dim() > 1:
         tensor = tensor[0]
     if tensor.is_contiguous():

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Write golden values anew: `python tests/functional/regenerate.py [case...]`; without names, of every case."""
+"""Write golden values anew: `python tests/functional/regenerate.py [case...]`; without names, of
+every case."""
 
 from __future__ import annotations
 
@@ -16,13 +17,17 @@ from runner import CASES, Curve, case_names, load_case, load_golden, run_case
 
 
 def finite(curve: Curve) -> Curve:
-    """JSON has no inf and nan; a norm that is not finite is that of a skipped step, and is written as null."""
-    norms = [norm if norm is not None and math.isfinite(norm) else None for norm in curve.grad_norms]
+    """JSON has no inf and nan; a norm that is not finite is that of a skipped step, and is written
+    as null."""
+    norms = [
+        norm if norm is not None and math.isfinite(norm) else None for norm in curve.grad_norms
+    ]
     return dataclasses.replace(curve, grad_norms=norms)
 
 
 def regenerate(name: str) -> str:
-    """Train the case and write its golden values, unless another case holds them; returns what to say about it."""
+    """Train the case and write its golden values, unless another case holds them; returns what to
+    say about it."""
     _, options = load_case(name)
     with tempfile.TemporaryDirectory() as folder:
         curve = finite(run_case(name, Path(folder)))
@@ -30,8 +35,11 @@ def regenerate(name: str) -> str:
         same = curve == load_golden(options.same_as)
         return f"{name}: {'equals' if same else 'DIFFERS FROM'} {options.same_as}"
     values = {"torch": torch.__version__.partition("+")[0], "curve": dataclasses.asdict(curve)}
-    (CASES / name / "golden_values.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    return f"{name}: loss {curve.losses[0]:.4f} -> {curve.losses[-1]:.4f}, {sum(curve.skipped)} skipped"
+    (CASES / name / "golden_values.json").write_text(
+        json.dumps(values, indent=1) + "\n", encoding="utf-8"
+    )
+    first, last = curve.losses[0], curve.losses[-1]
+    return f"{name}: loss {first:.4f} -> {last:.4f}, {sum(curve.skipped)} skipped"
 
 
 def main(names: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Train a functional case with the trainer of `tools/`, and compare what it did with golden values.
 
-A case is a folder with `model_config.yaml` (the sections of `tools/train.py`, and `test`) and `golden_values.json`.
+A case is a folder with `model_config.yaml` (the sections of `tools/train.py`, and `test`) and
+`golden_values.json`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from training.config import TrainConfig
 from training.loading import config_from_mapping
 from training.loop import Trainer, train
 
-# Other CPUs sum in other orders (vector width, threads, library), which moves a loss by a few ulps of the model's dtype
-# at first; twenty steps of training amplify that. In FP32 it stays near 1e-6; bf16 has 8 bits and fp16 11, and the
-# router of a mixture of experts turns a difference of an ulp into another expert. A wrong step shows far outside: a
-# missing bias correction, decay or clip moves these losses by 0.05 and more.
+# Other CPUs sum in other orders (vector width, threads, library), which moves a loss by a few ulps
+# of the model's dtype at first; twenty steps of training amplify that. In FP32 it stays near 1e-6;
+# bf16 has 8 bits and fp16 11, and the router of a mixture of experts turns a difference of an ulp
+# into another expert. A wrong step shows far outside: a missing bias correction, decay or clip
+# moves these losses by 0.05 and more.
 LOSS_ATOL = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 3e-2}
 GRAD_NORM_RTOL = {"fp32": 1e-2, "fp16": 0.15, "bf16": 0.2}
 
 
 @dataclass(frozen=True)
 class CaseOptions:
-    """The `test` section: the case whose curve this one has to repeat bit for bit, and where to interrupt it."""
+    """The `test` section: the case whose curve this one has to repeat bit for bit, and where to
+    interrupt it."""
 
     same_as: str | None = None
     resume_at: int | None = None
@@ -50,7 +53,9 @@ class Curve:
     loss_scales: list[float]
 
     def __add__(self, other: Curve) -> Curve:
-        return Curve(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
+        return Curve(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self))
+        )
 
 
 def case_names() -> list[str]:
@@ -60,7 +65,9 @@ def case_names() -> list[str]:
 
 def load_case(name: str, root: Path = CASES) -> tuple[TrainConfig, CaseOptions]:
     """The config and options of a case."""
-    values: Mapping[str, Any] = yaml.safe_load((root / name / "model_config.yaml").read_text(encoding="utf-8"))
+    values: Mapping[str, Any] = yaml.safe_load(
+        (root / name / "model_config.yaml").read_text(encoding="utf-8")
+    )
     sections = {key: value for key, value in values.items() if key != "test"}
     return config_from_mapping(sections, TrainConfig()), CaseOptions(**values.get("test", {}))
 
@@ -91,11 +98,16 @@ def _train(config: TrainConfig, trainer: Trainer | None = None) -> Curve:
 
 
 def _train_interrupted(config: TrainConfig, at: int, output_dir: Path) -> Curve:
-    """Train `at` steps, save, and go on in new objects that share nothing with the first ones but the disk."""
+    """Train `at` steps, save, and go on in new objects that share nothing with the first ones but
+    the disk."""
     scheduler = dataclasses.replace(config.scheduler, lr_decay_steps=config.run.steps)
     run = dataclasses.replace(config.run, output_dir=str(output_dir))
-    first = dataclasses.replace(config, scheduler=scheduler, run=dataclasses.replace(run, steps=at, save_interval=at))
-    second = dataclasses.replace(config, scheduler=scheduler, run=dataclasses.replace(run, resume=True))
+    first = dataclasses.replace(
+        config, scheduler=scheduler, run=dataclasses.replace(run, steps=at, save_interval=at)
+    )
+    second = dataclasses.replace(
+        config, scheduler=scheduler, run=dataclasses.replace(run, resume=True)
+    )
     before = _train(first)
     torch.manual_seed(0)
     trainer = Trainer(second)

@@ -1,4 +1,5 @@
-"""The programs of tools/examples: other people's training code, and what they learn with our optimizer."""
+"""The programs of tools/examples: other people's training code, and what they learn with our
+optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
-ALONE = {"plain_loop": 0.2, "fabric": 0.2, "hf_trainer": 0.6, "peft_lora": 0.95, "float8_weights": 0.3}
+ALONE = {
+    "plain_loop": 0.2,
+    "fabric": 0.2,
+    "hf_trainer": 0.6,
+    "peft_lora": 0.95,
+    "float8_weights": 0.3,
+}
 """Examples that return losses, and what fraction of the first one the last may be."""
 LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "fsdp2_qwen3_moe": (2, 0.2), "megatron_gpt": (0, 0.8)}
 """Examples with processes of their own: how many, or 0 for no launcher; and the same."""
@@ -44,9 +51,17 @@ def test_rl_example_learns() -> None:
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_launched_example_learns(name: str) -> None:
     processes, factor = LAUNCHED[name]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
-    done = subprocess.run([sys.executable, *launcher, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True,
-                          timeout=240)
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        if processes
+        else []
+    )
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-20000:]
     found = re.search(r"([0-9.]+) -> ([0-9.]+)", done.stdout)
     assert found is not None, done.stdout

@@ -1,4 +1,5 @@
-"""Param groups and optimizer bytes of published models at full size, on the meta device: no memory, no numbers."""
+"""Param groups and optimizer bytes of published models at full size, on the meta device: no memory,
+no numbers."""
 
 from __future__ import annotations
 
@@ -18,8 +19,14 @@ from training.loading import load_yaml
 from training.models import build_model
 
 FULL_SIZE = HERE / "full_size"
-PUBLISHED_PARAMS = {"mixtral_8x7b": 46.7e9, "qwen3_30b_a3b": 30.5e9, "deepseek_v3": 671e9, "olmoe_1b_7b": 6.9e9}
-# Params in routed experts, from the published sizes: layers * experts * 3 matrices * hidden size * expert width.
+PUBLISHED_PARAMS = {
+    "mixtral_8x7b": 46.7e9,
+    "qwen3_30b_a3b": 30.5e9,
+    "deepseek_v3": 671e9,
+    "olmoe_1b_7b": 6.9e9,
+}
+# Params in routed experts, from the published sizes: layers * experts * 3 matrices * hidden size *
+# expert width.
 EXPERT_PARAMS = {
     "mixtral_8x7b": 32 * 8 * 3 * 4096 * 14336,
     "qwen3_30b_a3b": 48 * 128 * 3 * 2048 * 768,
@@ -34,7 +41,9 @@ each_model = pytest.mark.parametrize("name", sorted(PUBLISHED_PARAMS))
 @functools.cache
 def config_and_model(name: str) -> tuple[TrainConfig, nn.Module]:
     config = load_yaml(FULL_SIZE / f"{name}.yaml")
-    return config, build_model(config.model, dtype=torch.bfloat16, device="meta", seq_length=config.data.seq_length)
+    return config, build_model(
+        config.model, dtype=torch.bfloat16, device="meta", seq_length=config.data.seq_length
+    )
 
 
 @functools.cache
@@ -46,7 +55,9 @@ def groups_of(name: str) -> list[dict[str, Any]]:
 
 def count(name: str, wanted: Callable[[dict[str, Any]], bool] = lambda group: True) -> int:
     """Elements of the params in the groups that are wanted."""
-    return sum(param.numel() for group in groups_of(name) if wanted(group) for param in group["params"])
+    return sum(
+        param.numel() for group in groups_of(name) if wanted(group) for param in group["params"]
+    )
 
 
 def test_every_config_has_a_published_size() -> None:

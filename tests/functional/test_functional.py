@@ -55,6 +55,9 @@ def test_gradient_accumulation_is_one_batch_in_parts() -> None:
 def test_a_wrong_curve_is_noticed() -> None:
     golden = load_golden("moe_bf16")
     wrong = Curve(
-        [*golden.losses[:-1], golden.losses[-1] + 0.05], golden.grad_norms, golden.skipped, golden.loss_scales
+        [*golden.losses[:-1], golden.losses[-1] + 0.05],
+        golden.grad_norms,
+        golden.skipped,
+        golden.loss_scales,
     )
     assert len(differences(wrong, golden, "bf16")) == 1

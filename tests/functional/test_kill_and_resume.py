@@ -1,4 +1,5 @@
-"""A training process is killed without warning and started again: it ends where an uninterrupted one does."""
+"""A training process is killed without warning and started again: it ends where an uninterrupted
+one does."""
 
 from __future__ import annotations
 
@@ -25,23 +26,42 @@ STEPS = 24
 
 def command(case: str, output: Path, *flags: str) -> list[str]:
     """The trainer on a case, one thread, a checkpoint after every step."""
-    values = (CASES / case / "model_config.yaml").read_text(encoding="utf-8").partition("\ntest:")[0]
+    values = (
+        (CASES / case / "model_config.yaml").read_text(encoding="utf-8").partition("\ntest:")[0]
+    )
     config = output.with_suffix(".yaml")
     config.write_text(values, encoding="utf-8")
-    return [sys.executable, str(TRAIN), "--config", str(config), "--run.output-dir", str(output), "--run.steps",
-            str(STEPS), "--run.save-interval", "1", *flags]
+    return [
+        sys.executable,
+        str(TRAIN),
+        "--config",
+        str(config),
+        "--run.output-dir",
+        str(output),
+        "--run.steps",
+        str(STEPS),
+        "--run.save-interval",
+        "1",
+        *flags,
+    ]
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
-                            stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        arguments,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
 
 
 def kill_after(steps: int, process: subprocess.Popen[bytes], output: Path) -> None:
     """SIGKILL as soon as that many steps are on record: inside the next step, or inside a save."""
     deadline = time.monotonic() + 120
     while len(read_records(output / "metrics.jsonl")) < steps:
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+        assert process.poll() is None and time.monotonic() < deadline, (
+            process.stderr and process.stderr.read()
+        )
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -59,7 +79,9 @@ def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
     trainer = Trainer(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
     assert trainer.step == STEPS
     states = trainer.optimizer.state_dict()["state"]
-    found = {f"{index}.{key}": value for index, state in states.items() for key, value in state.items()}
+    found = {
+        f"{index}.{key}": value for index, state in states.items() for key, value in state.items()
+    }
     return {**found, **{name: param.detach() for name, param in trainer.model.named_parameters()}}
 
 

@@ -31,8 +31,19 @@ def test_every_config_loads(path: Path) -> None:
 
 
 def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
-    config = parse_command_line(["--config", QUICKSTART, "--optimizer.lr", "1e-3", "--optimizer.params-dtype",
-                                 "bfloat16", "--resume", "--optimizer.optimizer-offload-fraction", "1.0"])
+    config = parse_command_line(
+        [
+            "--config",
+            QUICKSTART,
+            "--optimizer.lr",
+            "1e-3",
+            "--optimizer.params-dtype",
+            "bfloat16",
+            "--resume",
+            "--optimizer.optimizer-offload-fraction",
+            "1.0",
+        ]
+    )
     assert (config.optimizer.lr, config.optimizer.optimizer_offload_fraction) == (1e-3, 1.0)
     assert config.optimizer.params_dtype is torch.bfloat16 and config.run.resume
     assert config.optimizer.weight_decay == load_yaml(QUICKSTART).optimizer.weight_decay == 0.1
@@ -40,18 +51,21 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
     assert parse_command_line([]) == TrainConfig()
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("optimizer:\n  lrr: 1.0", "optimizer.lrr.*nearest field is 'optimizer.lr'"),
-    ("optimiser:\n  lr: 1.0", "nearest field is 'optimizer'"),
-    ("optimizer:\n  fp16: true\n  bf16: true", "fp16=True and bf16=True"),
-    ("optimizer:\n  lr: fast", "lr"),
-    ("run:\n  steps: 0", "run.steps=0"),
-    ("run:\n  micro_batch_size: 3", "not a multiple"),
-    ("- 1", "top level"),
-    ("model:\n  family: gpt2", "model.family='gpt2': must be one of"),
-    ("run:\n  steps: 2.5", "run.steps=2.5: must be a whole number"),
-    ("run:\n  save_interval: 0", "run.save_interval=0"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optimizer:\n  lrr: 1.0", "optimizer.lrr.*nearest field is 'optimizer.lr'"),
+        ("optimiser:\n  lr: 1.0", "nearest field is 'optimizer'"),
+        ("optimizer:\n  fp16: true\n  bf16: true", "fp16=True and bf16=True"),
+        ("optimizer:\n  lr: fast", "lr"),
+        ("run:\n  steps: 0", "run.steps=0"),
+        ("run:\n  micro_batch_size: 3", "not a multiple"),
+        ("- 1", "top level"),
+        ("model:\n  family: gpt2", "model.family='gpt2': must be one of"),
+        ("run:\n  steps: 2.5", "run.steps=2.5: must be a whole number"),
+        ("run:\n  save_interval: 0", "run.save_interval=0"),
+    ],
+)
 def test_a_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
@@ -63,26 +77,56 @@ def test_a_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message:
 def test_ranks_train_together_and_have_to_say_how(tmp_path: Path) -> None:
     """Two processes share out the optimizer; the loss of the first step is that of one process."""
     config = tmp_path / "small.yaml"
-    config.write_text("""
-model: {hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, num_experts: 2}
+    config.write_text(
+        """
+model:
+  hidden_size: 16
+  intermediate_size: 16
+  num_layers: 1
+  num_heads: 2
+  num_kv_heads: 1
+  num_experts: 2
 data: {seq_length: 16, source: synthetic}
 optimizer: {bf16: true, lr: 4.0e-3, optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5}
 run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
-""", encoding="utf-8")
+""",
+        encoding="utf-8",
+    )
     tool = str(HERE.parents[1] / "tools" / "train.py")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tool, "--config",
-             str(config), "--run.output-dir", str(tmp_path / "run")]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        tool,
+        "--config",
+        str(config),
+        "--run.output-dir",
+        str(tmp_path / "run"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run([*start, "--run.layout", "zero2"], env=environment, capture_output=True, text=True,
-                          timeout=200, check=False)
+    done = subprocess.run(
+        [*start, "--run.layout", "zero2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     together = read_records(tmp_path / "run" / "metrics.jsonl")
-    alone = train(dataclasses.replace(load_yaml(config), run=dataclasses.replace(load_yaml(config).run,
-                                                                                save_interval=None)))
+    alone = train(
+        dataclasses.replace(
+            load_yaml(config), run=dataclasses.replace(load_yaml(config).run, save_interval=None)
+        )
+    )
     assert [record.loss for record in together] == pytest.approx(alone.losses, rel=1e-2)
     assert together[0].loss == pytest.approx(alone.losses[0], rel=1e-6)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000002"
-    with pytest.raises(ValueError, match=r"run\.layout='zero1' needs several processes: start this with torchrun"):
+    with pytest.raises(
+        ValueError, match=r"run\.layout='zero1' needs several processes: start this with torchrun"
+    ):
         train(parse_command_line(["--config", str(config), "--run.layout", "zero1"]))
 
 
@@ -90,11 +134,23 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
     from rich.console import Console
 
     config, _ = load_case("moe_bf16_offload_03")
-    run = dataclasses.replace(config.run, steps=4, save_interval=4, eval_interval=2, output_dir=str(tmp_path))
-    result = main(dataclasses.replace(config, run=run, scheduler=dataclasses.replace(
-        config.scheduler, lr_warmup_steps=0)), Console(width=120))
+    run = dataclasses.replace(
+        config.run, steps=4, save_interval=4, eval_interval=2, output_dir=str(tmp_path)
+    )
+    result = main(
+        dataclasses.replace(
+            config, run=run, scheduler=dataclasses.replace(config.scheduler, lr_warmup_steps=0)
+        ),
+        Console(width=120),
+    )
     printed = capsys.readouterr().out
-    for expected in ("loss (nats/byte)", "tokens/s", "skipped steps", "optimizer on device", "optimizer on host"):
+    for expected in (
+        "loss (nats/byte)",
+        "tokens/s",
+        "skipped steps",
+        "optimizer on device",
+        "optimizer on host",
+    ):
         assert expected in printed
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3] and "eval_loss" in lines[1]

@@ -1,14 +1,15 @@
 """Megatron-core's own optimizer stack on the CPU, where it falls back to torch for everything.
 
-Its code runs unchanged, from ``get_megatron_optimizer`` down. What it needs that a CPU does not have stands in here:
+Its code runs unchanged, from ``get_megatron_optimizer`` down. What it needs that a CPU does not
+have stands in here:
 
 - a job: a process group of this process alone, and Megatron's parallel state over it;
-- its DDP wrapper: a plain module list with a ``ddp_config``, whose parameters have the ``main_grad`` that DDP would
-  give them: bfloat16 like the parameters, or FP32 with ``grad_reduce_in_fp32`` (off by default; Megatron's training
-  script turns it on for bfloat16). At each step Megatron widens the former to FP32 tensors of its own, and clips the
-  latter in place;
-- a GPU: small tensors that it makes on ``cuda`` are made on the CPU, and ``tensor.type()``, which it compares with the
-  names of CUDA tensors, answers with those. Both only while its code runs.
+- its DDP wrapper: a plain module list with a ``ddp_config``, whose parameters have the
+  ``main_grad`` that DDP would give them: bfloat16 like the parameters, or FP32 with
+  ``grad_reduce_in_fp32`` (off by default; Megatron's training script turns it on for bfloat16). At
+  each step Megatron widens the former to FP32 tensors of its own, and clips the latter in place;
+- a GPU: small tensors that it makes on ``cuda`` are made on the CPU, and ``tensor.type()``, which
+  it compares with the names of CUDA tensors, answers with those. Both only while its code runs.
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ from torch import Tensor, nn
 
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Step
 
-_MODULES = ("megatron.core.optimizer.optimizer", "megatron.core.optimizer.clip_grads", "megatron.core.utils")
+_MODULES = (
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.utils",
+)
 """Those of its modules that make tensors on ``cuda`` in a step."""
 
 TIGHTER = 0.9
-"""Gradients clipped in place have the norm they were clipped to, so the next step has to clip to less."""
+"""Gradients clipped in place have the norm they were clipped to, so the next step has to clip to
+less."""
 
 _type = torch.Tensor.type
 
 
 class _HostTorch:
-    """The module ``torch``, but for tensors that are asked for on a device: they are made on the CPU."""
+    """The module ``torch``, but for tensors that are asked for on a device: they are made on the
+    CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -60,7 +67,9 @@ def _cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _without_cuda() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _MODULES:
-            stack.enter_context(mock.patch.object(importlib.import_module(name), "torch", _HostTorch()))
+            stack.enter_context(
+                mock.patch.object(importlib.import_module(name), "torch", _HostTorch())
+            )
         stack.enter_context(mock.patch.object(torch.Tensor, "type", _cuda_type))
         yield
 
@@ -86,11 +95,13 @@ def job_ended() -> Iterator[None]:
 
 
 def _model(params: Sequence[Tensor], main_grads: Sequence[Tensor]) -> nn.Module:
-    """What the optimizer sees of a model that Megatron's DDP has wrapped and whose backward is over."""
+    """What the optimizer sees of a model that Megatron's DDP has wrapped and whose backward is
+    over."""
     wide = main_grads[0].dtype == torch.float32
     model: Any = nn.ParameterList([nn.Parameter(param) for param in params])
-    model.ddp_config = importlib.import_module("megatron.core.distributed").DistributedDataParallelConfig(
-        grad_reduce_in_fp32=wide)
+    model.ddp_config = importlib.import_module(
+        "megatron.core.distributed"
+    ).DistributedDataParallelConfig(grad_reduce_in_fp32=wide)
     for param, grad in zip(model, main_grads, strict=True):
         param.main_grad = grad
     return model  # type: ignore[no-any-return]
@@ -101,10 +112,11 @@ def megatron_step(params: Sequence[Tensor], main_grads: Sequence[Tensor], *, fus
 
     Args:
         params: the model's parameters, bfloat16; they are updated in place.
-        main_grads: bfloat16, read at every step and never written; or FP32, which Megatron clips in place: each step
-            clips to ``TIGHTER`` times the norm that the one before clipped to.
-        fused: step with ``torch.optim.AdamW(fused=True)``, which Megatron itself asks for only where it offloads, in
-            place of the AdamW that it builds otherwise, which loops over tensors and operations.
+        main_grads: bfloat16, read at every step and never written; or FP32, which Megatron clips in
+            place: each step clips to ``TIGHTER`` times the norm that the one before clipped to.
+        fused: step with ``torch.optim.AdamW(fused=True)``, which Megatron itself asks for only
+            where it offloads, in place of the AdamW that it builds otherwise, which loops over
+            tensors and operations.
 
     Raises:
         ImportError: megatron-core is not installed.
@@ -114,13 +126,26 @@ def megatron_step(params: Sequence[Tensor], main_grads: Sequence[Tensor], *, fus
         warnings.simplefilter("ignore")  # it says that there is neither apex nor Transformer Engine
         stack = importlib.import_module("megatron.core.optimizer")
     if not stack.USING_PYTORCH_OPTIMIZER:
-        raise RuntimeError("Megatron takes its Adam from apex or Transformer Engine here, which have none for the CPU")
+        raise RuntimeError(
+            "Megatron takes its Adam from apex or Transformer Engine here, which have none for the "
+            "CPU"
+        )
     _start_job()
-    config = stack.OptimizerConfig(optimizer="adam", lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS,
-                                   weight_decay=DECAY, clip_grad=CLIP, bf16=True, params_dtype=torch.bfloat16)
+    config = stack.OptimizerConfig(
+        optimizer="adam",
+        lr=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=DECAY,
+        clip_grad=CLIP,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
     with _without_cuda():
-        optimizer = stack.get_megatron_optimizer(config, [_model(params, main_grads)], config_overrides={},
-                                                 use_gloo_process_groups=False)
+        optimizer = stack.get_megatron_optimizer(
+            config, [_model(params, main_grads)], config_overrides={}, use_gloo_process_groups=False
+        )
     if fused:
         for group in optimizer.param_groups:
             group["fused"] = True

@@ -1,4 +1,5 @@
-"""What others offer for the same work, each at its best settings. One that is not installed is reported as missing."""
+"""What others offer for the same work, each at its best settings. One that is not installed is
+reported as missing."""
 
 from __future__ import annotations
 
@@ -41,19 +42,23 @@ def low_bit_adam(kind: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -
     """An AdamW with compact moments, over FP32 or bfloat16 params with gradients of the same dtype.
 
     Args:
-        kind: ``torchao`` or ``bitsandbytes`` and the name of a class in its ``optim``. torchao rounds bfloat16 params
-            stochastically here, as they have no FP32 main param to gather small updates in; its first step compiles
-            (``torch.compile``, which needs a C++ compiler).
+        kind: ``torchao`` or ``bitsandbytes`` and the name of a class in its ``optim``. torchao
+            rounds bfloat16 params stochastically here, as they have no FP32 main param to gather
+            small updates in; its first step compiles (``torch.compile``, which needs a C++
+            compiler).
     """
     library, name = kind.split()
-    rounding = {"bf16_stochastic_round": params[0].dtype == torch.bfloat16} if library == "torchao" else {}
+    rounding = (
+        {"bf16_stochastic_round": params[0].dtype == torch.bfloat16} if library == "torchao" else {}
+    )
     adam = getattr(importlib.import_module(f"{library}.optim"), name)
     step: Step = adam(_params(params, grads), **SETTINGS, **rounding).step
     return step
 
 
 class Composite:
-    """FP32 main params, moments and gradients beside 16-bit params: what people write around a fused optimizer."""
+    """FP32 main params, moments and gradients beside 16-bit params: what people write around a
+    fused optimizer."""
 
     def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.params, self.grads = list(params), list(grads)
@@ -77,7 +82,9 @@ class Composite:
         """The same with unscaling and the check for infinities of ``torch.amp.GradScaler``."""
         torch._foreach_copy_(self.main_grads, self.grads)
         self.found_inf.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(self.main_grads, self.found_inf, self.inv_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            self.main_grads, self.found_inf, self.inv_scale
+        )
         if self.found_inf.item():
             return
         torch.nn.utils.clip_grad_norm_(self.mains, CLIP, foreach=True)
@@ -86,7 +93,8 @@ class Composite:
 
     @torch.no_grad()
     def best_torch(self) -> None:
-        """Norm of the 16-bit gradients, one upcast, fused AdamW that divides by ``grad_scale``, one downcast."""
+        """Norm of the 16-bit gradients, one upcast, fused AdamW that divides by ``grad_scale``, one
+        downcast."""
         norms = torch._foreach_norm(self.grads, 2, dtype=torch.float32)
         norm = float(torch.linalg.vector_norm(torch.stack(list(norms))))
         if not math.isfinite(norm):

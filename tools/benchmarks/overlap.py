@@ -1,4 +1,5 @@
-"""How much of the host's work each offload mode hides: a model whose backward takes as long as it is told to."""
+"""How much of the host's work each offload mode hides: a model whose backward takes as long as it
+is told to."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from torch import Tensor, nn
 
 from benchmarks import report
 from benchmarks.sections import Section
-from mp_optim import HybridDeviceOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from mp_optim import (
+    HybridDeviceOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 
 MODES = ("sync", "overlap", "speculative")
 _CLIP = {"off": 0.0, "on, not firing": 1e9, "always firing": 1e-3}
@@ -29,7 +35,8 @@ class Setting:
     """What is measured.
 
     Attributes:
-        params, tensors: size of the model. backward: ``sleep`` or ``busy``. bus: GB/s, or 0. clip: see ``_CLIP``.
+        params, tensors: size of the model. backward: ``sleep`` or ``busy``. bus: GB/s, or 0. clip:
+            see ``_CLIP``.
     """
 
     params: int
@@ -41,12 +48,16 @@ class Setting:
     @property
     def title(self) -> str:
         bus = f"bus {self.bus:g} GB/s" if self.bus else "no bus"
-        return (f"{self.params / 1e6:g} M parameters in {self.tensors} tensors, backward {self.backward}s, {bus}, "
-                f"clipping {self.clip}")
+        return (
+            f"{self.params / 1e6:g} M parameters in {self.tensors} tensors, backward "
+            f"{self.backward}s, {bus}, "
+            f"clipping {self.clip}"
+        )
 
 
 class Bus:
-    """A transfer that takes as long as a bus would: each direction is one lane, and copies queue up in it."""
+    """A transfer that takes as long as a bus would: each direction is one lane, and copies queue up
+    in it."""
 
     def __init__(self, gigabytes: float) -> None:
         self._rate = gigabytes * 1e9
@@ -98,9 +109,13 @@ class Model(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         size = setting.params // setting.tensors
-        self.weights = nn.ParameterList(torch.randn(size, generator=generator).bfloat16()
-                                        for _ in range(setting.tensors))
-        self.grads = [torch.randn(size, generator=generator).mul_(1e-3).bfloat16() for _ in range(setting.tensors)]
+        self.weights = nn.ParameterList(
+            torch.randn(size, generator=generator).bfloat16() for _ in range(setting.tensors)
+        )
+        self.grads = [
+            torch.randn(size, generator=generator).mul_(1e-3).bfloat16()
+            for _ in range(setting.tensors)
+        ]
         self.seconds = 0.0
         self.is_busy = setting.backward == "busy"
 
@@ -110,7 +125,9 @@ class Model(nn.Module):
         if not self.is_busy:
             time.sleep(max(0.0, until - time.perf_counter()))
             return
-        small = torch.ones(64, 64)  # too small for a second thread, and in cache: it keeps one core busy
+        small = torch.ones(
+            64, 64
+        )  # too small for a second thread, and in cache: it keeps one core busy
         while time.perf_counter() < until:
             small = (small @ small).clamp_(0.0, 1.0)
 
@@ -150,8 +167,15 @@ class Run:
 def build(setting: Setting, mode: str) -> Run:
     """A model in one mode."""
     model = Model(setting)
-    config = OptimizerConfig(lr=1e-3, bf16=True, clip_grad=_CLIP[setting.clip], optimizer_cpu_offload=True,
-                             optimizer_offload_fraction=1.0, overlap_cpu_optimizer_d2h_h2d=True, offload_mode=mode)
+    config = OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        clip_grad=_CLIP[setting.clip],
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        offload_mode=mode,
+    )
     optimizer = get_megatron_optimizer(config, model)
     if setting.bus:
         _ride(optimizer, Bus(setting.bus))
@@ -166,7 +190,8 @@ def _ride(optimizer: MegatronOptimizer, bus: Bus) -> None:
 
 
 def measure(setting: Setting, lengths: Sequence[float], rounds: int) -> Section:
-    """Visible milliseconds of ``step()`` for each mode and length of backward, and how much is hidden.
+    """Visible milliseconds of ``step()`` for each mode and length of backward, and how much is
+    hidden.
 
     Lengths are in steps of ``sync``, measured first. The modes take turns.
     """
@@ -185,16 +210,21 @@ def measure(setting: Setting, lengths: Sequence[float], rounds: int) -> Section:
         for mode, run in runs.items():
             shorter = [a / b for a, b in zip(runs["sync"].step, run.step, strict=True)]
             section.rows[f"{mode}, backward {length:g} steps"] = {
-                "ms": 1e3 * statistics.median(run.step), "hidden": statistics.median(run.hidden),
+                "ms": 1e3 * statistics.median(run.step),
+                "hidden": statistics.median(run.hidden),
                 "step_shorter": statistics.median(shorter),
-                "iteration_ms": 1e3 * statistics.median(run.whole)}
+                "iteration_ms": 1e3 * statistics.median(run.whole),
+            }
     return section
 
 
 def write(folder: Path, sections: Sequence[Section]) -> None:
     """``overlap.json``, ``overlap.md`` and ``overlap.png``."""
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"machine": report.machine(), "sections": [dataclasses.asdict(section) for section in sections]}
+    values = {
+        "machine": report.machine(),
+        "sections": [dataclasses.asdict(section) for section in sections],
+    }
     (folder / "overlap.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     (folder / "overlap.md").write_text(report.tables(sections), encoding="utf-8")
     _plot(sections[0], folder / "overlap.png")
@@ -204,10 +234,17 @@ def _plot(section: Section, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(section.rows) + 1.2), dpi=150)
     names = list(section.rows)[::-1]
     shades = {"sync": "#bdbdbd", "overlap": "#6baed6", "speculative": "#08519c"}
-    bars = axes.barh(names, [section.rows[name]["ms"] for name in names],
-                     color=[shades[name.split(",")[0]] for name in names])
-    axes.bar_label(bars, [f"{section.rows[n]['ms']:.1f} ms, {section.rows[n]['hidden']:.0%} hidden" for n in names],
-                   padding=4, fontsize=8)
+    bars = axes.barh(
+        names,
+        [section.rows[name]["ms"] for name in names],
+        color=[shades[name.split(",")[0]] for name in names],
+    )
+    axes.bar_label(
+        bars,
+        [f"{section.rows[n]['ms']:.1f} ms, {section.rows[n]['hidden']:.0%} hidden" for n in names],
+        padding=4,
+        fontsize=8,
+    )
     axes.set_title(section.title, loc="left", fontsize=9)
     axes.set_xlabel("visible milliseconds of step(), less is better")
     axes.spines[["top", "right"]].set_visible(False)

@@ -23,14 +23,21 @@ def write(folder: Path, runs: Sequence[dict[str, Any]], steps: int) -> None:
 
 def _table(forms: Sequence[str], runs: Sequence[dict[str, Any]], steps: int) -> str:
     base = [run["eval_loss"] for run in runs if run["form"] == forms[0]]
-    lines = [f"Held-out loss (nats per byte) after {steps:,} steps, {len(base)} seeds. Spread of {forms[0]} over the "
-             f"seeds: {min(base):.4f} to {max(base):.4f}.", "",
-             "| state | mean | per seed | mean within the spread |", "|---|---|---|---|"]
+    lines = [
+        f"Held-out loss (nats per byte) after {steps:,} steps, {len(base)} seeds. Spread of "
+        f"{forms[0]} over the "
+        f"seeds: {min(base):.4f} to {max(base):.4f}.",
+        "",
+        "| state | mean | per seed | mean within the spread |",
+        "|---|---|---|---|",
+    ]
     for form in forms:
         found = [run["eval_loss"] for run in runs if run["form"] == form]
         mean = statistics.mean(found)
         inside = "yes" if min(base) <= mean <= max(base) else "lower" if mean < min(base) else "no"
-        lines.append(f"| {form} | {mean:.4f} | {', '.join(f'{value:.4f}' for value in found)} | {inside} |")
+        lines.append(
+            f"| {form} | {mean:.4f} | {', '.join(f'{value:.4f}' for value in found)} | {inside} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -38,7 +45,11 @@ def _draw(path: Path, forms: Sequence[str], runs: Sequence[dict[str, Any]]) -> N
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for form in forms:
         curves = [_smooth(run["losses"]) for run in runs if run["form"] == form]
-        axes.plot([statistics.mean(values) for values in zip(*curves, strict=True)], label=form, linewidth=1)
+        axes.plot(
+            [statistics.mean(values) for values in zip(*curves, strict=True)],
+            label=form,
+            linewidth=1,
+        )
     axes.set(xlabel="step", ylabel="training loss (mean of 50 steps and all seeds)")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)

@@ -24,13 +24,33 @@ import mp_optim
 from benchmarks.sections import OURS, Section
 from mp_optim.update.backends.native_library import native_library
 
-_FORMATS = {"ms": "{:.2f}", "spread": "±{:.1%}", "gbs": "{:.1f}", "of_limit": "{:.2f}", "gparams": "{:.3f}",
-            "times_ours": "{:.2f}x", "times_one": "{:.2f}x", "speedup": "{:.2f}x", "state_bytes": "{:.2f}",
-            "of_ours": "{:.3f}x", "hidden": "{:.0%}", "step_shorter": "{:.2f}x", "iteration_ms": "{:.1f}"}
-_HEADS = {"gbs": "GB/s", "of_limit": "of the memory limit", "gparams": "Gparam/s", "times_ours": "times ours",
-          "times_one": "times one tensor", "state_bytes": "bytes a parameter, with the main param",
-          "of_ours": "throughput, of our 8-bit kernel's", "hidden": "arithmetic hidden",
-          "step_shorter": "step() shorter than sync's", "iteration_ms": "backward and step, ms"}
+_FORMATS = {
+    "ms": "{:.2f}",
+    "spread": "±{:.1%}",
+    "gbs": "{:.1f}",
+    "of_limit": "{:.2f}",
+    "gparams": "{:.3f}",
+    "times_ours": "{:.2f}x",
+    "times_one": "{:.2f}x",
+    "speedup": "{:.2f}x",
+    "state_bytes": "{:.2f}",
+    "of_ours": "{:.3f}x",
+    "hidden": "{:.0%}",
+    "step_shorter": "{:.2f}x",
+    "iteration_ms": "{:.1f}",
+}
+_HEADS = {
+    "gbs": "GB/s",
+    "of_limit": "of the memory limit",
+    "gparams": "Gparam/s",
+    "times_ours": "times ours",
+    "times_one": "times one tensor",
+    "state_bytes": "bytes a parameter, with the main param",
+    "of_ours": "throughput, of our 8-bit kernel's",
+    "hidden": "arithmetic hidden",
+    "step_shorter": "step() shorter than sync's",
+    "iteration_ms": "backward and step, ms",
+}
 
 
 _OPPONENTS = ("deepspeed", "megatron-core", "torchao", "bitsandbytes")
@@ -47,11 +67,20 @@ def _installed() -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "")
-    return {"cpu": model or platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
-            "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(),
-            "torch": torch.__version__, "mp_optim": mp_optim.__version__, "level": native_library().level,
-            "opponents": _installed(), "date": date.today().isoformat()}
+    model = next(
+        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), ""
+    )
+    return {
+        "cpu": model or platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mp_optim": mp_optim.__version__,
+        "level": native_library().level,
+        "opponents": _installed(),
+        "date": date.today().isoformat(),
+    }
 
 
 def _cpuinfo() -> list[str]:
@@ -86,8 +115,11 @@ def markdown(sections: list[Section], limit: float, regime: str) -> str:
     """All sections as one document."""
     where = machine()
     others = "".join(f"{name} {version}, " for name, version in where["opponents"].items())
-    return (f"{where['cpu']}, {where['threads']} threads, {where['level']}, torch {where['torch']}, {others}"
-            f"{where['date']}. Memory limit {limit / 1e9:.1f} GB/s ({regime}).\n\n{tables(sections)}")
+    return (
+        f"{where['cpu']}, {where['threads']} threads, {where['level']}, torch {where['torch']}, "
+        f"{others}"
+        f"{where['date']}. Memory limit {limit / 1e9:.1f} GB/s ({regime}).\n\n{tables(sections)}"
+    )
 
 
 def tables(sections: Sequence[Section]) -> str:
@@ -95,10 +127,16 @@ def tables(sections: Sequence[Section]) -> str:
     lines = []
     for section in sections:
         columns = _columns(section)
-        lines += [f"### {section.title}", "", "| | " + " | ".join(_HEADS.get(key, key) for key in columns) + " |",
-                  "|---" * (len(columns) + 1) + "|"]
-        lines += [f"| {name} | " + " | ".join(_cell(key, row.get(key)) for key in columns) + " |"
-                  for name, row in section.rows.items()]
+        lines += [
+            f"### {section.title}",
+            "",
+            "| | " + " | ".join(_HEADS.get(key, key) for key in columns) + " |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        lines += [
+            f"| {name} | " + " | ".join(_cell(key, row.get(key)) for key in columns) + " |"
+            for name, row in section.rows.items()
+        ]
         lines += ["", *(f"Missing: {name} ({why})." for name, why in section.missing.items()), ""]
     return "\n".join(lines)
 
@@ -122,8 +160,12 @@ def plot(section: Section, path: Path, title: str) -> None:
 def write(folder: Path, sections: list[Section], limit: float, regime: str) -> None:
     """``host.json``, ``host.md`` and ``host.png``."""
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"machine": machine(), "limit_gbs": limit / 1e9, "regime": regime,
-              "sections": [dataclasses.asdict(section) for section in sections]}
+    values = {
+        "machine": machine(),
+        "limit_gbs": limit / 1e9,
+        "regime": regime,
+        "sections": [dataclasses.asdict(section) for section in sections],
+    }
     (folder / "host.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     (folder / "host.md").write_text(markdown(sections, limit, regime), encoding="utf-8")
     full = next((s for s in sections if s.title.startswith("Full")), None)

@@ -23,7 +23,8 @@ PIECE = 2048 * 2048
 """Elements of the tensors that a large model is made of here."""
 
 ADAM_BYTES = 28
-"""FP32 p, m, v read and written; two-byte gradient read, two-byte param written. Measuring reads the gradient again."""
+"""FP32 p, m, v read and written; two-byte gradient read, two-byte param written. Measuring reads
+the gradient again."""
 TORCH_BYTES = 28
 """FP32 p, m, v read and written, FP32 gradient read."""
 STEP_BYTES = 30
@@ -44,11 +45,16 @@ class Section:
     rows: dict[str, dict[str, float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def take(self, timings: Mapping[str, Timing], **columns: Callable[[str, Timing], float]) -> None:
+    def take(
+        self, timings: Mapping[str, Timing], **columns: Callable[[str, Timing], float]
+    ) -> None:
         """Add rows from timings, with further columns computed from name and timing."""
         for name, timing in timings.items():
-            self.rows[name] = {"ms": timing.median * 1e3, "spread": timing.spread,
-                               **{key: column(name, timing) for key, column in columns.items()}}
+            self.rows[name] = {
+                "ms": timing.median * 1e3,
+                "spread": timing.spread,
+                **{key: column(name, timing) for key, column in columns.items()},
+            }
 
 
 @dataclass
@@ -64,7 +70,9 @@ class Contenders:
             step = build()
             step()
         except Exception as error:  # whatever an opponent's import, build or first step raises
-            self.missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+            self.missing[name] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+            )
         else:
             self.steps[name] = step
 
@@ -89,21 +97,36 @@ def tensors(numel: int, count: int, dtype: torch.dtype, value: float | None = No
     return [(torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)]
 
 
-def our_kernel(mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None,
-               **settings: Any) -> Callable[[], object]:
+def our_kernel(
+    mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None, **settings: Any
+) -> Callable[[], object]:
     """``FusedAdam.step_slots``: the update alone."""
     optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings)
-    updates = SlotUpdates.of([SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
-                              for index, grad in enumerate(grads)])
+    updates = SlotUpdates.of(
+        [
+            SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
+            for index, grad in enumerate(grads)
+        ]
+    )
     return lambda: optimizer.step_slots(updates)
 
 
 def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) -> MegatronOptimizer:
-    """What ``get_megatron_optimizer`` makes of params that have these gradients; clipping is on, all are decayed."""
+    """What ``get_megatron_optimizer`` makes of params that have these gradients; clipping is on,
+    all are decayed."""
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
     scale = {"loss_scale": 1.0} if half == "fp16" else {}
-    config = OptimizerConfig(lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=DECAY,
-                             clip_grad=CLIP, **{half: True}, **scale, **settings)
+    config = OptimizerConfig(
+        lr=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=DECAY,
+        clip_grad=CLIP,
+        **{half: True},
+        **scale,
+        **settings,
+    )
     model = nn.ParameterList([nn.Parameter(param) for param in params])
     optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param, grad in zip(model, grads, strict=True):
@@ -117,7 +140,8 @@ def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Call
 
 
 def memory_limit(numel: int, rounds: int) -> tuple[Section, float]:
-    """The best rate seen for reading and writing in place, bytes per second: the pattern that optimizers have."""
+    """The best rate seen for reading and writing in place, bytes per second: the pattern that
+    optimizers have."""
     flat, other = torch.zeros(2 * numel), torch.zeros(numel)
     lion = Lion([torch.zeros(numel)])
     update = [SlotUpdate(Slot(0, 0), other)]
@@ -125,8 +149,10 @@ def memory_limit(numel: int, rounds: int) -> tuple[Section, float]:
         "x *= c": (lambda: flat.mul_(1.0001), 2 * flat.nbytes),
         "x += y": (lambda: flat[:numel].add_(other), 3 * other.nbytes),
         "copy": (lambda: other.copy_(flat[:numel]), 2 * other.nbytes),
-        "p, m updated from g (our Lion kernel: no division, no root)": (lambda: lion.step_slots(update),
-                                                                        5 * other.nbytes),
+        "p, m updated from g (our Lion kernel: no division, no root)": (
+            lambda: lion.step_slots(update),
+            5 * other.nbytes,
+        ),
     }
     timings = alternate({name: run for name, (run, _) in probes.items()}, rounds, "memory")
     section = Section("Memory: GB/s of bytes asked for")
@@ -138,19 +164,37 @@ def update_kernels(numel: int, rounds: int, limit: float) -> Section:
     """FP32 states, the update alone."""
     count = numel // PIECE
     mains, grads = tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32)
-    half_grads, outputs = tensors(PIECE, count, torch.bfloat16), tensors(PIECE, count, torch.bfloat16)
+    half_grads, outputs = (
+        tensors(PIECE, count, torch.bfloat16),
+        tensors(PIECE, count, torch.bfloat16),
+    )
     field_ = Contenders()
-    field_.add(f"{OURS}, bf16 gradient in, bf16 param out", lambda: our_kernel(
-        [main.clone() for main in mains], half_grads, outputs))
-    field_.add(f"{OURS}, FP32 gradient", lambda: our_kernel([main.clone() for main in mains], grads, None))
-    field_.add("torch AdamW fused", lambda: opponents.torch_adamw([m.clone() for m in mains], grads, fused=True))
-    field_.add("torch AdamW foreach", lambda: opponents.torch_adamw([m.clone() for m in mains], grads, foreach=True))
-    field_.add("DeepSpeedCPUAdam", lambda: opponents.deepspeed_cpu_adam([m.clone() for m in mains], grads))
+    field_.add(
+        f"{OURS}, bf16 gradient in, bf16 param out",
+        lambda: our_kernel([main.clone() for main in mains], half_grads, outputs),
+    )
+    field_.add(
+        f"{OURS}, FP32 gradient", lambda: our_kernel([main.clone() for main in mains], grads, None)
+    )
+    field_.add(
+        "torch AdamW fused",
+        lambda: opponents.torch_adamw([m.clone() for m in mains], grads, fused=True),
+    )
+    field_.add(
+        "torch AdamW foreach",
+        lambda: opponents.torch_adamw([m.clone() for m in mains], grads, foreach=True),
+    )
+    field_.add(
+        "DeepSpeedCPUAdam", lambda: opponents.deepspeed_cpu_adam([m.clone() for m in mains], grads)
+    )
     timings = alternate(field_.steps, rounds, "update")
     section = Section("Update kernels alone, FP32 states", missing=field_.missing)
     total = count * PIECE
-    section.take(timings, of_limit=lambda name, t: ADAM_BYTES * total / t.median / limit,
-                 gparams=lambda name, t: total / t.median / 1e9)
+    section.take(
+        timings,
+        of_limit=lambda name, t: ADAM_BYTES * total / t.median / limit,
+        gparams=lambda name, t: total / t.median / 1e9,
+    )
     return section
 
 
@@ -158,14 +202,23 @@ def full_step(numel: int, rounds: int, limit: float) -> Section:
     """From 16-bit gradients to 16-bit params, clipping active, non-finite gradients noticed."""
     count = numel // PIECE
     section = Section("Full mixed-precision step, clipping on")
-    for dtype, names in ((torch.bfloat16, ("usual_bf16", "best_torch")), (torch.float16, ("usual_fp16",))):
+    for dtype, names in (
+        (torch.bfloat16, ("usual_bf16", "best_torch")),
+        (torch.float16, ("usual_fp16",)),
+    ):
         params, grads = tensors(PIECE, count, dtype), tensors(PIECE, count, dtype)
         ours = f"{OURS}, {str(dtype).removeprefix('torch.')}"
         composite = Composite([param.clone() for param in params], grads)
-        steps = {ours: our_step(params, grads), **{f"torch, {name}": getattr(composite, name) for name in names}}
+        steps = {
+            ours: our_step(params, grads),
+            **{f"torch, {name}": getattr(composite, name) for name in names},
+        }
         timings = alternate(steps, rounds, "full step")
-        section.take(timings, of_limit=lambda name, t: STEP_BYTES * count * PIECE / t.median / limit,
-                     times_ours=lambda name, t, ours=ours, timings=timings: ratio(t, timings[ours]))  # type: ignore[misc]
+        section.take(
+            timings,
+            of_limit=lambda name, t: STEP_BYTES * count * PIECE / t.median / limit,
+            times_ours=lambda name, t, ours=ours, timings=timings: ratio(t, timings[ours]),
+        )  # type: ignore[misc]
         del composite, params, grads, steps
         gc.collect()
     with megatron.job_ended():
@@ -174,29 +227,50 @@ def full_step(numel: int, rounds: int, limit: float) -> Section:
 
 
 def _add_megatron(section: Section, numel: int, rounds: int, limit: float) -> None:
-    """Rows of Megatron-core: each variant in turn with our step, as memory would not hold all of them at once."""
+    """Rows of Megatron-core: each variant in turn with our step, as memory would not hold all of
+    them at once."""
     count = numel // PIECE
     params, grads = (tensors(PIECE, count, torch.bfloat16) for _ in range(2))
     ours = our_step([param.clone() for param in params], grads)
-    for name, fused, dtype in (("as built", False, torch.bfloat16), ("AdamW fused", True, torch.bfloat16),
-                               ("AdamW fused, FP32 main_grad", True, torch.float32)):
+    for name, fused, dtype in (
+        ("as built", False, torch.bfloat16),
+        ("AdamW fused", True, torch.bfloat16),
+        ("AdamW fused, FP32 main_grad", True, torch.float32),
+    ):
         field_ = Contenders()
-        field_.add(f"Megatron-core, {name}", lambda fused=fused, dtype=dtype: megatron.megatron_step(  # type: ignore[misc]
-            [param.clone() for param in params], [grad.to(dtype) for grad in grads], fused=fused))
+        field_.add(
+            f"Megatron-core, {name}",
+            lambda fused=fused, dtype=dtype: megatron.megatron_step(  # type: ignore[misc]
+                [param.clone() for param in params], [grad.to(dtype) for grad in grads], fused=fused
+            ),
+        )
         section.missing |= field_.missing
         if field_.steps:
             timings = alternate({OURS: ours, **field_.steps}, rounds, "Megatron-core")
             first = timings.pop(OURS)
-            section.take(timings, of_limit=lambda _, t: STEP_BYTES * count * PIECE / t.median / limit,
-                         times_ours=lambda _, t, first=first: ratio(t, first))  # type: ignore[misc]
+            section.take(
+                timings,
+                of_limit=lambda _, t: STEP_BYTES * count * PIECE / t.median / limit,
+                times_ours=lambda _, t, first=first: ratio(t, first),
+            )  # type: ignore[misc]
         del field_
         gc.collect()
 
 
 def _kind(moments: str, remainder_bits: int | None) -> dict[str, Any]:
-    """Config fields for moments of a dtype, and main params in FP32 or as a remainder beside the model's."""
-    mains = {"store_param_remainders": False} if remainder_bits is None else {"param_remainder_bits": remainder_bits}
-    return {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, **mains}
+    """Config fields for moments of a dtype, and main params in FP32 or as a remainder beside the
+    model's."""
+    mains = (
+        {"store_param_remainders": False}
+        if remainder_bits is None
+        else {"param_remainder_bits": remainder_bits}
+    )
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
+        **mains,
+    }
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -208,8 +282,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "8-bit moments, 16-bit remainder": _kind("uint8", 16),
     "8-bit moments, 8-bit remainder": _kind("uint8", 8),
 }
-"""Ways to keep optimizer state; main params are FP32 where there is no remainder. The first is what others are
-compared with."""
+"""Ways to keep optimizer state; main params are FP32 where there is no remainder. The first is what
+others are compared with."""
 
 
 def compact_states(numel: int, rounds: int) -> Section:
@@ -229,8 +303,11 @@ def compact_states(numel: int, rounds: int) -> Section:
     timings = alternate(field_.steps, rounds, "compact")
     section = Section("Compact states: the full step", missing=field_.missing)
     first = next(iter(timings.values()))
-    section.take(timings, speedup=lambda name, t: ratio(first, t),
-                 state_bytes=lambda name, t: _state_bytes(optimizers[name]))
+    section.take(
+        timings,
+        speedup=lambda name, t: ratio(first, t),
+        state_bytes=lambda name, t: _state_bytes(optimizers[name]),
+    )
     return section
 
 
@@ -240,29 +317,54 @@ def _state_bytes(optimizer: MegatronOptimizer) -> float:
     return sum(row.bytes for row in rows) / sum(row.params for row in rows)
 
 
-LOW_BIT = (("torchao AdamW8bit", "FP32"), ("torchao AdamWFp8", "FP32"), ("torchao AdamW4bit", "FP32"),
-           ("bitsandbytes AdamW8bit", "FP32"), ("torchao AdamW8bit", "bf16"), ("torchao AdamWFp8", "bf16"),
-           ("torchao _AdamW", "bf16"), ("bitsandbytes AdamW8bit", "bf16"))
-"""Optimizers of others and the dtype of the params they step; ``_AdamW`` has moments of the dtype of the params."""
+LOW_BIT = (
+    ("torchao AdamW8bit", "FP32"),
+    ("torchao AdamWFp8", "FP32"),
+    ("torchao AdamW4bit", "FP32"),
+    ("bitsandbytes AdamW8bit", "FP32"),
+    ("torchao AdamW8bit", "bf16"),
+    ("torchao AdamWFp8", "bf16"),
+    ("torchao _AdamW", "bf16"),
+    ("bitsandbytes AdamW8bit", "bf16"),
+)
+"""Optimizers of others and the dtype of the params they step; ``_AdamW`` has moments of the dtype
+of the params."""
 
 
 def eight_bit(numel: int, rounds: int) -> Section:
-    """The update alone with moments of 8 bits or few: ours and those of others, on a few pieces, as most are slow."""
+    """The update alone with moments of 8 bits or few: ours and those of others, on a few pieces, as
+    most are slow."""
     count = max(1, min(numel // PIECE, FEW))
     mains, grads = tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32)
-    half_mains, half_grads = tensors(PIECE, count, torch.bfloat16), tensors(PIECE, count, torch.bfloat16)
+    half_mains, half_grads = (
+        tensors(PIECE, count, torch.bfloat16),
+        tensors(PIECE, count, torch.bfloat16),
+    )
     field_ = Contenders()
     for name, dtype in (("8-bit", torch.uint8), ("bf16", torch.bfloat16), ("FP32", torch.float32)):
-        field_.add(f"{OURS}, {name} moments", lambda dtype=dtype: our_kernel(  # type: ignore[misc]
-            [main.clone() for main in mains], half_grads, [half.clone() for half in half_mains],
-            exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype))
+        field_.add(
+            f"{OURS}, {name} moments",
+            lambda dtype=dtype: our_kernel(  # type: ignore[misc]
+                [main.clone() for main in mains],
+                half_grads,
+                [half.clone() for half in half_mains],
+                exp_avg_dtype=dtype,
+                exp_avg_sq_dtype=dtype,
+            ),
+        )
     pairs = {"FP32": (mains, grads), "bf16": (half_mains, half_grads)}
     for kind, label in LOW_BIT:
-        field_.add(f"{kind}, {label} params", lambda kind=kind, pair=pairs[label]: opponents.low_bit_adam(  # type: ignore[misc]
-            kind, [param.clone() for param in pair[0]], pair[1]))
+        field_.add(
+            f"{kind}, {label} params",
+            lambda kind=kind, pair=pairs[label]: opponents.low_bit_adam(  # type: ignore[misc]
+                kind, [param.clone() for param in pair[0]], pair[1]
+            ),
+        )
     timings = alternate(field_.steps, max(3, min(rounds, 5)), "eight bit")
     section = Section("8-bit and other compact moments, the update alone", missing=field_.missing)
-    columns: dict[str, Callable[[str, Timing], float]] = {"gparams": lambda _, t: count * PIECE / t.median / 1e9}
+    columns: dict[str, Callable[[str, Timing], float]] = {
+        "gparams": lambda _, t: count * PIECE / t.median / 1e9
+    }
     if (ours := timings.get(f"{OURS}, 8-bit moments")) is not None:
         columns["of_ours"] = lambda _, t: ratio(ours, t)
     section.take(timings, **columns)
@@ -275,16 +377,25 @@ def many_tensors(total: int, rounds: int) -> Section:
     moe = [total // 4, total // 4] + [total // 512] * 256
     sizes = {"1 tensor": [total], f"10,000 of {small:,}": [small] * 10_000, "MoE mix": moe}
     section = Section("Many tensors: ms, and how many times one tensor's")
-    for name, build in {"full step, " + OURS: our_step, "update, " + OURS: None, "update, torch fused": None,
-                        "update, DeepSpeedCPUAdam": None}.items():
+    for name, build in {
+        "full step, " + OURS: our_step,
+        "update, " + OURS: None,
+        "update, torch fused": None,
+        "update, DeepSpeedCPUAdam": None,
+    }.items():
         field_ = Contenders()
         for label, numels in sizes.items():
-            field_.add(label, lambda name=name, build=build, numels=numels: _of_sizes(name, build, numels))  # type: ignore[misc]
+            field_.add(
+                label, lambda name=name, build=build, numels=numels: _of_sizes(name, build, numels)
+            )  # type: ignore[misc]
         timings = alternate(field_.steps, max(3, rounds // 2), name)
         section.missing |= {f"{name}, {label}": why for label, why in field_.missing.items()}
         for label, timing in timings.items():
-            section.rows[f"{name}: {label}"] = {"ms": timing.median * 1e3, "spread": timing.spread,
-                                                "times_one": ratio(timing, timings["1 tensor"])}
+            section.rows[f"{name}: {label}"] = {
+                "ms": timing.median * 1e3,
+                "spread": timing.spread,
+                "times_one": ratio(timing, timings["1 tensor"]),
+            }
         del field_
         gc.collect()
     return section
@@ -294,11 +405,17 @@ def _of_sizes(name: str, build: Any, numels: list[int]) -> Callable[[], object]:
     if build is not None:
         params = [torch.full((n,), 0.02, dtype=torch.bfloat16) for n in numels]
         return build(params, [torch.full_like(param, 1e-3) for param in params])  # type: ignore[no-any-return]
-    mains, grads = [torch.full((n,), 0.02) for n in numels], [torch.full((n,), 1e-3) for n in numels]
+    mains, grads = (
+        [torch.full((n,), 0.02) for n in numels],
+        [torch.full((n,), 1e-3) for n in numels],
+    )
     if OURS in name:
         return our_kernel(mains, grads, None)
-    return opponents.torch_adamw(mains, grads, fused=True) if "torch" in name else opponents.deepspeed_cpu_adam(
-        mains, grads)
+    return (
+        opponents.torch_adamw(mains, grads, fused=True)
+        if "torch" in name
+        else opponents.deepspeed_cpu_adam(mains, grads)
+    )
 
 
 def thread_scaling(numel: int, rounds: int, most: int) -> Section:
@@ -311,6 +428,9 @@ def thread_scaling(numel: int, rounds: int, most: int) -> Section:
             with threads(count):
                 timing = alternate({str(count): step}, rounds, f"{count} threads")[str(count)]
             first = section.rows.get("1", {"ms": timing.median * 1e3})["ms"]
-            section.rows[str(count)] = {"ms": timing.median * 1e3, "spread": timing.spread,
-                                        "speedup": first / (timing.median * 1e3)}
+            section.rows[str(count)] = {
+                "ms": timing.median * 1e3,
+                "spread": timing.spread,
+                "speedup": first / (timing.median * 1e3),
+            }
     return section

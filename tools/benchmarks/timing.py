@@ -1,4 +1,5 @@
-"""Contenders timed in turn in one process, so that what the machine does meanwhile hits all of them alike."""
+"""Contenders timed in turn in one process, so that what the machine does meanwhile hits all of them
+alike."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Timing:
         return (high - low) / 2 / self.median
 
 
-def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int, label: str) -> dict[str, Timing]:
+def alternate(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, label: str
+) -> dict[str, Timing]:
     """Time every contender once a round, after one round that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in track(range(rounds + 1), description=label, transient=True):

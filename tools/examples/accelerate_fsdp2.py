@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""FSDP2 through accelerate: torchrun --standalone --nproc-per-node 2 tools/examples/accelerate_fsdp2.py
+"""FSDP2 through accelerate: torchrun --standalone --nproc-per-node 2
+tools/examples/accelerate_fsdp2.py
 
-accelerate shards a model only together with a torch optimizer, so it gets one to throw away; ours is built from what
-comes back: its parameters are DTensors then.
+accelerate shards a model only together with a torch optimizer, so it gets one to throw away; ours
+is built from what comes back: its parameters are DTensors then.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 
 
 def sharding_accelerator() -> Accelerator:
-    """An accelerator that prepares models with FSDP2, also on a CPU, where accelerate by itself falls back to DDP."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-                                            transformer_cls_names_to_wrap=["Linear"], cpu_ram_efficient_loading=False)
+    """An accelerator that prepares models with FSDP2, also on a CPU, where accelerate by itself
+    falls back to DDP."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+        cpu_ram_efficient_loading=False,
+    )
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin)
     if accelerator.distributed_type is DistributedType.MULTI_CPU:
         vars(accelerator.state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
@@ -34,8 +40,12 @@ def main(steps: int = 40) -> list[float]:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    optimizer = get_megatron_optimizer(OptimizerConfig(
-        lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5), model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
+        ),
+        model,
+    )
     torch.manual_seed(accelerator.process_index)
     losses = []
     for _ in range(steps):

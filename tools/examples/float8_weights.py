@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Weights as float8 with a scale for each row, FP32 main params: python tools/examples/float8_weights.py"""
+"""Weights as float8 with a scale for each row, FP32 main params: python
+tools/examples/float8_weights.py"""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ def main(steps: int = 60) -> list[float]:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(device, torch.bfloat16)
     quantize_weights(model, torch.float8_e4m3fn, rowwise=True)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5), model)
+        OptimizerConfig(
+            lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
+        ),
+        model,
+    )
     losses = []
     for _ in range(steps):
         inputs = torch.randn(64, 16, device=device)

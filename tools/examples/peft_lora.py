@@ -16,10 +16,21 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 def main(steps: int = 30) -> list[float]:
     """Learn a repeating row of tokens; returns the losses."""
     torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                        num_attention_heads=2, max_position_embeddings=32)).bfloat16()
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]),
-                           autocast_adapter_dtype=False)
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+        )
+    ).bfloat16()
+    model = get_peft_model(
+        base,
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]),
+        autocast_adapter_dtype=False,
+    )
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=2e-2, bf16=True, weight_decay=0.0), model)
     print(optimizer.describe())
     row = torch.arange(16)[None] % 8

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""A plain torch loop in bf16, half of the optimizer on the host: python tools/examples/plain_loop.py"""
+"""A plain torch loop in bf16, half of the optimizer on the host: python
+tools/examples/plain_loop.py"""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ def main(steps: int = 60) -> list[float]:
     teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(device)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(device, torch.bfloat16)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5), model)
+        OptimizerConfig(
+            lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
+        ),
+        model,
+    )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses = []
     for _ in range(steps):

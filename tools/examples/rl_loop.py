@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """An RL-style loop that frees the accelerator between phases: python tools/examples/rl_loop.py
 
-Phases take turns: the policy generates, and everything of the optimizer is off the accelerator; then it learns.
+Phases take turns: the policy generates, and everything of the optimizer is off the accelerator;
+  then it learns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What has to be exactly so: the same bits in every place, whoever reads the verdict, eager or from a graph."""
+"""What has to be exactly so: the same bits in every place, whoever reads the verdict, eager or from
+a graph."""
 
 from __future__ import annotations
 
@@ -21,19 +22,28 @@ def _model(device: torch.device) -> nn.Sequential:
     return nn.Sequential(*layers).to(torch.bfloat16).to(device)
 
 
-def _train(device: torch.device, fraction: float, on_host: bool = False, float8: bool = False,
-           **settings: Any) -> tuple[list[float], list[Tensor]]:
+def _train(
+    device: torch.device,
+    fraction: float,
+    on_host: bool = False,
+    float8: bool = False,
+    **settings: Any,
+) -> tuple[list[float], list[Tensor]]:
     if fraction > 0.0:
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     model = _model(device)
     if float8:
         quantize_weights(model)
-    optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-2, clip_grad=1.0, **settings), model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(bf16=True, lr=1e-2, clip_grad=1.0, **settings), model
+    )
     if on_host:
         with_host_verdict(optimizer)
     losses = []
     for step in range(STEPS):
-        tokens = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(step)).to(device)
+        tokens = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(step)).to(
+            device
+        )
         optimizer.zero_grad(set_to_none=False)  # their memory stays, for the graph
         loss = nn.functional.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
         loss.backward()
@@ -47,19 +57,27 @@ def _equal(a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[Tenso
 
 
 def bits(device: torch.device) -> Section:
-    """1 where two runs have the same bits: offload fractions on the device, and one stream of gradients on both."""
+    """1 where two runs have the same bits: offload fractions on the device, and one stream of
+    gradients on both."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     section = Section("The same bits: 1 is yes")
     kinds: dict[str, dict[str, Any]] = {
-        "FP32 states": {}, "8-bit moments, remainders": {
-            "use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}}
+        "FP32 states": {},
+        "8-bit moments, remainders": {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": "uint8",
+            "exp_avg_sq_dtype": "uint8",
+        },
+    }
     for kind, settings in kinds.items():
         expected = _train(device, 0.0, **settings)
         for fraction in (0.5, 1.0):
             same = _equal(_train(device, fraction, **settings), expected)
             section.rows[f"{kind}: {STEPS} steps, fraction {fraction} as 0"] = {"same": float(same)}
         same = _equal(_train(device, 0.0, on_host=True, **settings), expected)
-        section.rows[f"{kind}: {STEPS} steps, verdict on the host as on the device"] = {"same": float(same)}
+        section.rows[f"{kind}: {STEPS} steps, verdict on the host as on the device"] = {
+            "same": float(same)
+        }
         name = f"{kind}: {STEPS} steps, CUDA graph as eager"
         try:
             same = _equal(_train(device, 0.0, optimizer_cuda_graph=True, **settings), expected)
@@ -69,23 +87,34 @@ def bits(device: torch.device) -> Section:
     expected = _train(device, 0.0, float8=True)
     for fraction in (0.5, 1.0):
         same = _equal(_train(device, fraction, float8=True), expected)
-        section.rows[f"float8 weights: {STEPS} steps, fraction {fraction} as 0"] = {"same": float(same)}
+        section.rows[f"float8 weights: {STEPS} steps, fraction {fraction} as 0"] = {
+            "same": float(same)
+        }
     for rule in (FusedAdam, FusedLAMB, Lion):
         for states, precision in _STATES.items():
-            ours, theirs = (_stream(rule, where, precision) for where in (device, torch.device("cpu")))
+            ours, theirs = (
+                _stream(rule, where, precision) for where in (device, torch.device("cpu"))
+            )
             same = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-            section.rows[f"{rule.__name__}, {states}: one stream of gradients, device as CPU"] = {"same": float(same)}
+            section.rows[f"{rule.__name__}, {states}: one stream of gradients, device as CPU"] = {
+                "same": float(same)
+            }
     torch.use_deterministic_algorithms(False)
     return section
 
 
 _STATES: dict[str, dict[str, Any]] = {
-    "FP32 states": {}, "8-bit states": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}}
+    "FP32 states": {},
+    "8-bit states": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+}
 
 
 def _stream(rule: Any, device: torch.device, precision: dict[str, Any]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    params = [nn.Parameter(torch.randn(size, generator=generator).to(device)) for size in (1, 1000, 300_001)]
+    params = [
+        nn.Parameter(torch.randn(size, generator=generator).to(device))
+        for size in (1, 1000, 300_001)
+    ]
     optimizer = rule(params, lr=1e-2, weight_decay=0.1, **precision)
     for _ in range(20):
         for param in params:

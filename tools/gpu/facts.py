@@ -16,10 +16,16 @@ import mp_optim
 def machine(device: torch.device) -> dict[str, Any]:
     """GPU, driver, versions, date."""
     found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "driver": _driver() if device.type == "cuda" else None, "cuda": torch.version.cuda,
-        "torch": torch.__version__, "python": platform.python_version(), "mp_optim": mp_optim.__version__,
-        "date": date.today().isoformat()}
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.machine(),
+        "driver": _driver() if device.type == "cuda" else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "mp_optim": mp_optim.__version__,
+        "date": date.today().isoformat(),
+    }
     for name in ("triton", "apex", "transformer-engine"):
         try:
             found[name] = importlib.metadata.version(name)
@@ -31,6 +37,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 def _driver() -> str | None:
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return None

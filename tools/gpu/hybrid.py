@@ -17,7 +17,8 @@ PIECE = 1 << 22
 
 
 def fractions(device: torch.device, numel: int, rounds: int) -> Section:
-    """Milliseconds, bytes over the bus, and peak device memory against the formula, at offload fractions 0, 0.5, 1."""
+    """Milliseconds, bytes over the bus, and peak device memory against the formula, at offload
+    fractions 0, 0.5, 1."""
     section = Section("Hybrid step: fraction on the host")
     for fraction in (0.0, 0.5, 1.0):
         section.rows[f"{fraction}"] = _one(device, numel // PIECE or 1, fraction, rounds)
@@ -28,14 +29,28 @@ def fractions(device: torch.device, numel: int, rounds: int) -> Section:
 
 
 def _one(device: torch.device, count: int, fraction: float, rounds: int) -> dict[str, float]:
-    settings: dict[str, Any] = {} if fraction == 0.0 else {
-        "optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction, "overlap_cpu_optimizer_d2h_h2d": True}
+    settings: dict[str, Any] = (
+        {}
+        if fraction == 0.0
+        else {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    )
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if cuda else 0
-    model = nn.ParameterList([nn.Parameter(torch.full((PIECE,), 0.02, dtype=torch.bfloat16, device=device))
-                              for _ in range(count)])
-    optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP,
-                                                       **settings), model, config_overrides={})
+    model = nn.ParameterList(
+        [
+            nn.Parameter(torch.full((PIECE,), 0.02, dtype=torch.bfloat16, device=device))
+            for _ in range(count)
+        ]
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, **settings),
+        model,
+        config_overrides={},
+    )
     for param in model:
         param.grad = torch.full_like(param, 1e-3)
     optimizer.init_state()
@@ -46,8 +61,15 @@ def _one(device: torch.device, count: int, fraction: float, rounds: int) -> dict
     on_device = sum(row.params for row in optimizer.describe().rows if row.place == "device")
     formula = count * PIECE * 4 + on_device * 12
     metrics, hosted = optimizer.metrics(), count * PIECE - on_device
-    return {"ms": timing.median * 1e3, "spread": timing.spread, "bytes_down": metrics["bytes_down"],
-            "bytes_up": metrics["bytes_up"],
-            "bytes_per_host_param": (metrics["bytes_down"] + metrics["bytes_up"]) / hosted if hosted else 0.0,
-            "peak_bytes": float(peak), "formula_bytes": float(formula),
-            "peak_over_formula": peak / formula}
+    return {
+        "ms": timing.median * 1e3,
+        "spread": timing.spread,
+        "bytes_down": metrics["bytes_down"],
+        "bytes_up": metrics["bytes_up"],
+        "bytes_per_host_param": (metrics["bytes_down"] + metrics["bytes_up"]) / hosted
+        if hosted
+        else 0.0,
+        "peak_bytes": float(peak),
+        "formula_bytes": float(formula),
+        "peak_over_formula": peak / formula,
+    }

@@ -1,4 +1,5 @@
-"""The sequence of kernels that Megatron's mixed-precision step launches, with each Adam that is installed."""
+"""The sequence of kernels that Megatron's mixed-precision step launches, with each Adam that is
+installed."""
 
 from __future__ import annotations
 
@@ -20,13 +21,18 @@ def _adam(name: str, params: list[Tensor]) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     if name == "torch fused":
         return torch.optim.AdamW(params, fused=True, **settings)
-    module = "apex.optimizers" if name.startswith("apex") else "transformer_engine.pytorch.optimizers"
-    optimizer: torch.optim.Optimizer = importlib.import_module(module).FusedAdam(params, adam_w_mode=True, **settings)
+    module = (
+        "apex.optimizers" if name.startswith("apex") else "transformer_engine.pytorch.optimizers"
+    )
+    optimizer: torch.optim.Optimizer = importlib.import_module(module).FusedAdam(
+        params, adam_w_mode=True, **settings
+    )
     return optimizer
 
 
 class MegatronStyle:
-    """bf16 params and gradients: widen, check and unscale, norm, clip, Adam on FP32 main params, narrow."""
+    """bf16 params and gradients: widen, check and unscale, norm, clip, Adam on FP32 main params,
+    narrow."""
 
     def __init__(self, params: Sequence[Tensor], adam: str) -> None:
         self.params = list(params)

@@ -14,10 +14,21 @@ def markdown(found: Mapping[str, Any]) -> str:
         if name == "machine":
             continue
         columns = list(dict.fromkeys(key for row in section["rows"].values() for key in row))
-        lines += [f"### {section['title']}", "", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        lines += [f"| {row} | " + " | ".join(_cell(values.get(key)) for key in columns) + " |"
-                  for row, values in section["rows"].items()]
-        lines += ["", *(f"Missing: {what} ({why})." for what, why in section["missing"].items()), ""]
+        lines += [
+            f"### {section['title']}",
+            "",
+            "| | " + " | ".join(columns) + " |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        lines += [
+            f"| {row} | " + " | ".join(_cell(values.get(key)) for key in columns) + " |"
+            for row, values in section["rows"].items()
+        ]
+        lines += [
+            "",
+            *(f"Missing: {what} ({why})." for what, why in section["missing"].items()),
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,5 @@
-"""Kernels and full steps on the device, against the device's copy rate and against what else there is."""
+"""Kernels and full steps on the device, against the device's copy rate and against what else there
+is."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ LARGE = 1 << 26
 
 
 class Rate:
-    """The device and the best rate at which it reads and writes in place, measured once, bytes per second."""
+    """The device and the best rate at which it reads and writes in place, measured once, bytes per
+    second."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -50,8 +52,11 @@ def rates(rate: Rate, rounds: int) -> Section:
         "x *= c": (lambda: flat.mul_(1.0001), 2 * flat.nbytes),
         "copy": (lambda: other.copy_(flat), 2 * flat.nbytes),
         "x += y": (lambda: flat.add_(other), 3 * flat.nbytes),
-        "fill": (lambda: flat.zero_(), flat.nbytes)}
-    timings = alternate(rate.device, {name: run for name, (run, _) in probes.items()}, rounds, "rates")
+        "fill": (lambda: flat.zero_(), flat.nbytes),
+    }
+    timings = alternate(
+        rate.device, {name: run for name, (run, _) in probes.items()}, rounds, "rates"
+    )
     section = Section("Memory of the device: GB/s of bytes asked for")
     section.take(timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9)
     rate.limit = max(row["gbs"] for name, row in section.rows.items() if name != "fill") * 1e9
@@ -67,7 +72,9 @@ def sizes_of(numel: int, kind: str) -> list[int]:
     return [max(1, numel // 4)] * 2 + [max(1, numel // 512)] * 256  # a mixture of experts
 
 
-def _tensors(device: torch.device, sizes: list[int], dtype: torch.dtype, value: float) -> list[Tensor]:
+def _tensors(
+    device: torch.device, sizes: list[int], dtype: torch.dtype, value: float
+) -> list[Tensor]:
     return [torch.full((size,), value, dtype=dtype, device=device) for size in sizes]
 
 
@@ -76,22 +83,41 @@ def _kernel(rate: Rate, backend: str, sizes: list[int], **precision: Any) -> Cal
     choose_backend(backend, rate.device)
     remainders = precision.get("store_param_remainders", False)
     mains = _tensors(rate.device, sizes, torch.bfloat16 if remainders else torch.float32, 0.02)
-    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, backend=backend, **precision)
+    optimizer = FusedAdam(
+        mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, backend=backend, **precision
+    )
     found = optimizer.backend_for(rate.device)[0].name
     if found != backend:
         raise RuntimeError(f"stepped by {found}")
     grads = _tensors(rate.device, sizes, torch.bfloat16, 1e-3)
-    outputs = [None] * len(sizes) if remainders else _tensors(rate.device, sizes, torch.bfloat16, 0.0)
-    updates = SlotUpdates.of([SlotUpdate(Slot(0, index), grad, 0.5, output)
-                              for index, (grad, output) in enumerate(zip(grads, outputs, strict=True))])
+    outputs = (
+        [None] * len(sizes) if remainders else _tensors(rate.device, sizes, torch.bfloat16, 0.0)
+    )
+    updates = SlotUpdates.of(
+        [
+            SlotUpdate(Slot(0, index), grad, 0.5, output)
+            for index, (grad, output) in enumerate(zip(grads, outputs, strict=True))
+        ]
+    )
     return lambda: optimizer.step_slots(updates)
 
 
 def _step(rate: Rate, backend: str, sizes: list[int], **settings: Any) -> Callable[[], object]:
     """The whole mixed-precision step, clipping on."""
-    config = OptimizerConfig(bf16=True, lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS,
-                             weight_decay=DECAY, clip_grad=CLIP, fused_backend=backend, **settings)
-    model = nn.ParameterList([nn.Parameter(p) for p in _tensors(rate.device, sizes, torch.bfloat16, 0.02)])
+    config = OptimizerConfig(
+        bf16=True,
+        lr=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=DECAY,
+        clip_grad=CLIP,
+        fused_backend=backend,
+        **settings,
+    )
+    model = nn.ParameterList(
+        [nn.Parameter(p) for p in _tensors(rate.device, sizes, torch.bfloat16, 0.02)]
+    )
     optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param in model:
         param.grad = torch.full_like(param, 1e-3)
@@ -105,29 +131,52 @@ def _measure(rate: Rate, backend: str, sizes: list[int]) -> Callable[[], object]
 
 
 def kernels(rate: Rate, numel: int, rounds: int) -> Section:
-    """Update and measuring alone, a few large tensors. Two contenders at a time: each has states of its own."""
+    """Update and measuring alone, a few large tensors. Two contenders at a time: each has states of
+    its own."""
     section, sizes = Section("Kernels alone, large tensors"), sizes_of(numel, "large")
     total = sum(sizes)
     for backend in BACKENDS:
         for label, size, build in (
-                ("update", ADAM_BYTES, lambda b=backend: _kernel(rate, b, sizes)),
-                ("measure", 2, lambda b=backend: _measure(rate, b, sizes))):
+            ("update", ADAM_BYTES, lambda b=backend: _kernel(rate, b, sizes)),
+            ("measure", 2, lambda b=backend: _measure(rate, b, sizes)),
+        ):
             _add(section, rate, {f"{backend}: {label}": (build, size * total)}, rounds)
-    compact = {"bf16 moments, remainder": ("bfloat16", 18), "8-bit moments, remainder": ("uint8", 14)}
+    compact = {
+        "bf16 moments, remainder": ("bfloat16", 18),
+        "8-bit moments, remainder": ("uint8", 14),
+    }
     for name, (dtype, size) in compact.items():
-        moments = {"exp_avg_dtype": getattr(torch, dtype), "exp_avg_sq_dtype": getattr(torch, dtype)}
-        _add(section, rate, {f"triton: update, {name}": (lambda m=moments: _kernel(
-            rate, "triton", sizes, store_param_remainders=True, **m), size * total)}, rounds)
+        moments = {
+            "exp_avg_dtype": getattr(torch, dtype),
+            "exp_avg_sq_dtype": getattr(torch, dtype),
+        }
+        _add(
+            section,
+            rate,
+            {
+                f"triton: update, {name}": (
+                    lambda m=moments: _kernel(
+                        rate, "triton", sizes, store_param_remainders=True, **m
+                    ),
+                    size * total,
+                )
+            },
+            rounds,
+        )
     return section
 
 
-def _add(section: Section, rate: Rate, builds: dict[str, tuple[Callable[[], Any], int]], rounds: int) -> None:
+def _add(
+    section: Section, rate: Rate, builds: dict[str, tuple[Callable[[], Any], int]], rounds: int
+) -> None:
     field = Contenders()
     for name, (build, _) in builds.items():
         field.add(name, build)
     timings = alternate(rate.device, field.steps, rounds, ", ".join(builds))
     section.missing |= field.missing
-    section.take(timings, of_limit=lambda name, timing: builds[name][1] / timing.median / rate.limit)
+    section.take(
+        timings, of_limit=lambda name, timing: builds[name][1] / timing.median / rate.limit
+    )
     del field
     clean(rate.device)
 
@@ -140,27 +189,42 @@ def clean(device: torch.device) -> None:
 
 
 def steps(rate: Rate, numel: int, rounds: int) -> Section:
-    """The full step against the sequence of kernels that Megatron launches, with each Adam that is there."""
-    section, sizes = Section("Full mixed-precision step, large tensors, clipping on"), sizes_of(numel, "large")
+    """The full step against the sequence of kernels that Megatron launches, with each Adam that is
+    there."""
+    section, sizes = (
+        Section("Full mixed-precision step, large tensors, clipping on"),
+        sizes_of(numel, "large"),
+    )
     total, backend = sum(sizes), ours(rate.device)
     for adam in adams():
         name, field = f"{OURS}, {backend}, beside {adam}", Contenders()
-        field.add(f"Megatron's sequence, {adam}", lambda a=adam: MegatronStyle(
-            _tensors(rate.device, sizes, torch.bfloat16, 0.02), a).step)
+        field.add(
+            f"Megatron's sequence, {adam}",
+            lambda a=adam: (
+                MegatronStyle(_tensors(rate.device, sizes, torch.bfloat16, 0.02), a).step
+            ),
+        )
         if field.steps:
             field.add(name, lambda: _step(rate, backend, sizes))
         timings = alternate(rate.device, field.steps, rounds, f"steps, {adam}")
         section.missing |= field.missing
-        section.take(timings, of_limit=lambda _, timing: STEP_BYTES * total / timing.median / rate.limit,
-                     **({"times_ours": lambda _, timing, t=timings, o=name: ratio(timing, t[o])}
-                        if name in timings else {}))
+        section.take(
+            timings,
+            of_limit=lambda _, timing: STEP_BYTES * total / timing.median / rate.limit,
+            **(
+                {"times_ours": lambda _, timing, t=timings, o=name: ratio(timing, t[o])}
+                if name in timings
+                else {}
+            ),
+        )
         del field
         clean(rate.device)
     return section
 
 
 def ours(device: torch.device) -> str:
-    """The backend to measure: ours on a GPU; on a CPU, where the tool only tries itself, what there is."""
+    """The backend to measure: ours on a GPU; on a CPU, where the tool only tries itself, what there
+    is."""
     return "triton" if device.type == "cuda" else "auto"
 
 
@@ -170,11 +234,16 @@ def many(rate: Rate, numel: int, rounds: int) -> Section:
     for backend in ("triton", "torch") if rate.device.type == "cuda" else ("auto",):
         field = Contenders()
         for kind in ("large", "small", "moe"):
-            field.add(f"{backend}: {kind}", lambda k=kind, b=backend: _step(rate, b, sizes_of(numel, k)))
+            field.add(
+                f"{backend}: {kind}", lambda k=kind, b=backend: _step(rate, b, sizes_of(numel, k))
+            )
         timings = alternate(rate.device, field.steps, rounds, f"many, {backend}")
         section.missing |= field.missing
         first = timings.get(f"{backend}: large")
-        section.take(timings, **({"times_one": lambda name, timing, f=first: ratio(timing, f)} if first else {}))
+        section.take(
+            timings,
+            **({"times_one": lambda name, timing, f=first: ratio(timing, f)} if first else {}),
+        )
         del field
         clean(rate.device)
     return section

@@ -14,9 +14,13 @@ from benchmarks.sections import Section
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 150
-"""Seconds for one of the suites below on a GPU. What takes long there is compiling, which several processes share."""
-SUITES = {"marked gpu": ["-m", "gpu", "tests"], "conformance": ["tests/unit/update/test_conformance.py"],
-          "Triton kernels": ["tests/unit/update/test_triton.py"]}
+"""Seconds for one of the suites below on a GPU. What takes long there is compiling, which several
+processes share."""
+SUITES = {
+    "marked gpu": ["-m", "gpu", "tests"],
+    "conformance": ["tests/unit/update/test_conformance.py"],
+    "Triton kernels": ["tests/unit/update/test_triton.py"],
+}
 
 
 def run(device: torch.device) -> Section:
@@ -25,8 +29,14 @@ def run(device: torch.device) -> Section:
     for name, arguments in SUITES.items():
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         try:
-            done = subprocess.run([*command, *_workers()], cwd=ROOT, capture_output=True, text=True, check=False,
-                                  timeout=LIMIT if device.type == "cuda" else None)
+            done = subprocess.run(
+                [*command, *_workers()],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIMIT if device.type == "cuda" else None,
+            )
         except subprocess.TimeoutExpired:
             section.rows[name] = {"failed": 1.0}
             section.missing[name] = f"took more than {LIMIT} s"

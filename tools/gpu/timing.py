@@ -10,10 +10,11 @@ from benchmarks.timing import Timing
 from rich.progress import track
 
 
-def alternate(device: torch.device, contenders: Mapping[str, Callable[[], object]], rounds: int,
-              label: str) -> dict[str, Timing]:
-    """Time every contender once a round, after two rounds that do not count. Includes what the host adds: launches
-    that the device waits for show in its clock."""
+def alternate(
+    device: torch.device, contenders: Mapping[str, Callable[[], object]], rounds: int, label: str
+) -> dict[str, Timing]:
+    """Time every contender once a round, after two rounds that do not count. Includes what the host
+    adds: launches that the device waits for show in its clock."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in track(range(-2, rounds), description=label, transient=True):
         for name, run in contenders.items():

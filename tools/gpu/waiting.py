@@ -1,4 +1,5 @@
-"""What the host spends in a step, and whether it waits: the verdict on the device, on the host, and the CUDA graph."""
+"""What the host spends in a step, and whether it waits: the verdict on the device, on the host, and
+the CUDA graph."""
 
 from __future__ import annotations
 
@@ -27,10 +28,15 @@ def with_host_verdict(optimizer: MegatronOptimizer) -> MegatronOptimizer:
 
 
 def _build(device: torch.device, sizes: list[int], **settings: Any) -> MegatronOptimizer:
-    model = nn.ParameterList([nn.Parameter(torch.full((size,), 0.02, dtype=torch.bfloat16, device=device))
-                              for size in sizes])
-    config = OptimizerConfig(bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, fused_backend=ours(device),
-                             **settings)
+    model = nn.ParameterList(
+        [
+            nn.Parameter(torch.full((size,), 0.02, dtype=torch.bfloat16, device=device))
+            for size in sizes
+        ]
+    )
+    config = OptimizerConfig(
+        bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, fused_backend=ours(device), **settings
+    )
     optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param in model:
         param.grad = torch.full_like(param, 1e-3)
@@ -38,19 +44,28 @@ def _build(device: torch.device, sizes: list[int], **settings: Any) -> MegatronO
 
 
 def verdicts(rate: Rate, numel: int, rounds: int) -> Section:
-    """Milliseconds of a step by the device's clock, and until ``step()`` returns, for large and for many tensors."""
-    section, device = Section("Who waits: ms of a step, and host_ms until step() returns"), rate.device
+    """Milliseconds of a step by the device's clock, and until ``step()`` returns, for large and for
+    many tensors."""
+    section, device = (
+        Section("Who waits: ms of a step, and host_ms until step() returns"),
+        rate.device,
+    )
     for kind in ("large", "small", "moe"):
         steps: dict[str, Step] = {}
-        for label, settings in {"verdict on the host": {}, "verdict on the device": {},
-                                "CUDA graph": {"optimizer_cuda_graph": True}}.items():
+        for label, settings in {
+            "verdict on the host": {},
+            "verdict on the device": {},
+            "CUDA graph": {"optimizer_cuda_graph": True},
+        }.items():
             name = f"{kind}: {label}"
             try:
                 optimizer = _build(device, sizes_of(numel, kind), **settings)
             except ValueError as error:  # no graphs on a CPU
                 section.missing[name] = str(error)[:120]
                 continue
-            steps[name] = (with_host_verdict(optimizer) if label.endswith("host") else optimizer).step
+            steps[name] = (
+                with_host_verdict(optimizer) if label.endswith("host") else optimizer
+            ).step
             for _ in range(4):
                 steps[name]()
             if optimizer.verdict_device() is None and label == "verdict on the device":
@@ -75,18 +90,26 @@ def _host_ms(device: torch.device, step: Step) -> float:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": True}, "bf16, no clipping": {"bf16": True, "clip_grad": 0.0},
+    "bf16": {"bf16": True},
+    "bf16, no clipping": {"bf16": True, "clip_grad": 0.0},
     "fp16, dynamic scale": {"fp16": True},
-    "LAMB": {"bf16": True, "optimizer": "lamb"}, "Lion": {"bf16": True, "optimizer": "lion"},
+    "LAMB": {"bf16": True, "optimizer": "lamb"},
+    "Lion": {"bf16": True, "optimizer": "lion"},
     "zeros counted": {"bf16": True, "log_num_zeros_in_grad": True},
-    "8-bit moments, remainders": {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8",
-                                  "exp_avg_sq_dtype": "uint8"},
-    "CUDA graph": {"bf16": True, "optimizer_cuda_graph": True}}
+    "8-bit moments, remainders": {
+        "bf16": True,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "uint8",
+        "exp_avg_sq_dtype": "uint8",
+    },
+    "CUDA graph": {"bf16": True, "optimizer_cuda_graph": True},
+}
 
 
 def synchronisations(device: torch.device) -> Section:
-    """How often five steps, an overflow among them, made the host wait for the device, as torch's sync debug mode
-    counts it; beside it the same with the verdict read by the host. Without a GPU nobody can tell: they only run."""
+    """How often five steps, an overflow among them, made the host wait for the device, as torch's
+    sync debug mode counts it; beside it the same with the verdict read by the host. Without a GPU
+    nobody can tell: they only run."""
     section = Section("Host synchronisations in five steps")
     for name, settings in CASES.items():
         try:
@@ -108,7 +131,9 @@ def _five(device: torch.device, settings: dict[str, Any], on_host: bool) -> int:
     dtype = torch.float16 if settings.get("fp16") else torch.bfloat16
     model = nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 64)).to(device, dtype)
     next(iter(model.parameters())).grad_norm_group = "first"  # type: ignore[attr-defined]
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, fused_backend=ours(device), **settings), model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=1e-3, fused_backend=ours(device), **settings), model
+    )
     if on_host:
         with_host_verdict(optimizer)
     grads: list[Tensor] = []

@@ -1,4 +1,5 @@
-"""What has to come out: one process steps the sum of all ranks' gradients, which it forms itself."""
+"""What has to come out: one process steps the sum of all ranks' gradients, which it forms
+itself."""
 
 from __future__ import annotations
 
@@ -36,8 +37,14 @@ class _Sum:
 class _Alone:
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.model = Network(case, {f"{layer.name}.{param.name}": initial(case, layer, param)
-                                    for layer in case.layers for param in layer.params})
+        self.model = Network(
+            case,
+            {
+                f"{layer.name}.{param.name}": initial(case, layer, param)
+                for layer in case.layers
+                for param in layer.params
+            },
+        )
         self.optimizer: Any = get_megatron_optimizer(config_of(case, Layout("alone")), self.model)
         self.sums: dict[int, _Sum] = {}
         for layer in case.layers:
@@ -68,7 +75,8 @@ class _Alone:
 
     @torch.no_grad()
     def _losses(self, step: int, layout: Layout) -> list[Any]:
-        """What each data rank's forward gives for each micro-batch; nothing where a rank has only parts."""
+        """What each data rank's forward gives for each micro-batch; nothing where a rank has only
+        parts."""
         if not layout.has_whole_model:
             return []
         found = []
@@ -82,16 +90,25 @@ class _Alone:
         for layer in self.case.layers:
             streams = place.streams(layer)
             if used(self.case, layer, step, streams):
-                weights[layer.name] = {param.name: gradient(self.case, layer, param, step, part, streams)
-                                       * place.factor(layer) for param in self._params(layer)}
-        trained = [self.model.get_submodule(name).get_parameter(param).requires_grad
-                   for name, each in weights.items() for param in each]
+                weights[layer.name] = {
+                    param.name: gradient(self.case, layer, param, step, part, streams)
+                    * place.factor(layer)
+                    for param in self._params(layer)
+                }
+        trained = [
+            self.model.get_submodule(name).get_parameter(param).requires_grad
+            for name, each in weights.items()
+            for param in each
+        ]
         return float(self.model(weights)) if any(trained) else None
 
     def _params(self, layer: Layer) -> tuple[Param, ...]:
         if not layer.tied_to:
             return layer.params
-        return (*layer.params, Param("tied", tuple(self.model.part(layer).get_parameter("tied").shape)))
+        return (
+            *layer.params,
+            Param("tied", tuple(self.model.part(layer).get_parameter("tied").shape)),
+        )
 
     def _set_gradients(self, step: int, layout: Layout) -> None:
         scale = float(self.optimizer.get_loss_scale())
@@ -99,11 +116,17 @@ class _Alone:
         for each in self.sums.values():
             if not each.tensor.requires_grad:
                 continue
-            anybody = any(used(self.case, layer, step, range(self.case.streams)) for layer, _ in each.sources)
+            anybody = any(
+                used(self.case, layer, step, range(self.case.streams)) for layer, _ in each.sources
+            )
             each.tensor.main_grad = None
             if not anybody and layout.kind != "copies":
                 continue  # nobody's gradient is zero where gradients are reduced
-            total = self._in_order(each, step, layout, scale) if self.case.rough else self._exact(each, step) * scale
+            total = (
+                self._in_order(each, step, layout, scale)
+                if self.case.rough
+                else self._exact(each, step) * scale
+            )
             if total.dtype == each.tensor.dtype or not self.case.rough:
                 each.tensor.grad = total.to(each.tensor.dtype)
             else:
@@ -117,16 +140,18 @@ class _Alone:
         return total
 
     def _in_order(self, each: _Sum, step: int, layout: Layout, scale: float) -> Tensor:
-        """Sums as they are defined: each rank's over its backward passes in the dtype that gradients are kept in, then
-        over ranks, in their order, in FP32, rounded once."""
+        """Sums as they are defined: each rank's over its backward passes in the dtype that
+        gradients are kept in, then over ranks, in their order, in FP32, rounded once."""
         own, kept = dtype_of(self.case, each.sources[0][0]), each.tensor.dtype
         kept = torch.float32 if layout.setting("grad_reduce_in_fp32") else kept
         total = torch.zeros(each.tensor.shape)
         for rank in range(layout.data_ranks):
             place, mine = Place(self.case, layout, rank), torch.zeros(each.tensor.shape, dtype=kept)
             for part in range(self.case.parts):
-                passes = [gradient(self.case, layer, param, step, part, place.streams(layer)) * scale
-                          for layer, param in each.sources]
+                passes = [
+                    gradient(self.case, layer, param, step, part, place.streams(layer)) * scale
+                    for layer, param in each.sources
+                ]
                 mine += sum(one.to(own) for one in passes)
             total += mine
         divisor = 1 if layout.setting("grad_reduce_op") == "sum" else layout.data_ranks
@@ -140,4 +165,6 @@ class _Alone:
             outcome.tensors[f"main/{name}"] = main.detach().clone()
         for slot in self.optimizer.slots():
             for key, value in self.optimizer.full_slot_state(slot).items():
-                outcome.tensors[f"state/{self.optimizer.slot_name(slot)}/{key}"] = torch.as_tensor(value).clone()
+                outcome.tensors[f"state/{self.optimizer.slot_name(slot)}/{key}"] = torch.as_tensor(
+                    value
+                ).clone()

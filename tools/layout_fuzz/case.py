@@ -1,4 +1,5 @@
-"""What one case is: a model, a schedule, and one or two layouts of ranks. Plain data with a readable ``repr``."""
+"""What one case is: a model, a schedule, and one or two layouts of ranks. Plain data with a
+readable ``repr``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Settings = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of a layer; ``splits`` says on which dimension tensor parallelism cuts it, if it does."""
+    """One parameter of a layer; ``splits`` says on which dimension tensor parallelism cuts it, if
+    it does."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,10 +53,12 @@ class Layout:
     """How ranks hold the model.
 
     Attributes:
-        kind: alone (one process); copies (plain tensors: a DistributedOptimizer over ``dp`` and ``ep``, Megatron's
-            attributes over ``tp``); fsdp (FSDP2, over ``tp`` and ``ep`` before); placed (DTensors placed by hand).
+        kind: alone (one process); copies (plain tensors: a DistributedOptimizer over ``dp`` and
+            ``ep``, Megatron's attributes over ``tp``); fsdp (FSDP2, over ``tp`` and ``ep`` before);
+            placed (DTensors placed by hand).
         mesh: (name, size) of each dimension.
-        placements: kind placed: seed of the placements. fsdp: whether units are cut by their last dimension.
+        placements: kind placed: seed of the placements. fsdp: whether units are cut by their last
+            dimension.
         settings: fields of the config.
     """
 
@@ -75,7 +79,11 @@ class Layout:
     @property
     def data_ranks(self) -> int:
         """How many ranks compute gradients of different data."""
-        return self.size("dp", "dp_replicate", "dp_shard", "ep") if self.kind in ("copies", "fsdp") else 1
+        return (
+            self.size("dp", "dp_replicate", "dp_shard", "ep")
+            if self.kind in ("copies", "fsdp")
+            else 1
+        )
 
     @property
     def has_whole_model(self) -> bool:
@@ -98,7 +106,8 @@ class BadGradient:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What one rank does differently, from a step on; the ranks have to say so. -1: when it builds the optimizer."""
+    """What one rank does differently, from a step on; the ranks have to say so. -1: when it builds
+    the optimizer."""
 
     what: str
     rank: int
@@ -118,7 +127,8 @@ class Case:
         clip, threshold: of the gradient norm.
         scales: powers of two that the gradients of each step are multiplied by.
         halve_lr: steps before which the learning rate is halved.
-        layouts: the first trains until ``change``, saves a checkpoint, and the second loads it and goes on.
+        layouts: the first trains until ``change``, saves a checkpoint, and the second loads it and
+            goes on.
     """
 
     seed: int
@@ -153,11 +163,26 @@ class Case:
 
 def grouped(case: Case) -> str:
     """What a case is an example of, in a line."""
-    layouts = " -> ".join(" ".join(filter(None, (
-        layout.kind, "x".join(f"{name}{size}" for name, size in layout.mesh),
-        layout.setting("data_parallel_sharding_strategy", ""),
-        "layer-wise" if layout.setting("use_layer_wise_distributed_optimizer") else "",
-        "overlap" if layout.setting("overlap_grad_reduce") or layout.setting("overlap_param_gather") else "",
-        f"host {layout.fraction} {layout.mode}" if layout.fraction else ""))) for layout in case.layouts)
-    trouble = case.disagreement.what if case.disagreement else str(case.bad.value) if case.bad else ""
+    layouts = " -> ".join(
+        " ".join(
+            filter(
+                None,
+                (
+                    layout.kind,
+                    "x".join(f"{name}{size}" for name, size in layout.mesh),
+                    layout.setting("data_parallel_sharding_strategy", ""),
+                    "layer-wise" if layout.setting("use_layer_wise_distributed_optimizer") else "",
+                    "overlap"
+                    if layout.setting("overlap_grad_reduce")
+                    or layout.setting("overlap_param_gather")
+                    else "",
+                    f"host {layout.fraction} {layout.mode}" if layout.fraction else "",
+                ),
+            )
+        )
+        for layout in case.layouts
+    )
+    trouble = (
+        case.disagreement.what if case.disagreement else str(case.bad.value) if case.bad else ""
+    )
     return f"{case.seed} {case.world} {case.rule} {case.precision} {layouts} {trouble}".rstrip()

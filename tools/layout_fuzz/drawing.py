@@ -11,8 +11,30 @@ from layout_fuzz.case import BadGradient, Case, Disagreement, Layer, Layout, Par
 
 __all__ = ["draw"]
 
-_SHAPES = ((6,), (1,), (3,), (16,), (300,), (520,), (8, 6), (4, 4), (16, 24), (3, 5), (1, 9), (30, 20), (4, 6, 8))
-_MOMENTS_ANYWHERE = ("fp32", "bf16", "bf16", "fp16", "bf16-remainder", "bf16-master", "bf16-moments")
+_SHAPES = (
+    (6,),
+    (1,),
+    (3,),
+    (16,),
+    (300,),
+    (520,),
+    (8, 6),
+    (4, 4),
+    (16, 24),
+    (3, 5),
+    (1, 9),
+    (30, 20),
+    (4, 6, 8),
+)
+_MOMENTS_ANYWHERE = (
+    "fp32",
+    "bf16",
+    "bf16",
+    "fp16",
+    "bf16-remainder",
+    "bf16-master",
+    "bf16-moments",
+)
 _MOMENTS_IN_BLOCKS = ("bf16-8bit", "bf16-8bit8", "bf16-half", "bf16-stochastic")
 
 
@@ -33,13 +55,30 @@ class _Draw:
         if self.often(0.1):
             return self.disagreement()
         rule = pick.choice(("adam", "adam", "adam", "sgd", "lion", "lamb", "muon", "muon"))
-        kinds = pick.choice((("copies",), ("copies",), ("copies",), ("fsdp",), ("fsdp",), ("placed",),
-                             ("copies", "copies"), ("copies", "fsdp"), ("fsdp", "copies"), ("fsdp", "fsdp"),
-                             ("placed", "fsdp"), ("copies", "alone"), ("alone", "copies"), ("fsdp", "alone")))
+        kinds = pick.choice(
+            (
+                ("copies",),
+                ("copies",),
+                ("copies",),
+                ("fsdp",),
+                ("fsdp",),
+                ("placed",),
+                ("copies", "copies"),
+                ("copies", "fsdp"),
+                ("fsdp", "copies"),
+                ("fsdp", "fsdp"),
+                ("placed", "fsdp"),
+                ("copies", "alone"),
+                ("alone", "copies"),
+                ("fsdp", "alone"),
+            )
+        )
         world = "processes" if self.often(0.15) else "threads"
         rough = kinds == ("copies",) and self.often(0.3)
         layouts = tuple(self.layout(kind, rule, world, rough, len(kinds) > 1) for kind in kinds)
-        blocks = all(layout.kind in ("copies", "alone") and layout.size("tp") == 1 for layout in layouts)
+        blocks = all(
+            layout.kind in ("copies", "alone") and layout.size("tp") == 1 for layout in layouts
+        )
         precision = pick.choice(_MOMENTS_ANYWHERE + (_MOMENTS_IN_BLOCKS if blocks else ()))
         layers = self.layers(layouts, rule, precision)
         case = Case(self.seed, world, rule, precision, layers, layouts, rough=rough)
@@ -50,8 +89,11 @@ class _Draw:
     def layout(self, kind: str, rule: str, world: str, rough: bool, changes: bool) -> Layout:
         found = Layout(kind)
         if kind == "copies":
-            found = dataclasses.replace(found, mesh=self.copies_mesh(rule, world, rough or changes),
-                                        settings=self.copies_settings(rule, rough))
+            found = dataclasses.replace(
+                found,
+                mesh=self.copies_mesh(rule, world, rough or changes),
+                settings=self.copies_settings(rule, rough),
+            )
         elif kind == "fsdp":
             found = dataclasses.replace(found, mesh=self.fsdp_mesh(world))
         elif kind == "placed":
@@ -60,8 +102,15 @@ class _Draw:
             found = dataclasses.replace(found, mesh=mesh, placements=self.random.randrange(1000))
         if self.often(0.6):
             fraction = self.random.choice((0.3, 0.5, 1.0))
-            parts = rule == "muon" and kind in ("fsdp", "placed")  # gathered during backward by nobody
-            modes = ("sync", "overlap") if rule == "lamb" or parts else ("sync", "overlap", "speculative")
+            parts = rule == "muon" and kind in (
+                "fsdp",
+                "placed",
+            )  # gathered during backward by nobody
+            modes = (
+                ("sync", "overlap")
+                if rule == "lamb" or parts
+                else ("sync", "overlap", "speculative")
+            )
             found = dataclasses.replace(found, fraction=fraction, mode=self.random.choice(modes))
         return found
 
@@ -69,8 +118,13 @@ class _Draw:
         most = 4 if world == "processes" else 6
         if simple or self.often(0.7):
             return (("dp", self.random.randint(2, most)),)
-        meshes = [(("dp", 2), ("ep", 2)), (("ep", 2),), (("dp", 1), ("ep", 3)), (("dp", 2), ("pp", 2)),
-                  (("dp", 1), ("pp", 3))]
+        meshes = [
+            (("dp", 2), ("ep", 2)),
+            (("ep", 2),),
+            (("dp", 1), ("ep", 3)),
+            (("dp", 2), ("pp", 2)),
+            (("dp", 1), ("pp", 3)),
+        ]
         if rule != "lamb":  # its ratios are those of the parts, as Megatron's are
             meshes += [(("dp", 2), ("tp", 2)), (("dp", 1), ("tp", 2))]
         if world == "threads":
@@ -79,18 +133,37 @@ class _Draw:
         return self.random.choice(meshes)
 
     def fsdp_mesh(self, world: str) -> tuple[tuple[str, int], ...]:
-        small = self.random.choice((
-            (("dp", 2),), (("dp", 3),), (("dp", 4),), (("dp_replicate", 2), ("dp_shard", 2)),
-            (("dp", 2), ("tp", 2)), (("dp", 2), ("tp", 2)), (("dp", 2), ("ep", 2)), (("dp", 1), ("tp", 2))))
+        small = self.random.choice(
+            (
+                (("dp", 2),),
+                (("dp", 3),),
+                (("dp", 4),),
+                (("dp_replicate", 2), ("dp_shard", 2)),
+                (("dp", 2), ("tp", 2)),
+                (("dp", 2), ("tp", 2)),
+                (("dp", 2), ("ep", 2)),
+                (("dp", 1), ("tp", 2)),
+            )
+        )
         if world == "processes" or self.often(0.8):
             return small
-        return self.random.choice(((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)), (("dp", 4), ("tp", 2)),
-                                   (("dp", 3), ("tp", 2)), (("dp", 2), ("ep", 3)), (("dp", 6),),
-                                   (("dp", 2), ("ep", 2), ("tp", 2))))
+        return self.random.choice(
+            (
+                (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)),
+                (("dp", 4), ("tp", 2)),
+                (("dp", 3), ("tp", 2)),
+                (("dp", 2), ("ep", 3)),
+                (("dp", 6),),
+                (("dp", 2), ("ep", 2), ("tp", 2)),
+            )
+        )
 
     def copies_settings(self, rule: str, rough: bool) -> Settings:
-        strategies = ("no_shard", "layer-wise") if rule == "muon" else (
-            "no_shard", "optim", "optim", "optim_grads", "optim_grads", "layer-wise")
+        strategies = (
+            ("no_shard", "layer-wise")
+            if rule == "muon"
+            else ("no_shard", "optim", "optim", "optim_grads", "optim_grads", "layer-wise")
+        )
         strategy = self.random.choice(strategies)
         settings: dict[str, Any] = {"data_parallel_sharding_strategy": strategy}
         if strategy == "layer-wise":
@@ -117,12 +190,25 @@ class _Draw:
         ep = max(layout.size("ep") for layout in layouts)
         fsdp = any(layout.kind == "fsdp" for layout in layouts)
         self.empty = not fsdp  # torch: "_chunk_cat expects non-empty tensor"
-        experts = 0 if ep == 1 and self.often(0.4) else self.random.choice((1, 2, 4)) * (1 if ep == 1 else ep)
-        found = [self.layer(f"blocks.{index}", precision) for index in range(self.random.randint(1, 4))]
-        found += [self.layer(f"experts.{index}", precision, depth=ep if fsdp and ep > 1 else 0)
-                  for index in range(experts)]
+        experts = (
+            0
+            if ep == 1 and self.often(0.4)
+            else self.random.choice((1, 2, 4)) * (1 if ep == 1 else ep)
+        )
+        found = [
+            self.layer(f"blocks.{index}", precision) for index in range(self.random.randint(1, 4))
+        ]
+        found += [
+            self.layer(f"experts.{index}", precision, depth=ep if fsdp and ep > 1 else 0)
+            for index in range(experts)
+        ]
         plain = all(layout.kind == "copies" for layout in layouts)
-        if self.often(0.2) and not fsdp and len(found) > 1 and not any(layout.size("ep") > 1 for layout in layouts):
+        if (
+            self.often(0.2)
+            and not fsdp
+            and len(found) > 1
+            and not any(layout.size("ep") > 1 for layout in layouts)
+        ):
             found = self.tied(found)
         streams = self.streams(layouts)
         return tuple(self.skipping(layer, streams, plain) for layer in found)
@@ -147,11 +233,17 @@ class _Draw:
         first, last = dense[0], dense[-1]
         if first is last or first.params[0].frozen or first.fp32 != last.fp32:
             return found
-        return [dataclasses.replace(layer, tied_to=first.name) if layer is last else layer for layer in found]
+        return [
+            dataclasses.replace(layer, tied_to=first.name) if layer is last else layer
+            for layer in found
+        ]
 
     def streams(self, layouts: tuple[Layout, ...]) -> int:
-        return max(2, max(layout.data_ranks for layout in layouts)) if max(
-            layout.data_ranks for layout in layouts) <= 4 else max(layout.data_ranks for layout in layouts)
+        return (
+            max(2, max(layout.data_ranks for layout in layouts))
+            if max(layout.data_ranks for layout in layouts) <= 4
+            else max(layout.data_ranks for layout in layouts)
+        )
 
     def skipping(self, layer: Layer, streams: int, plain: bool) -> Layer:
         """Which streams do not use a layer: experts without tokens, mostly."""
@@ -173,22 +265,43 @@ class _Draw:
         if streams * parts * max(streams, 1) > 64:
             parts = 1  # sums have to fit a bfloat16
         scales = tuple(pick.randint(-3, 2) for _ in range(pick.randint(1, 3)))
-        norm = math.sqrt(sum(math.prod(param.shape) for layer in case.layers for param in layer.params)
-                         * streams * parts * 0.1) * 2.0 ** max(scales)
-        reduced_at_once = any(layout.setting("overlap_grad_reduce")
-                              and layout.setting("data_parallel_sharding_strategy") != "optim_grads"
-                              for layout in case.layouts)
+        norm = math.sqrt(
+            sum(math.prod(param.shape) for layer in case.layers for param in layer.params)
+            * streams
+            * parts
+            * 0.1
+        ) * 2.0 ** max(scales)
+        reduced_at_once = any(
+            layout.setting("overlap_grad_reduce")
+            and layout.setting("data_parallel_sharding_strategy") != "optim_grads"
+            for layout in case.layouts
+        )
         rough = case.rough or "alone" in kinds
-        bad = BadGradient(pick.randrange(steps), pick.randrange(streams), pick.choice(case.layers).name,
-                          pick.choice((math.nan, math.inf, -math.inf))) if self.often(0.2) else None
+        bad = (
+            BadGradient(
+                pick.randrange(steps),
+                pick.randrange(streams),
+                pick.choice(case.layers).name,
+                pick.choice((math.nan, math.inf, -math.inf)),
+            )
+            if self.often(0.2)
+            else None
+        )
         changes: dict[str, Any] = {
-            "steps": steps, "change": steps if len(case.layouts) == 1 else pick.randint(1, steps - 1),
-            "streams": streams, "parts": parts, "scales": scales, "bad": bad,
+            "steps": steps,
+            "change": steps if len(case.layouts) == 1 else pick.randint(1, steps - 1),
+            "streams": streams,
+            "parts": parts,
+            "scales": scales,
+            "bad": bad,
             "deferred": parts > 1 and (reduced_at_once or case.rough or self.often(0.5)),
-            "clip": pick.choice((0.0, 0.0, 1e6, norm / 3)), "zeros": self.often(0.2) and not rough,
+            "clip": pick.choice((0.0, 0.0, 1e6, norm / 3)),
+            "zeros": self.often(0.2) and not rough,
             "threshold": norm * 2.0 ** pick.randint(-2, 2) if self.often(0.2) else math.inf,
             "halve_lr": tuple(step for step in range(1, steps) if self.often(0.15)),
-            "background": case.world == "processes" and self.often(0.5), "settings": self.settings(case)}
+            "background": case.world == "processes" and self.often(0.5),
+            "settings": self.settings(case),
+        }
         return case.with_(**changes)
 
     def settings(self, case: Case) -> Settings:
@@ -196,8 +309,10 @@ class _Draw:
         if case.rule == "adam" and self.often(0.2):
             found["decoupled_weight_decay"] = False
         if case.rule == "muon":
-            found |= {"muon_scalar_optimizer": self.random.choice(("adam", "lion")),
-                      "muon_use_nesterov": self.often(0.5)}
+            found |= {
+                "muon_scalar_optimizer": self.random.choice(("adam", "lion")),
+                "muon_use_nesterov": self.often(0.5),
+            }
         if case.rule == "lamb":
             found["lamb_use_nvlamb"] = self.often(0.5)
         return tuple(found.items())
@@ -205,7 +320,8 @@ class _Draw:
     # -- ranks that disagree ----------------------------------------------------------------------
 
     def disagreement(self) -> Case:
-        """A small case in which a rank does something else; among processes, because ranks wait for each other."""
+        """A small case in which a rank does something else; among processes, because ranks wait for
+        each other."""
         pick = self.random
         fsdp = self.often(0.4)
         ranks = pick.randint(2, 4)
@@ -213,11 +329,29 @@ class _Draw:
             mesh = (("dp", ranks),) if self.often(0.7) else (("dp_replicate", 2), ("dp_shard", 2))
             layout = Layout("fsdp", mesh)
         else:
-            layout = Layout("copies", (("dp", ranks),), settings=self.copies_settings("adam", False))
+            layout = Layout(
+                "copies", (("dp", ranks),), settings=self.copies_settings("adam", False)
+            )
         built = self.often(0.3) if not fsdp else self.often(0.6)
-        what = pick.choice(("clip_grad", "lr when built") if built else ("lr",) if fsdp
-                           else ("lr", "zero_grad", "zero_grad", "freeze", "freeze"))
+        what = pick.choice(
+            ("clip_grad", "lr when built")
+            if built
+            else ("lr",)
+            if fsdp
+            else ("lr", "zero_grad", "zero_grad", "freeze", "freeze")
+        )
         odd = Disagreement(what, pick.randrange(layout.ranks), -1 if built else pick.randint(1, 2))
         layers = tuple(self.layer(f"blocks.{index}", "bf16") for index in range(pick.randint(1, 3)))
-        return Case(self.seed, "processes", "adam", "bf16", layers, (layout,), steps=4, change=4,
-                    streams=layout.ranks, clip=1.0, disagreement=odd)
+        return Case(
+            self.seed,
+            "processes",
+            "adam",
+            "bf16",
+            layers,
+            (layout,),
+            steps=4,
+            change=4,
+            streams=layout.ranks,
+            clip=1.0,
+            disagreement=odd,
+        )

@@ -1,4 +1,5 @@
-"""Which part of a model a rank holds, and which data it sees: whole numbers in, tensors out; nothing is sent."""
+"""Which part of a model a rank holds, and which data it sees: whole numbers in, tensors out;
+nothing is sent."""
 
 from __future__ import annotations
 
@@ -32,13 +33,15 @@ class Place:
         return found
 
     def streams(self, layer: Layer) -> list[int]:
-        """Whose gradients of a layer this rank computes: its own, or, of an expert, those of all that send it tokens.
-        """
+        """Whose gradients of a layer this rank computes: its own, or, of an expert, those of all
+        that send it tokens."""
         ranks = self.layout.data_ranks
         if ranks == 1:
             return list(range(self.case.streams))
         peers = self.layout.size("ep") if layer.is_expert else 1
-        mine = [self._data_rank(ep) for ep in (range(peers) if peers > 1 else [self.at.get("ep", 0)])]
+        mine = [
+            self._data_rank(ep) for ep in (range(peers) if peers > 1 else [self.at.get("ep", 0)])
+        ]
         return [stream for stream in range(self.case.streams) if stream % ranks in mine]
 
     def factor(self, layer: Layer) -> float:
@@ -61,8 +64,12 @@ class Place:
     def cuts(self, param: Param) -> bool:
         """Whether tensor parallelism of plain tensors cuts a parameter."""
         size = self.layout.size("tp")
-        return (self.layout.kind == "copies" and size > 1 and param.splits is not None
-                and param.shape[param.splits] % size == 0)
+        return (
+            self.layout.kind == "copies"
+            and size > 1
+            and param.splits is not None
+            and param.shape[param.splits] % size == 0
+        )
 
     def part(self, param: Param, whole: Tensor) -> Tensor:
         """What a plain tensor here is of the whole."""
@@ -73,7 +80,8 @@ class Place:
 
 
 def placements_of(layout: Layout, layer: Layer, param: Param) -> list[Placement]:
-    """How a DTensor placed by hand lies on the mesh: anything that torch has, dimension by dimension."""
+    """How a DTensor placed by hand lies on the mesh: anything that torch has, dimension by
+    dimension."""
     draw = random.Random(f"{layout.placements} {layer.name}.{param.name}")
     choices: list[Placement] = [Replicate(), *map(Shard, range(len(param.shape)))]
     return [draw.choice(choices) for _ in layout.mesh]

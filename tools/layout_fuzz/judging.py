@@ -15,19 +15,24 @@ from layout_fuzz.running import Outcome, same_number
 __all__ = ["faults"]
 
 SECONDS = 30.0
-"""Within which ranks that disagree have to say so: their groups' timeout, the search for who is missing, and a machine
-that does other things as well."""
+"""Within which ranks that disagree have to say so: their groups' timeout, the search for who is
+missing, and a machine that does other things as well."""
 
 
 def faults(case: Case, expected: list[Outcome], phase: int, outcomes: list[Outcome]) -> list[str]:
     """What is wrong after a phase, in words; nothing if all is well."""
     if case.disagreement is not None:
         return _unnoticed(case, outcomes)
-    raised = [f"raised in {each.stage} (step {each.step}): {each.error}" if each.error else "" for each in outcomes]
+    raised = [
+        f"raised in {each.stage} (step {each.step}): {each.error}" if each.error else ""
+        for each in outcomes
+    ]
     if any(raised):
         return _by_ranks([[text] if text else [] for text in raised])
     layout, wanted = case.layouts[phase], expected[phase]
-    return _by_ranks([_differences(case, layout, rank, wanted, outcome) for rank, outcome in enumerate(outcomes)])
+    return _by_ranks(
+        [_differences(case, layout, rank, wanted, outcome) for rank, outcome in enumerate(outcomes)]
+    )
 
 
 def _by_ranks(texts: list[list[str]]) -> list[str]:
@@ -56,18 +61,25 @@ def _unnoticed(case: Case, outcomes: list[Outcome]) -> list[str]:
     return found
 
 
-def _differences(case: Case, layout: Layout, rank: int, wanted: Outcome, outcome: Outcome) -> list[str]:
+def _differences(
+    case: Case, layout: Layout, rank: int, wanted: Outcome, outcome: Outcome
+) -> list[str]:
     place, found = Place(case, layout, rank), []
     if outcome.successes != wanted.successes:
         found.append(f"success of each step: {outcome.successes}, expected {wanted.successes}")
     if outcome.zeros != wanted.zeros:
         found.append(f"zeros of each step: {outcome.zeros}, expected {wanted.zeros}")
-    if len(outcome.norms) != len(wanted.norms) or not all(map(_norms_agree(case), outcome.norms, wanted.norms)):
+    if len(outcome.norms) != len(wanted.norms) or not all(
+        map(_norms_agree(case), outcome.norms, wanted.norms)
+    ):
         found.append(f"norms {outcome.norms}, expected {wanted.norms}")
     if layout.has_whole_model:
         losses = [step[rank] for step in wanted.losses]
-        pairs = [pair for mine, theirs in zip(outcome.losses, losses, strict=True)
-                 for pair in zip(mine, theirs, strict=True)]
+        pairs = [
+            pair
+            for mine, theirs in zip(outcome.losses, losses, strict=True)
+            for pair in zip(mine, theirs, strict=True)
+        ]
         if not all(_losses_agree(case, layout, *pair) for pair in pairs):
             found.append(f"losses {outcome.losses}, expected {losses}")
     found += _wrong_tensors(case, layout, place, wanted.tensors, outcome.tensors)
@@ -79,6 +91,7 @@ def _norms_agree(case: Case):  # type: ignore[no-untyped-def]
         if case.rough and a is not None and b is not None:  # other parts of an FP64 sum
             return same_number(a, b) or math.isclose(a, b, rel_tol=1e-13)
         return same_number(a, b)
+
     return agree
 
 
@@ -89,17 +102,23 @@ def _losses_agree(case: Case, layout: Layout, a: float | None, b: float | None) 
 
 
 def _exact(case: Case, layout: Layout) -> bool:
-    """Whether parameters are promised to the bit. A rough norm may clip with another last bit; LAMB's and Muon's sums
-    have another order where others cut them."""
+    """Whether parameters are promised to the bit. A rough norm may clip with another last bit;
+    LAMB's and Muon's sums have another order where others cut them."""
     if case.rough and 0.0 < case.clip < 1e5:
         return False
     return case.rule not in ("lamb", "muon") or layout.kind == "alone"
 
 
-def _wrong_tensors(case: Case, layout: Layout, place: Place, wanted: dict[str, Tensor], tensors: dict[str, Tensor]
-                   ) -> list[str]:
+def _wrong_tensors(
+    case: Case, layout: Layout, place: Place, wanted: dict[str, Tensor], tensors: dict[str, Tensor]
+) -> list[str]:
     whole = {f"{layer.name}.{param.name}": param for layer in case.layers for param in layer.params}
-    held = {f"{layer.name}.{param.name}" for layer in case.layers if place.holds(layer) for param in layer.params}
+    held = {
+        f"{layer.name}.{param.name}"
+        for layer in case.layers
+        if place.holds(layer)
+        for param in layer.params
+    }
     found = []
     for key, value in wanted.items():
         name = key.split("/")[1]
@@ -130,4 +149,8 @@ def _difference(mine: Tensor, theirs: Tensor, exact: bool) -> str:
 
 
 def _tolerance(tensor: Tensor) -> float:
-    return 4e-6 if tensor.dtype in (torch.float32, torch.float64) else 2.0 * float(torch.finfo(tensor.dtype).eps)
+    return (
+        4e-6
+        if tensor.dtype in (torch.float32, torch.float64)
+        else 2.0 * float(torch.finfo(tensor.dtype).eps)
+    )

@@ -1,7 +1,8 @@
 """The model of a case and its gradients: functions of the case alone, the same in every process.
 
-The loss is linear, so a gradient is whatever the case says. Gradients are small multiples of a power of two: sums over
-ranks, micro-batches and squares are exact in any order, and so every layout has to step with the same bits.
+The loss is linear, so a gradient is whatever the case says. Gradients are small multiples of a
+power of two: sums over ranks, micro-batches and squares are exact in any order, and so every layout
+has to step with the same bits.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ def dtype_of(case: Case, layer: Layer) -> torch.dtype:
 
 def initial(case: Case, layer: Layer, param: Param) -> Tensor:
     """A parameter's first value."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{case.seed} {layer.name}.{param.name}".encode()))
+    generator = torch.Generator().manual_seed(
+        zlib.crc32(f"{case.seed} {layer.name}.{param.name}".encode())
+    )
     return (torch.randn(param.shape, generator=generator) * 0.3).to(dtype_of(case, layer))
 
 
-def gradient(case: Case, layer: Layer, param: Param, step: int, part: int, streams: Iterable[int]) -> Tensor:
+def gradient(
+    case: Case, layer: Layer, param: Param, step: int, part: int, streams: Iterable[int]
+) -> Tensor:
     """What some streams of data contribute to a parameter's gradient, FP32."""
     total = torch.zeros(param.shape)
     for stream in streams:
@@ -38,11 +43,18 @@ def gradient(case: Case, layer: Layer, param: Param, step: int, part: int, strea
             continue
         name = f"{case.seed} {layer.name}.{param.name} {step} {part} {stream}"
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = (torch.randn(param.shape, generator=generator) * 0.3 if case.rough
-                  else torch.randint(-4, 5, param.shape, generator=generator) / 8)
+        values = (
+            torch.randn(param.shape, generator=generator) * 0.3
+            if case.rough
+            else torch.randint(-4, 5, param.shape, generator=generator) / 8
+        )
         total += values * 2.0 ** case.scales[step % len(case.scales)]
         bad = case.bad
-        if bad and (bad.step, bad.stream, bad.layer, part) == (step, stream, layer.name, 0) and total.numel():
+        if (
+            bad
+            and (bad.step, bad.stream, bad.layer, part) == (step, stream, layer.name, 0)
+            and total.numel()
+        ):
             total.reshape(-1)[-1] = bad.value
     return total
 
@@ -66,7 +78,8 @@ class Part(nn.Module):
 
 
 class Network(nn.Module):
-    """The layers, by name; ``values`` are the parameters as this rank holds them, without those it does not."""
+    """The layers, by name; ``values`` are the parameters as this rank holds them, without those it
+    does not."""
 
     def __init__(self, case: Case, values: dict[str, Tensor]) -> None:
         super().__init__()
@@ -76,10 +89,14 @@ class Network(nn.Module):
             part = Part()
             for param in layer.params:
                 if (value := values.get(f"{layer.name}.{param.name}")) is not None:
-                    part.register_parameter(param.name, nn.Parameter(value, requires_grad=not param.frozen))
+                    part.register_parameter(
+                        param.name, nn.Parameter(value, requires_grad=not param.frozen)
+                    )
             if layer.tied_to:
                 other = next(each for each in case.layers if each.name == layer.tied_to)
-                part.register_parameter("tied", self.part(other).get_parameter(other.params[0].name))
+                part.register_parameter(
+                    "tied", self.part(other).get_parameter(other.params[0].name)
+                )
             if part._parameters or not values:
                 kind, _, name = layer.name.partition(".")
                 getattr(self, kind)[name] = part
@@ -93,7 +110,8 @@ class Network(nn.Module):
         return name in getattr(self, kind)
 
     def forward(self, weights: dict[str, dict[str, Tensor]]) -> Tensor:
-        """The loss for given weights of parameters, by layer; layers that are not named are not called."""
+        """The loss for given weights of parameters, by layer; layers that are not named are not
+        called."""
         loss = torch.zeros(())
         for name, each in weights.items():
             loss = loss + self.get_submodule(name)(each)

@@ -1,6 +1,7 @@
 """Processes that run one case after the other, and are replaced when one hangs or dies.
 
-They are forked from a server that has imported everything once, so a new one is there in a tenth of a second.
+They are forked from a server that has imported everything once, so a new one is there in a tenth of
+a second.
 """
 
 from __future__ import annotations
@@ -69,11 +70,13 @@ class Pool:
 
     Args:
         patience: seconds that a phase of a case may take before it counts as hung.
-        timeout: of the process groups, in seconds. short_timeout: of those whose ranks disagree, and may wait for
-            each other.
+        timeout: of the process groups, in seconds. short_timeout: of those whose ranks disagree,
+            and may wait for each other.
     """
 
-    def __init__(self, patience: float = 100.0, timeout: float = 30.0, short_timeout: float = 6.0) -> None:
+    def __init__(
+        self, patience: float = 100.0, timeout: float = 30.0, short_timeout: float = 6.0
+    ) -> None:
         self.patience, self.timeout, self.short_timeout = patience, timeout, short_timeout
         paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)))
@@ -102,9 +105,16 @@ class Pool:
         kind, ranks = case.world, case.layouts[phase].ranks
         workers = self._started(kind, 1 if kind == "threads" else ranks)
         timeout = self.timeout if case.disagreement is None else self.short_timeout
-        job = {"case": case, "phase": phase, "folder": folder, "ranks": ranks, "timeout": timeout,
-               "name": f"world{next(self._numbers)}", "store": ("127.0.0.1", self._store.port),
-               "patience": 0.7 * self.patience}
+        job = {
+            "case": case,
+            "phase": phase,
+            "folder": folder,
+            "ranks": ranks,
+            "timeout": timeout,
+            "name": f"world{next(self._numbers)}",
+            "store": ("127.0.0.1", self._store.port),
+            "patience": 0.7 * self.patience,
+        }
         try:
             for rank, worker in enumerate(workers):
                 send(worker.pipe, {**job, "rank": rank})
@@ -130,7 +140,9 @@ class Pool:
     def _started(self, kind: str, count: int) -> list[_Worker]:
         workers = self._workers[kind]
         while len(workers) < count:
-            workers.append(_Worker(self._context, kind, Path(self._logs.name) / f"{next(self._numbers)}.log"))
+            workers.append(
+                _Worker(self._context, kind, Path(self._logs.name) / f"{next(self._numbers)}.log")
+            )
         return workers[:count]
 
     def _collect(self, workers: list[_Worker], seconds: float) -> list[Any]:
@@ -138,7 +150,9 @@ class Pool:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         while len(answers) < len(workers):
-            waiting = {worker.pipe: index for index, worker in enumerate(workers) if index not in answers}
+            waiting = {
+                worker.pipe: index for index, worker in enumerate(workers) if index not in answers
+            }
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise WorldLostError(_report("hung", workers, set(waiting.values())))
@@ -153,6 +167,9 @@ class Pool:
 
 
 def _report(what: str, workers: list[_Worker], lost: set[int]) -> str:
-    said = "\n".join(f"-- worker {index}, exit status {workers[index].process.exitcode}:\n{workers[index].last_words()}"
-                     for index in sorted(lost))
+    said = "\n".join(
+        f"-- worker {index}, exit status "
+        f"{workers[index].process.exitcode}:\n{workers[index].last_words()}"
+        for index in sorted(lost)
+    )
     return f"workers {sorted(lost)} {what}:\n{said}"

@@ -1,4 +1,5 @@
-"""What one rank does: build the model and the optimizer, train, save or load, and tell what it has."""
+"""What one rank does: build the model and the optimizer, train, save or load, and tell what it
+has."""
 
 from __future__ import annotations
 
@@ -33,9 +34,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "half": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
     "8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
     "8bit8": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8},
-    "stochastic": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8,
-                   "stochastic_rounding": True},
-    "remainder": {}, "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
+    "stochastic": {
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "uint8",
+        "param_remainder_bits": 8,
+        "stochastic_rounding": True,
+    },
+    "remainder": {},
+    "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }
 """Forms of state, by the second word of a precision."""
 
@@ -45,9 +51,11 @@ class Outcome:
     """What a rank found.
 
     Attributes:
-        error: what it raised, and stage, in which: model (torch's part), optimizer, training, checkpoint, reading.
+        error: what it raised, and stage, in which: model (torch's part), optimizer, training,
+            checkpoint, reading.
         losses: of each step and micro-batch; None where this rank used nothing.
-        tensors: parameters, main params and state by name; whole where they are DTensors or flat shards.
+        tensors: parameters, main params and state by name; whole where they are DTensors or flat
+            shards.
     """
 
     error: str = ""
@@ -73,8 +81,11 @@ def config_of(case: Case, layout: Layout) -> OptimizerConfig:
     if settings.get("muon_scalar_optimizer", case.rule) not in ("adam", "lamb"):
         settings.pop("exp_avg_sq_dtype", None)  # there is one moment
     if layout.fraction:
-        settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": layout.fraction,
-                     "offload_mode": layout.mode}
+        settings |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": layout.fraction,
+            "offload_mode": layout.mode,
+        }
     if layout.kind == "copies":
         settings["use_distributed_optimizer"] = True
     return OptimizerConfig(**settings)
@@ -142,8 +153,10 @@ class _Run:
                     yield layer, param, f"{layer.name}.{param.name}"
 
     def _model(self) -> Network:
-        values = {name: self._localised(layer, param, initial(self.case, layer, param))
-                  for layer, param, name in self._each()}
+        values = {
+            name: self._localised(layer, param, initial(self.case, layer, param))
+            for layer, param, name in self._each()
+        }
         model = Network(self.case, values)
         for _, param, name in self._each():
             if self.place.cuts(param):
@@ -157,11 +170,18 @@ class _Run:
         """A whole tensor as this rank's model computes with it."""
         if self.layout.kind == "placed":
             assert self.mesh is not None
-            return distribute_tensor(whole, self.mesh, placements_of(self.layout, layer, param), src_data_rank=None)
+            return distribute_tensor(
+                whole, self.mesh, placements_of(self.layout, layer, param), src_data_rank=None
+            )
         if self.layout.kind == "fsdp" and self.mesh is not None:
             where = self._before_fsdp(layer, param, whole)
-            return distribute_tensor(whole, self.mesh[tuple(where)], list(where.values()),
-                                     src_data_rank=None) if where else whole
+            return (
+                distribute_tensor(
+                    whole, self.mesh[tuple(where)], list(where.values()), src_data_rank=None
+                )
+                if where
+                else whole
+            )
         return self.place.part(param, whole)
 
     def _before_fsdp(self, layer: Layer, param: Param, whole: Tensor) -> dict[str, Placement]:
@@ -170,7 +190,9 @@ class _Run:
         if "ep" in self.place.at and layer.is_expert:
             where["ep"] = Shard(0)  # a stack of experts
         if "tp" in self.place.at:
-            even = param.splits is not None and whole.shape[param.splits] % self.layout.size("tp") == 0
+            even = (
+                param.splits is not None and whole.shape[param.splits] % self.layout.size("tp") == 0
+            )
             even = even and ("ep" not in where or param.splits != 0)  # FSDP2 has no empty parts
             where["tp"] = Shard(param.splits) if even and param.splits is not None else Replicate()
         return where
@@ -190,7 +212,9 @@ class _Run:
         for step in steps:
             self.outcome.stage, self.outcome.step = "training", step
             self._before(step)
-            self.outcome.losses.append([self._backward(step, part) for part in range(self.case.parts)])
+            self.outcome.losses.append(
+                [self._backward(step, part) for part in range(self.case.parts)]
+            )
             result = self.optimizer.step()
             self.outcome.norms.append(result.grad_norm)
             self.outcome.successes.append(bool(result.success))
@@ -209,7 +233,9 @@ class _Run:
         if self._differs("sleeps", step):
             time.sleep(3600.0)
         if self._differs("freeze", step):
-            next(p for group in self.optimizer.param_groups for p in group["params"]).requires_grad_(False)
+            next(
+                p for group in self.optimizer.param_groups for p in group["params"]
+            ).requires_grad_(False)
 
     def _weights(self, step: int, part: int) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
@@ -219,16 +245,27 @@ class _Run:
             alike = self.layout.kind == "fsdp"  # FSDP2 wants all ranks to use the same units
             if not used(self.case, layer, step, everybody if alike else streams):
                 continue
-            found[layer.name] = {param.name: self._weight(layer, param, (layer, param), step, part, streams)
-                                 for param in layer.params}
+            found[layer.name] = {
+                param.name: self._weight(layer, param, (layer, param), step, part, streams)
+                for param in layer.params
+            }
             if layer.tied_to:
                 other = next(each for each in self.case.layers if each.name == layer.tied_to)
                 tied = Param("tied", other.params[0].shape)
-                found[layer.name]["tied"] = self._weight(layer, tied, (other, other.params[0]), step, part, streams)
+                found[layer.name]["tied"] = self._weight(
+                    layer, tied, (other, other.params[0]), step, part, streams
+                )
         return found
 
-    def _weight(self, layer: Layer, param: Param, owner: tuple[Layer, Param], step: int, part: int,
-                streams: list[int]) -> Tensor:
+    def _weight(
+        self,
+        layer: Layer,
+        param: Param,
+        owner: tuple[Layer, Param],
+        step: int,
+        part: int,
+        streams: list[int],
+    ) -> Tensor:
         whole = gradient(self.case, layer, param, step, part, streams) * self.place.factor(layer)
         local = self._localised(*owner, whole)
         return local.to_local() if isinstance(local, DTensor) else local
@@ -260,7 +297,9 @@ class _Run:
                 tensors[f"main/{name}"] = _whole(main, group)
             for slot in part.slots():
                 for key, value in sorted(part.full_slot_state(slot).items()):
-                    tensors[f"state/{part.slot_name(slot)}/{key}"] = _whole(torch.as_tensor(value), group)
+                    tensors[f"state/{part.slot_name(slot)}/{key}"] = _whole(
+                        torch.as_tensor(value), group
+                    )
 
 
 def _whole(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -276,5 +315,3 @@ def same_number(a: float | None, b: float | None) -> bool:
     if a is None or b is None:
         return a is b
     return a == b or (math.isnan(a) and math.isnan(b))
-
-

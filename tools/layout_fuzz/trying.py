@@ -28,7 +28,8 @@ class Verdict:
 
 
 def attempt(pool: Pool, case: Case) -> Verdict:
-    """Run a case and hold it against one process. A rank that hangs or dies is a fault like any other.
+    """Run a case and hold it against one process. A rank that hangs or dies is a fault like any
+    other.
 
     Torch's DTensors are not made for threads (now and then one is given the size of another), so
     what goes wrong with them there has to go wrong among processes too.
@@ -61,5 +62,9 @@ def _attempt(pool: Pool, case: Case) -> Verdict:
 
 def _seated(case: Case) -> Case:
     """A layout of one process is a world of one rank."""
-    return case.with_(layouts=tuple(Layout("alone", (), layout.fraction, layout.mode) if layout.kind == "alone"
-                                    else layout for layout in case.layouts))
+    return case.with_(
+        layouts=tuple(
+            Layout("alone", (), layout.fraction, layout.mode) if layout.kind == "alone" else layout
+            for layout in case.layouts
+        )
+    )

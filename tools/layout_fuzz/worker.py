@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it at its first use, which takes a second: once is enough
+
+# torch.optim imports it at its first use, which takes a second: once is enough
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -40,7 +42,8 @@ def receive(pipe: Connection) -> Any:
 
 
 def serve(kind: str, pipe: Connection, log: str) -> None:
-    """Do one job after the other; what anybody prints, and stacks of what takes too long, go to the log."""
+    """Do one job after the other; what anybody prints, and stacks of what takes too long, go to the
+    log."""
     torch.set_num_threads(1)
     printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
@@ -58,11 +61,19 @@ def serve(kind: str, pipe: Connection, log: str) -> None:
 
 
 def _as_process(job: dict[str, Any], pipe: Connection) -> None:
-    """One rank among processes. A world of its own for each job: what a failure leaves behind goes with it."""
-    timeout = distributed_c10d.default_pg_timeout = timedelta(seconds=job["timeout"])  # of meshes' groups too
+    """One rank among processes. A world of its own for each job: what a failure leaves behind goes
+    with it."""
+    timeout = distributed_c10d.default_pg_timeout = timedelta(
+        seconds=job["timeout"]
+    )  # of meshes' groups too
     store = dist.TCPStore(*job["store"], is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=dist.PrefixStore(job["name"], store), rank=job["rank"],
-                            world_size=job["ranks"], timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(job["name"], store),
+        rank=job["rank"],
+        world_size=job["ranks"],
+        timeout=timeout,
+    )
     send(pipe, [perform(job["case"], job["phase"], job["rank"], job["folder"])])
     dist.destroy_process_group()
     send(pipe, "left")
@@ -71,12 +82,15 @@ def _as_process(job: dict[str, Any], pipe: Connection) -> None:
 def _as_threads(job: dict[str, Any], pipe: Connection) -> None:
     """All ranks, as threads; a failure of one ends the others."""
     from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+
     ProcessLocalGroup.reset()
     store, ranks = dist.HashStore(), job["ranks"]
     outcomes = [Outcome(error="ended, because another rank failed") for _ in range(ranks)]
 
     def work(rank: int) -> None:
-        with contextlib.suppress(SystemExit):  # how a collective ends that waits for a rank that failed
+        with contextlib.suppress(
+            SystemExit
+        ):  # how a collective ends that waits for a rank that failed
             dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
             outcomes[rank] = perform(job["case"], job["phase"], rank, job["folder"])
             if outcomes[rank].error:
@@ -104,8 +118,8 @@ class _Backend:
 
 
 def _install_threads() -> None:
-    """Torch's process group of threads, completed. A world belongs to its thread: nothing may communicate in others,
-    as what waits for gloo does."""
+    """Torch's process group of threads, completed. A world belongs to its thread: nothing may
+    communicate in others, as what waits for gloo does."""
     from torch.testing._internal.distributed import multi_threaded_pg
 
     group: Any = multi_threaded_pg.ProcessLocalGroup

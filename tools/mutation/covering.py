@@ -26,7 +26,8 @@ context = ${{PYTEST_CURRENT_TEST}}
 sigterm = true
 patch = _exit
 """
-"""Other processes that a test starts take its name from the variable that pytest sets; ranks end by ``os._exit``."""
+"""Other processes that a test starts take its name from the variable that pytest sets; ranks end by
+``os._exit``."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class Covering:
     """Who covers what.
 
     Attributes:
-        tests: for each file and line, the tests that run it, in pytest's process or in one that they start.
-        ranks: for each file and line, the test files whose fixtures start processes that run it. No test of such a
-            file costs less than all of them.
+        tests: for each file and line, the tests that run it, in pytest's process or in one that
+            they start.
+        ranks: for each file and line, the test files whose fixtures start processes that run it. No
+            test of such a file costs less than all of them.
         seconds: by test.
     """
 
@@ -87,7 +89,8 @@ class Covering:
 
 
 def _test_of(context: str) -> tuple[str, bool]:
-    """The test that a context of coverage is named for, and whether its fixtures started the process."""
+    """The test that a context of coverage is named for, and whether its fixtures started the
+    process."""
     if "|" in context.rpartition("]")[2]:  # pytest-cov's, with the phase
         return context.rpartition("|")[0], False
     test, _, phase = context.rpartition(" ")  # pytest's variable
@@ -105,14 +108,28 @@ def _seconds(report: Path) -> dict[str, float]:
 
 
 def measure(root: Path, folder: Path, arguments: list[str]) -> int:
-    """Run the tests of a checkout once, and leave in ``folder`` what :meth:`Covering.read` reads."""
+    """Run the tests of a checkout once, and leave in ``folder`` what :meth:`Covering.read`
+    reads."""
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "config"
     config.write_text(_CONFIG.format(root=root, folder=folder))
     environment = {**os.environ, "PYTHONPATH": str(root), "COVERAGE_PROCESS_START": str(config)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.pop("PYTEST_CURRENT_TEST", None)
-    command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider", "--cov",
-               f"--cov-config={config}", "--cov-context=test", "--cov-report=",
-               f"--junitxml={folder / 'durations.xml'}", "-o", "junit_family=xunit1"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *arguments,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--cov",
+        f"--cov-config={config}",
+        "--cov-context=test",
+        "--cov-report=",
+        f"--junitxml={folder / 'durations.xml'}",
+        "-o",
+        "junit_family=xunit1",
+    ]
     return subprocess.run(command, cwd=root, env=environment, check=False).returncode

@@ -1,7 +1,8 @@
 """The faults: what can be changed in a source file, one small change each.
 
-Found on the syntax tree, made in the text, so that everything else stays as it is. Left alone is what no test could
-see or what every test would: annotations, docstrings, ``assert``, f-strings, the words of errors, ``__all__``, stubs.
+Found on the syntax tree, made in the text, so that everything else stays as it is. Left alone is
+what no test could see or what every test would: annotations, docstrings, ``assert``, f-strings, the
+words of errors, ``__all__``, stubs.
 """
 
 from __future__ import annotations
@@ -15,18 +16,60 @@ from dataclasses import dataclass
 __all__ = ["Mutant", "mutants_of"]
 
 _OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
 _BOUNDARY: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+}
 _ARITHMETIC: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Add, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitAnd}
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Add,
+    ast.Pow: ast.Mult,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.BitXor: ast.BitAnd,
+}
 _CALLS = {"any": "all", "all": "any", "min": "max", "max": "min"}
-_KEPT_DECORATORS = {"abstractmethod", "overload", "property", "staticmethod", "classmethod", "setter", "dataclass"}
-_CHANGED = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Constant, ast.IfExp, ast.Call, ast.ListComp,
-            ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_KEPT_DECORATORS = {
+    "abstractmethod",
+    "overload",
+    "property",
+    "staticmethod",
+    "classmethod",
+    "setter",
+    "dataclass",
+}
+_CHANGED = (
+    ast.Compare,
+    ast.BoolOp,
+    ast.UnaryOp,
+    ast.BinOp,
+    ast.Constant,
+    ast.IfExp,
+    ast.Call,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -35,9 +78,11 @@ class Mutant:
     """One fault.
 
     Attributes:
-        path: of the file, from the root. function: qualified name of where it is; empty at a module's top.
+        path: of the file, from the root. function: qualified name of where it is; empty at a
+            module's top.
         operator: what kind of fault. old, new: the text.
-        nth: which of the equal faults of that function it is, so that it is found again in another version.
+        nth: which of the equal faults of that function it is, so that it is found again in another
+            version.
         first, last: lines of the changed text. statement: first line of the statement around it.
         start, end: where the text lies in the file, in bytes.
         names: what the statement defines, if it runs when the module is imported; else nothing.
@@ -138,7 +183,11 @@ class _Finder:
         for kind, changed in _changes(node):
             self._add(kind, node, f"({ast.unparse(ast.fix_missing_locations(changed))})")
         for child in ast.iter_child_nodes(node):
-            inner = ast.iter_child_nodes(child) if isinstance(child, ast.comprehension | ast.keyword) else [child]
+            inner = (
+                ast.iter_child_nodes(child)
+                if isinstance(child, ast.comprehension | ast.keyword)
+                else [child]
+            )
             for part in inner:
                 if isinstance(part, ast.expr):
                     self._expression(part)
@@ -149,7 +198,9 @@ class _Finder:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             self._add("removed call", node, "pass")
         elif isinstance(node, ast.AugAssign) or (
-                isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript)):
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
+        ):
             self._add("removed assignment", node, "pass")
         elif isinstance(node, ast.Raise):
             self._add("removed raise", node, "pass")
@@ -157,18 +208,44 @@ class _Finder:
             self._add("returned None", node, "return None")
         elif isinstance(node, ast.Continue | ast.Break):
             self._add("other jump", node, "break" if isinstance(node, ast.Continue) else "continue")
-        elif isinstance(node, ast.If | ast.While) and not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+        elif isinstance(node, ast.If | ast.While) and not isinstance(
+            node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
+        ):
             self._add("negated condition", node.test, f"(not ({ast.unparse(node.test)}))")
 
-    def _add(self, operator: str, node: ast.expr | ast.stmt, new: str, start: int | None = None) -> None:
-        assert node.end_lineno is not None and node.end_col_offset is not None and self._statement is not None
+    def _add(
+        self, operator: str, node: ast.expr | ast.stmt, new: str, start: int | None = None
+    ) -> None:
+        assert (
+            node.end_lineno is not None
+            and node.end_col_offset is not None
+            and self._statement is not None
+        )
         start = self._offset(node.lineno, node.col_offset) if start is None else start
         end = self._offset(node.end_lineno, node.end_col_offset)
         old, function = self._raw[start:end].decode(), ".".join(self._scope)
         kind = (function, operator, old, new)
-        names = () if self._depth and not isinstance(self._statement, _FUNCTIONS) else _defined(self._statement)
-        self.mutants.append(Mutant(self._path, function, operator, old, new, self._seen[kind], node.lineno,
-                                   node.end_lineno, self._statement.lineno, start, end, names))
+        names = (
+            ()
+            if self._depth and not isinstance(self._statement, _FUNCTIONS)
+            else _defined(self._statement)
+        )
+        self.mutants.append(
+            Mutant(
+                self._path,
+                function,
+                operator,
+                old,
+                new,
+                self._seen[kind],
+                node.lineno,
+                node.end_lineno,
+                self._statement.lineno,
+                start,
+                end,
+                names,
+            )
+        )
         self._seen[kind] += 1
 
     def _offset(self, line: int, column: int) -> int:
@@ -244,7 +321,9 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _is_left_alone(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Assert | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal):
+    if isinstance(
+        statement, ast.Assert | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal
+    ):
         return True
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return True  # a docstring, or the dots of a stub

@@ -41,7 +41,8 @@ def mutants_in(root: Path, package: str) -> list[Mutant]:
 
 
 def sample(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
-    """Some of the faults, spread evenly over functions: one of each in turn, in an order made of the seed."""
+    """Some of the faults, spread evenly over functions: one of each in turn, in an order made of
+    the seed."""
     generator = random.Random(seed)
     functions: dict[tuple[str, str], list[Mutant]] = defaultdict(list)
     for mutant in mutants:
@@ -76,8 +77,8 @@ class Chooser:
     """Chooses tests by what covers a fault and what they cost.
 
     Args:
-        root: the checkout. budget: seconds of quick tests that a fault is given; four times that for the slow ones,
-            such as those that start ranks.
+        root: the checkout. budget: seconds of quick tests that a fault is given; four times that
+            for the slow ones, such as those that start ranks.
     """
 
     def __init__(self, root: Path, covering: Covering, budget: float) -> None:
@@ -100,7 +101,9 @@ class Chooser:
         slow |= {test: took for test, took in seconds.items() if took > _QUICK}
         spent_slowly = 0.0
         for test, took in sorted(slow.items(), key=itemgetter(1)):
-            if took and (spent_slowly + took <= 4 * self._budget or not arguments):  # at least one is run
+            if took and (
+                spent_slowly + took <= 4 * self._budget or not arguments
+            ):  # at least one is run
                 spent_slowly += took
                 arguments.append(test)
         return Chosen(arguments, spent + spent_slowly, len(tests) + len(files))

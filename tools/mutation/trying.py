@@ -1,7 +1,9 @@
-"""Tries faults: a copy of the checkout, one file of it changed at a time, and a fork for each that runs pytest.
+"""Tries faults: a copy of the checkout, one file of it changed at a time, and a fork for each that
+runs pytest.
 
-Forks are made of a process that has imported torch and pytest and nothing of the package, so that a fault costs the
-import of the package and its tests only. Ranks and other programs that tests start read the changed file, too.
+Forks are made of a process that has imported torch and pytest and nothing of the package, so that a
+fault costs the import of the package and its tests only. Ranks and other programs that tests start
+read the changed file, too.
 """
 
 from __future__ import annotations
@@ -26,8 +28,20 @@ from mutation.sampling import Chosen
 
 __all__ = ["WARM", "Outcome", "Workshop"]
 
-WARM = ("numpy", "pytest", "hypothesis", "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run", "triton", "tyro", "rich.table")
+WARM = (
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.run",
+    "triton",
+    "tyro",
+    "rich.table",
+)
 """What is imported before the forks are made."""
 _SLACK = 6.0
 """How much longer than without the fault the tests may take."""
@@ -38,7 +52,8 @@ class Outcome:
     """What came of a fault.
 
     Attributes:
-        status: killed, survived, timeout (a test did not end), or uncovered (no test runs the line).
+        status: killed, survived, timeout (a test did not end), or uncovered (no test runs the
+            line).
         killer: the first test that failed, and how.
         seconds: it took.
     """
@@ -57,12 +72,19 @@ class Workshop:
         warm: modules to import before the forks are made.
     """
 
-    def __init__(self, root: Path, folder: Path, patience: float, warm: Sequence[str] = WARM) -> None:
+    def __init__(
+        self, root: Path, folder: Path, patience: float, warm: Sequence[str] = WARM
+    ) -> None:
         self._patience = patience
         self._tree, self._log = folder / "tree", folder / "log"
         shutil.rmtree(self._tree, ignore_errors=True)
-        listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root,
-                                capture_output=True, text=True, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
         native = [str(path.relative_to(root)) for path in (root / "mp_optim").rglob("*.so")]
         for name in [*listed, *native]:
             if (root / name).is_file():
@@ -74,7 +96,11 @@ class Workshop:
     def _warm_up(self, warm: Sequence[str]) -> None:
         """Import what every test needs, once. Nothing of the package may come with it."""
         sys.dont_write_bytecode = True
-        os.environ |= {"PYTHONPATH": str(self._tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+        os.environ |= {
+            "PYTHONPATH": str(self._tree),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONHASHSEED": "0",
+        }
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         sys.path.insert(0, str(self._tree))
         for name in warm:
@@ -144,8 +170,24 @@ class Workshop:
                 os.dup2(log, stream)
             import pytest
 
-            code = int(pytest.main(["-x", "-v", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly",
-                                    "-m", "not slow and not gpu", "-o", "timeout=0", *chosen.arguments]))
+            code = int(
+                pytest.main(
+                    [
+                        "-x",
+                        "-v",
+                        "--tb=line",
+                        "-p",
+                        "no:cacheprovider",
+                        "-p",
+                        "no:randomly",
+                        "-m",
+                        "not slow and not gpu",
+                        "-o",
+                        "timeout=0",
+                        *chosen.arguments,
+                    ]
+                )
+            )
         finally:
             sys.stdout.flush()
             os._exit(code)

@@ -1,1 +1,2 @@
-"""The trainer behind `tools/train.py`: small causal language models over bytes, stepped by mp_optim."""
+"""The trainer behind `tools/train.py`: small causal language models over bytes, stepped by
+mp_optim."""

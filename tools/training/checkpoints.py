@@ -1,4 +1,5 @@
-"""Where a run's checkpoints lie: `<output_dir>/checkpoints/step-00000100`, and `latest` naming the newest whole one."""
+"""Where a run's checkpoints lie: `<output_dir>/checkpoints/step-00000100`, and `latest` naming the
+newest whole one."""
 
 from __future__ import annotations
 
@@ -12,8 +13,15 @@ import mp_optim
 from training import ranks
 
 
-def save(output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object) -> Path:
-    """Save, then point `latest` at it; a crash in between leaves the previous checkpoint in charge."""
+def save(
+    output_dir: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: object,
+) -> Path:
+    """Save, then point `latest` at it; a crash in between leaves the previous checkpoint in
+    charge."""
     folder = output_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}"
@@ -29,7 +37,9 @@ def save(output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.O
 def latest(output_dir: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None."""
     pointer = output_dir / "checkpoints" / "latest"
-    return pointer.parent / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+    return (
+        pointer.parent / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+    )
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object) -> int:

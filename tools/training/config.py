@@ -1,4 +1,5 @@
-"""What a run is made of. The defaults written here are the only ones: YAML files and flags change them."""
+"""What a run is made of. The defaults written here are the only ones: YAML files and flags change
+them."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ Family = Literal["llama", "mixtral", "qwen3_moe", "deepseek_v3", "olmoe"]
 
 @dataclass
 class ModelConfig:
-    """Sizes of a Hugging Face causal language model. None takes what the family's own config class says."""
+    """Sizes of a Hugging Face causal language model. None takes what the family's own config class
+    says."""
 
     family: Family = "mixtral"
     vocab_size: int = 256
     hidden_size: int = 128
     intermediate_size: int = 256
-    """Width of the dense MLP, and of each expert where the family has no separate field for that."""
+    """Width of the dense MLP, and of each expert where the family has no separate field for
+    that."""
     moe_intermediate_size: int | None = None
     """Width of each expert (qwen3_moe, deepseek_v3)."""
     num_layers: int = 4
@@ -44,12 +47,14 @@ class ModelConfig:
     top_expert_groups: int | None = None
     tie_embeddings: bool = False
     float8_weights: Literal["none", "tensor", "row"] = "none"
-    """Keep matrices but for embeddings and output as float8_e4m3fn, with one scale each or one for each row."""
+    """Keep matrices but for embeddings and output as float8_e4m3fn, with one scale each or one for
+    each row."""
 
 
 @dataclass
 class DataConfig:
-    """Bytes to learn from. `stdlib` is the text that every CPython carries; `synthetic` is the same on any machine."""
+    """Bytes to learn from. `stdlib` is the text that every CPython carries; `synthetic` is the same
+    on any machine."""
 
     source: Literal["stdlib", "synthetic"] = "stdlib"
     seq_length: int = 256
@@ -60,7 +65,8 @@ class DataConfig:
 
 @dataclass
 class SchedulerConfig:
-    """The learning rate over steps. Its maximum and minimum are the optimizer's `lr` and `min_lr`."""
+    """The learning rate over steps. Its maximum and minimum are the optimizer's `lr` and
+    `min_lr`."""
 
     lr_warmup_steps: int = 0
     lr_decay_steps: int | None = None
@@ -81,11 +87,13 @@ class RunConfig:
     """Stop after the first step that ends later than this."""
     global_batch_size: int = 8
     micro_batch_size: int = 8
-    """Sequences per forward pass; gradients accumulate over global_batch_size / micro_batch_size of them."""
+    """Sequences per forward pass; gradients accumulate over global_batch_size / micro_batch_size of
+    them."""
     seed: int = 1234
     layout: Layout = "single"
-    """What the processes that torchrun started share out: nothing (replicated), the optimizer (zero1), gradients too
-    (zero2), whole matrices of the optimizer (layer_wise), everything (fsdp2)."""
+    """What the processes that torchrun started share out: nothing (replicated), the optimizer
+    (zero1), gradients too (zero2), whole matrices of the optimizer (layer_wise), everything
+    (fsdp2)."""
     device: str = "auto"
     """`auto`: the accelerator if there is one, else the CPU."""
     eval_interval: int | None = None

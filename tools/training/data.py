@@ -1,4 +1,5 @@
-"""Bytes to train on, without a download: the batch of a step is a pure function of the seed and the step."""
+"""Bytes to train on, without a download: the batch of a step is a pure function of the seed and the
+step."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from training.config import DataConfig
 
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+}
 
 
 @dataclass(frozen=True)
@@ -41,9 +50,12 @@ def _to_tensor(documents: list[bytes]) -> Tensor:
 
 
 def _stdlib_documents(limit: int) -> list[bytes]:
-    """Sources of the standard library, `pydoc_data/topics.py` (the language reference) among them, sorted by path."""
+    """Sources of the standard library, `pydoc_data/topics.py` (the language reference) among them,
+    sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts))
+    paths = sorted(
+        p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)
+    )
     topics = root / "pydoc_data" / "topics.py"
     documents, size = [], 0
     for path in [topics, *(p for p in paths if p != topics)]:
@@ -57,7 +69,8 @@ def _stdlib_documents(limit: int) -> list[bytes]:
 
 
 def _synthetic_documents(limit: int) -> list[bytes]:
-    """Sums in words, by integer arithmetic alone: easy to start learning, and equal bytes on every machine."""
+    """Sums in words, by integer arithmetic alone: easy to start learning, and equal bytes on every
+    machine."""
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     documents, size, state = [], 0, 1
     while size < limit:
@@ -71,7 +84,9 @@ def _synthetic_documents(limit: int) -> list[bytes]:
     return documents
 
 
-def batch(data: Tensor, *, seed: int, step: int, sequences: int, seq_length: int) -> tuple[Tensor, Tensor]:
+def batch(
+    data: Tensor, *, seed: int, step: int, sequences: int, seq_length: int
+) -> tuple[Tensor, Tensor]:
     """Inputs and next-byte targets of `step`, int64 `(sequences, seq_length)` each."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(0, len(data) - seq_length - 1, (sequences, 1), generator=generator)

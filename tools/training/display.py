@@ -14,7 +14,8 @@ from training.metrics import StepRecord, TrainResult
 
 
 class LiveProgress:
-    """A bar with the numbers of the latest step; plain lines now and then where the output is no terminal."""
+    """A bar with the numbers of the latest step; plain lines now and then where the output is no
+    terminal."""
 
     def __init__(self, console: Console, first_step: int, steps: int) -> None:
         self._console, self._steps = console, steps
@@ -33,9 +34,17 @@ class LiveProgress:
         self._task = self._progress.add_task("train", total=steps, completed=first_step, numbers="")
 
     def on_step(self, record: StepRecord) -> None:
-        self._smooth = record.loss if self._smooth is None else 0.8 * self._smooth + 0.2 * record.loss
-        self._progress.update(self._task, completed=record.step + 1, numbers=_numbers(record, self._smooth))
-        due = record.step % self._every == 0 or record.step + 1 == self._steps or record.eval_loss is not None
+        self._smooth = (
+            record.loss if self._smooth is None else 0.8 * self._smooth + 0.2 * record.loss
+        )
+        self._progress.update(
+            self._task, completed=record.step + 1, numbers=_numbers(record, self._smooth)
+        )
+        due = (
+            record.step % self._every == 0
+            or record.step + 1 == self._steps
+            or record.eval_loss is not None
+        )
         if not self._console.is_terminal and due:
             line = f"step {record.step + 1}/{self._steps}  {_numbers(record, self._smooth)}"
             self._console.print(line, markup=True, highlight=False, soft_wrap=True)
@@ -46,7 +55,8 @@ class LiveProgress:
 
 def _numbers(record: StepRecord, smooth: float) -> str:
     norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
-    text = f"loss [bold]{smooth:.3f}[/]  lr {record.lr:.1e}  norm {norm}  {record.tokens_per_s / 1e3:.1f}k tok/s"
+    speed = f"{record.tokens_per_s / 1e3:.1f}k tok/s"
+    text = f"loss [bold]{smooth:.3f}[/]  lr {record.lr:.1e}  norm {norm}  {speed}"
     if record.eval_loss is not None:
         text += f"  eval {record.eval_loss:.3f}"
     return text + ("  [red]skipped[/]" if record.skipped else "")
@@ -60,8 +70,11 @@ def print_summary(console: Console, result: TrainResult, history: Sequence[StepR
     table.add_column(overflow="fold")
     table.add_row("model", f"{result.num_params / 1e6:.2f} M params")
     last = losses[-(len(losses) // 20 + 1) :]
-    table.add_row("loss (nats/byte)", f"{_mean(losses[:1]):.3f} -> [bold green]{_mean(last):.3f}[/]"
-                  f"{f' (mean of the last {len(last)} steps)' if len(last) > 1 else ''}")
+    table.add_row(
+        "loss (nats/byte)",
+        f"{_mean(losses[:1]):.3f} -> [bold green]{_mean(last):.3f}[/]"
+        f"{f' (mean of the last {len(last)} steps)' if len(last) > 1 else ''}",
+    )
     if result.eval_loss is not None:
         table.add_row("eval loss", f"{result.eval_loss:.3f}")
     table.add_row("speed", f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s")
@@ -82,7 +95,10 @@ def _places(description: Any) -> list[tuple[str, str]]:
         bytes_at[place] += int(row.bytes)
         if backend not in backends_at[place]:
             backends_at[place].append(backend)
-    return [(place, f"{size / 2**20:,.1f} MiB, {', '.join(backends_at[place])}") for place, size in bytes_at.items()]
+    return [
+        (place, f"{size / 2**20:,.1f} MiB, {', '.join(backends_at[place])}")
+        for place, size in bytes_at.items()
+    ]
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -21,13 +21,18 @@ T = TypeVar("T")
 
 
 def config_from_mapping(values: Mapping[str, Any], base: T, path: str = "") -> T:
-    """`base` with the (nested) `values` put over it. A key that is no field raises and names the nearest one."""
-    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.init}  # type: ignore[arg-type]
+    """`base` with the (nested) `values` put over it. A key that is no field raises and names the
+    nearest one."""
+    fields = {
+        field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.init
+    }  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
-            raise ValueError(f"unknown key {path + str(key)!r}: the nearest field is {path + near[0]!r}")
+            raise ValueError(
+                f"unknown key {path + str(key)!r}: the nearest field is {path + near[0]!r}"
+            )
         current = fields[key]
         if dataclasses.is_dataclass(current):
             if not isinstance(value, Mapping):
@@ -49,7 +54,8 @@ def _check_choice(base: object, key: str, value: Any, name: str) -> None:
 
 
 def _like(current: object, value: Any, name: str) -> Any:
-    """`value` in the type of the default it replaces, where YAML has no way to write that type (1e-3, dtypes)."""
+    """`value` in the type of the default it replaces, where YAML has no way to write that type
+    (1e-3, dtypes)."""
     if isinstance(current, torch.dtype) and isinstance(value, str):
         return value  # OptimizerConfig reads names of dtypes
     if isinstance(value, str) and not isinstance(current, str):
@@ -57,7 +63,9 @@ def _like(current: object, value: Any, name: str) -> Any:
             return float(value)  # YAML 1.1 reads `1e-3` as a string
         except ValueError:
             if isinstance(current, (bool, int, float)):
-                raise ValueError(f"{name!r} needs a {type(current).__name__}, not {value!r}") from None
+                raise ValueError(
+                    f"{name!r} needs a {type(current).__name__}, not {value!r}"
+                ) from None
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
@@ -81,10 +89,13 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> TrainConfig:
     except (OSError, ValueError) as error:
         sys.exit(f"{known.config}: {error}")
     description = (
-        f"{TrainConfig.__doc__}\n\n--config FILE reads defaults from a YAML file, e.g. tools/configs/quickstart.yaml."
+        f"{TrainConfig.__doc__}\n\n"
+        "--config FILE reads defaults from a YAML file, e.g. tools/configs/quickstart.yaml."
     )
     try:
-        return tyro.cli(TrainConfig, args=rest, default=default, description=description, registry=_registry())
+        return tyro.cli(
+            TrainConfig, args=rest, default=default, description=description, registry=_registry()
+        )
     except ValueError as error:
         sys.exit(str(error))
 

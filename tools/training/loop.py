@@ -23,7 +23,8 @@ _EVAL_SEED_OFFSET = 500_000_000
 
 
 class Trainer:
-    """Holds model, optimizer, scheduler and data of one run. `step` is the next step to run, from 0.
+    """Holds model, optimizer, scheduler and data of one run. `step` is the next step to run, from
+    0.
 
     `num_params` counts the model's params, each once.
     """
@@ -34,7 +35,8 @@ class Trainer:
         self.device = ranks.join(layout, _device(config.run.device))
         if config.run.global_batch_size % (config.run.micro_batch_size * ranks.size()):
             raise ValueError(
-                f"run.global_batch_size={config.run.global_batch_size} is not a multiple of run.micro_batch_size="
+                f"run.global_batch_size={config.run.global_batch_size} is not a multiple of "
+                "run.micro_batch_size="
                 f"{config.run.micro_batch_size} times {ranks.size()} processes"
             )
         torch.manual_seed(config.run.seed)
@@ -48,7 +50,9 @@ class Trainer:
         ranks.shard_model(self.model, layout)
         optimizer = ranks.optimizer_config(config.optimizer, layout)
         overrides = mp_optim.get_standard_config_overrides(optimizer)
-        self.optimizer = mp_optim.get_megatron_optimizer(optimizer, self.model, config_overrides=overrides)
+        self.optimizer = mp_optim.get_megatron_optimizer(
+            optimizer, self.model, config_overrides=overrides
+        )
         self.scheduler = _scheduler(self.optimizer, config)
         self.corpus = load_corpus(config.data)
         self.step = 0
@@ -96,7 +100,11 @@ class Trainer:
         self.model.eval()
         with torch.no_grad():
             losses = [
-                self._loss(*self._batch(self.corpus.eval, run.seed + _EVAL_SEED_OFFSET, i, run.micro_batch_size)).item()
+                self._loss(
+                    *self._batch(
+                        self.corpus.eval, run.seed + _EVAL_SEED_OFFSET, i, run.micro_batch_size
+                    )
+                ).item()
                 for i in range(run.eval_batches)
             ]
         self.model.train()
@@ -116,7 +124,9 @@ class Trainer:
             self.checkpoint = found
 
     def _batch(self, data: Tensor, seed: int, step: int, sequences: int) -> tuple[Tensor, Tensor]:
-        x, y = batch(data, seed=seed, step=step, sequences=sequences, seq_length=self.config.data.seq_length)
+        x, y = batch(
+            data, seed=seed, step=step, sequences=sequences, seq_length=self.config.data.seq_length
+        )
         return x.to(self.device), y.to(self.device)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -127,9 +137,12 @@ class Trainer:
 
 
 def train(
-    config: TrainConfig, observers: Sequence[Callable[[Trainer], Observer]] = (), trainer: Trainer | None = None
+    config: TrainConfig,
+    observers: Sequence[Callable[[Trainer], Observer]] = (),
+    trainer: Trainer | None = None,
 ) -> TrainResult:
-    """Train as `config` says. Displays and writes only what the `observers`, made from the trainer, do."""
+    """Train as `config` says. Displays and writes only what the `observers`, made from the trainer,
+    do."""
     trainer = trainer if trainer is not None else Trainer(config)
     run = config.run
     result = TrainResult(num_params=trainer.num_params)
@@ -182,12 +195,17 @@ def _as_float(value: Tensor | float) -> float:
 
 
 def _reported_lr(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the first group that follows the schedule of `config.lr`; decoupled ones have their own."""
+    """The learning rate of the first group that follows the schedule of `config.lr`; decoupled ones
+    have their own."""
     groups = optimizer.param_groups
-    return _as_float(next((g for g in groups if not g.get("is_decoupled_lr", False)), groups[0])["lr"])
+    return _as_float(
+        next((g for g in groups if not g.get("is_decoupled_lr", False)), groups[0])["lr"]
+    )
 
 
-def _scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> mp_optim.OptimizerParamScheduler:
+def _scheduler(
+    optimizer: torch.optim.Optimizer, config: TrainConfig
+) -> mp_optim.OptimizerParamScheduler:
     """Megatron's scheduler, counting steps (not samples)."""
     scheduler, weight_decay = config.scheduler, config.optimizer.weight_decay
     decay_steps = scheduler.lr_decay_steps or config.run.steps

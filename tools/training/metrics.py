@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. `loss` is in nats per byte; `eval_loss` is there on the steps that were evaluated."""
+    """One step. `loss` is in nats per byte; `eval_loss` is there on the steps that were
+    evaluated."""
 
     step: int
     loss: float
@@ -67,7 +68,8 @@ class Observer(Protocol):
 
 
 class JsonLines:
-    """One JSON object a step. On a resumed run, lines of steps that are about to be run again are dropped."""
+    """One JSON object a step. On a resumed run, lines of steps that are about to be run again are
+    dropped."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         kept = [record for record in read_records(path) if record.step < first_step]
@@ -77,7 +79,11 @@ class JsonLines:
             self.on_step(record)
 
     def on_step(self, record: StepRecord) -> None:
-        values = {name: value for name, value in dataclasses.asdict(record).items() if name != "eval_loss" or value}
+        values = {
+            name: value
+            for name, value in dataclasses.asdict(record).items()
+            if name != "eval_loss" or value
+        }
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 

@@ -1,4 +1,5 @@
-"""Hugging Face models built from their config classes with random weights; nothing is downloaded."""
+"""Hugging Face models built from their config classes with random weights; nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def _family_fields(config: ModelConfig) -> dict[str, Any]:
         return fields | {"num_experts": config.num_experts}
     fields["moe_intermediate_size"] = config.moe_intermediate_size or config.intermediate_size
     if config.family == "qwen3_moe":
-        return fields | {"num_experts": config.num_experts, "head_dim": config.head_dim, "norm_topk_prob": True}
+        return fields | {
+            "num_experts": config.num_experts,
+            "head_dim": config.head_dim,
+            "norm_topk_prob": True,
+        }
     return fields | {
         "n_routed_experts": config.num_experts,
         "n_shared_experts": config.num_shared_experts,
@@ -76,12 +81,18 @@ def params_dtype(config: OptimizerConfig) -> torch.dtype:
     return torch.float16 if config.fp16 else torch.float32
 
 
-def build_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, seq_length: int) -> nn.Module:
-    """A randomly initialised model. Its embedding and output params are marked as Megatron marks them."""
+def build_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, seq_length: int
+) -> nn.Module:
+    """A randomly initialised model. Its embedding and output params are marked as Megatron marks
+    them."""
     with torch.device(device):
-        # "eager" loops over the experts that got tokens: on the CPU many times faster than the batched kernels.
+        # "eager" loops over the experts that got tokens: on the CPU many times faster than the
+        # batched kernels.
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            hf_config(config, seq_length), dtype=dtype, experts_implementation=_experts_implementation(config)
+            hf_config(config, seq_length),
+            dtype=dtype,
+            experts_implementation=_experts_implementation(config),
         )
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is not None:

@@ -23,7 +23,8 @@ def smoothed(values: Sequence[float], weight: float = 0.85) -> list[float]:
 
 
 def plot_losses(records: Sequence[StepRecord], path: Path, title: str) -> None:
-    """Raw and smoothed training loss, evaluation loss, and the steps that were skipped, over steps."""
+    """Raw and smoothed training loss, evaluation loss, and the steps that were skipped, over
+    steps."""
     steps, losses = [r.step + 1 for r in records], [r.loss for r in records]
     evaluated = [(r.step + 1, r.eval_loss) for r in records if r.eval_loss is not None]
     skipped = [r.step + 1 for r in records if r.skipped]
@@ -32,9 +33,19 @@ def plot_losses(records: Sequence[StepRecord], path: Path, title: str) -> None:
     axes.plot(steps, smoothed(losses), color="#08519c", linewidth=2, label="train, smoothed")
     if evaluated:
         x, y = zip(*evaluated, strict=True)
-        axes.plot(x, y, color="#e6550d", marker="o", markersize=4, linewidth=1.2, label=f"eval, last {y[-1]:.3f}")
+        axes.plot(
+            x,
+            y,
+            color="#e6550d",
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            label=f"eval, last {y[-1]:.3f}",
+        )
     for i, step in enumerate(skipped):
-        axes.axvline(step, color="#969696", linewidth=0.6, linestyle=":", label="skipped" if i == 0 else None)
+        axes.axvline(
+            step, color="#969696", linewidth=0.6, linestyle=":", label="skipped" if i == 0 else None
+        )
     axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, steps[-1]))
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(alpha=0.25)

@@ -14,7 +14,10 @@ from torch import nn
 from mp_optim import OptimizerConfig
 
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "replicated": {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"},
+    "replicated": {
+        "use_distributed_optimizer": True,
+        "data_parallel_sharding_strategy": "no_shard",
+    },
     "zero1": {"use_distributed_optimizer": True},
     "zero2": {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads"},
     "layer_wise": {"use_layer_wise_distributed_optimizer": True},
@@ -31,11 +34,15 @@ def join(layout: str, device: torch.device) -> torch.device:
     if layout == "single":
         if ranks > 1:
             raise ValueError(
-                f"run.layout='single' in each of {ranks} processes would train {ranks} models; choose another layout"
+                f"run.layout='single' in each of {ranks} processes would train {ranks} models; "
+                "choose another layout"
             )
         return device
     if "RANK" not in os.environ:
-        raise ValueError(f"run.layout={layout!r} needs several processes: start this with torchrun --nproc-per-node N")
+        raise ValueError(
+            f"run.layout={layout!r} needs several processes: start this with torchrun "
+            "--nproc-per-node N"
+        )
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device)
@@ -67,7 +74,9 @@ def shard_model(model: nn.Module, layout: str) -> None:
         fully_shard(model)
 
 
-def unsynchronized(model: nn.Module, optimizer: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
+def unsynchronized(
+    model: nn.Module, optimizer: Any, last: bool
+) -> contextlib.AbstractContextManager[Any]:
     """For one micro-batch: nothing is reduced before the last."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)

@@ -1,6 +1,6 @@
-"""Optimizer state of other libraries, in and out. Each format is a module of pure functions from and to
-:class:`ForeignState`, which is by parameter name; :func:`import_state` and :func:`export_state` connect it to an
-optimizer. `docs/migrate.md` shows every way.
+"""Optimizer state of other libraries, in and out. Each format is a module of pure functions from
+and to :class:`ForeignState`, which is by parameter name; :func:`import_state` and
+:func:`export_state` connect it to an optimizer. `docs/migrate.md` shows every way.
 """
 
 from mp_optim.checkpoint.foreign.apex import from_apex
@@ -11,6 +11,19 @@ from mp_optim.checkpoint.foreign.neutral import ForeignGroup, ForeignState
 from mp_optim.checkpoint.foreign.own import from_checkpoint, from_file, to_file
 from mp_optim.checkpoint.foreign.torch_format import fp32_params, from_torch, to_torch
 
-__all__ = ["ForeignGroup", "ForeignState", "export_state", "fp32_params", "from_apex", "from_checkpoint",
-           "from_deepspeed", "from_file", "from_megatron", "from_torch", "import_state", "to_deepspeed", "to_file",
-           "to_torch"]
+__all__ = [
+    "ForeignGroup",
+    "ForeignState",
+    "export_state",
+    "fp32_params",
+    "from_apex",
+    "from_checkpoint",
+    "from_deepspeed",
+    "from_file",
+    "from_megatron",
+    "from_torch",
+    "import_state",
+    "to_deepspeed",
+    "to_file",
+    "to_torch",
+]

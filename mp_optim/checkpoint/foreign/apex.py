@@ -12,13 +12,17 @@ from mp_optim.checkpoint.foreign.neutral import MASTER, ForeignState, positional
 __all__ = ["from_apex"]
 
 
-def from_apex(state_dict: Mapping[str, Any], masters: Sequence[Sequence[Tensor | None]] | None,
-              names: Sequence[str] | None = None) -> ForeignState:
+def from_apex(
+    state_dict: Mapping[str, Any],
+    masters: Sequence[Sequence[Tensor | None]] | None,
+    names: Sequence[str] | None = None,
+) -> ForeignState:
     """State of ``apex.optimizers.FusedAdam``, whose step counts are its groups'.
 
     Args:
         state_dict: as ``state_dict()`` gives it.
-        masters: ``[group["params"] for group in optimizer.param_groups_master]``; None without ``master_weights``.
+        masters: ``[group["params"] for group in optimizer.param_groups_master]``; None without
+            ``master_weights``.
         names: of all parameters in order; not needed if the groups have ``param_names``.
 
     Raises:
@@ -29,9 +33,21 @@ def from_apex(state_dict: Mapping[str, Any], masters: Sequence[Sequence[Tensor |
         return found
     counts = [len(group.names) for group in found.groups]
     if [len(group) for group in masters] != counts:
-        raise ValueError(f"masters of {[len(group) for group in masters]} parameters for groups of {counts} (apex's "
-                         "add_param_group adds no masters)")
-    copies = {name: tensor for group, tensors in zip(found.groups, masters, strict=True)
-              for name, tensor in zip(group.names, tensors, strict=True) if tensor is not None}
-    return ForeignState(found.groups, {name: {**state, **({MASTER: copies[name]} if name in copies else {})}
-                                       for name, state in found.state.items()})
+        raise ValueError(
+            f"masters of {[len(group) for group in masters]} parameters for groups of {counts} "
+            "(apex's "
+            "add_param_group adds no masters)"
+        )
+    copies = {
+        name: tensor
+        for group, tensors in zip(found.groups, masters, strict=True)
+        for name, tensor in zip(group.names, tensors, strict=True)
+        if tensor is not None
+    }
+    return ForeignState(
+        found.groups,
+        {
+            name: {**state, **({MASTER: copies[name]} if name in copies else {})}
+            for name, state in found.state.items()
+        },
+    )

@@ -1,5 +1,6 @@
 """DeepSpeed's universal checkpoints: ``<folder>/zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt`` and
-``zero/optimizer_state.pt``, as its ``ds_to_universal.py`` writes and ``load_universal`` reads them."""
+``zero/optimizer_state.pt``, as its ``ds_to_universal.py`` writes and ``load_universal`` reads
+them."""
 
 from __future__ import annotations
 
@@ -25,26 +26,39 @@ _VERSION = "0.16.0"
 def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None) -> ForeignState:
     """State of all parameters of a universal checkpoint, in one group without settings.
 
-    Tensors are in their parameter's shape, but for those converted from ZeRO-3, which are flat; ``import_state``
-    gives them their shape.
+    Tensors are in their parameter's shape, but for those converted from ZeRO-3, which are flat;
+    ``import_state`` gives them their shape.
 
     Args:
         step: steps taken, where there is no ``step.pt`` (ZeRO-3).
 
     Raises:
         FileNotFoundError: there is no universal checkpoint.
-        ValueError: files are missing or hold something else, listing them; or nobody knows the step.
+        ValueError: files are missing or hold something else, listing them; or nobody knows the
+            step.
     """
     root = Path(folder) / "zero"
     names = sorted(path.parent.relative_to(root).as_posix() for path in root.glob("**/fp32.pt"))
     if not names:
-        raise FileNotFoundError(f"no universal checkpoint in {folder}: there is no zero/<name>/fp32.pt; convert it "
-                                "with DeepSpeed's ds_to_universal.py first")
-    missing = [f"{name}/{file}.pt" for name in names for file in _FILES if not (root / name / f"{file}.pt").is_file()]
+        raise FileNotFoundError(
+            f"no universal checkpoint in {folder}: there is no zero/<name>/fp32.pt; convert it "
+            "with DeepSpeed's ds_to_universal.py first"
+        )
+    missing = [
+        f"{name}/{file}.pt"
+        for name in names
+        for file in _FILES
+        if not (root / name / f"{file}.pt").is_file()
+    ]
     if missing:
         raise ValueError(f"{root} lacks {missing}")
-    state = {name: {STEP: _step(root / name, step),
-                    **{key: _value(root / name / f"{file}.pt") for file, key in _FILES.items()}} for name in names}
+    state = {
+        name: {
+            STEP: _step(root / name, step),
+            **{key: _value(root / name / f"{file}.pt") for file, key in _FILES.items()},
+        }
+        for name in names
+    }
     return ForeignState((ForeignGroup(tuple(names)),), state)
 
 
@@ -60,31 +74,50 @@ def _value(path: Path) -> Tensor:
 def _step(folder: Path, step: float | None) -> Tensor:
     path = folder / "step.pt"
     if path.is_file():
-        return torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True), dtype=torch.float32,
-                               device="cpu").reshape(())
+        return torch.as_tensor(
+            torch.load(path, map_location="cpu", weights_only=True),
+            dtype=torch.float32,
+            device="cpu",
+        ).reshape(())
     if step is None:
-        raise ValueError(f"{path} is missing (ZeRO-3 has none); pass step=, the number of steps taken")
+        raise ValueError(
+            f"{path} is missing (ZeRO-3 has none); pass step=, the number of steps taken"
+        )
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
-def to_deepspeed(foreign: ForeignState, folder: str | os.PathLike[str], *,
-                 groups: Sequence[Sequence[str]] | None = None) -> Path:
-    """Write the optimizer's part of a universal checkpoint; the model states beside it are DeepSpeed's.
+def to_deepspeed(
+    foreign: ForeignState,
+    folder: str | os.PathLike[str],
+    *,
+    groups: Sequence[Sequence[str]] | None = None,
+) -> Path:
+    """Write the optimizer's part of a universal checkpoint; the model states beside it are
+    DeepSpeed's.
 
     Args:
-        groups: names of the parameters of DeepSpeed's groups, which may be others; by default as they are here.
+        groups: names of the parameters of DeepSpeed's groups, which may be others; by default as
+            they are here.
 
     Returns:
         The folder ``zero``.
 
     Raises:
-        ValueError: a parameter has no FP32 value, or no moments of Adam's, listing them; nothing was written.
+        ValueError: a parameter has no FP32 value, or no moments of Adam's, listing them; nothing
+            was written.
     """
-    missing = [f"{name}.{key}" for name in foreign.names for key in (STEP, *_FILES.values())
-               if key not in foreign.state.get(name, {})]
+    missing = [
+        f"{name}.{key}"
+        for name in foreign.names
+        for key in (STEP, *_FILES.values())
+        if key not in foreign.state.get(name, {})
+    ]
     if missing:
-        raise ValueError("a universal checkpoint has step, fp32, exp_avg and exp_avg_sq of every parameter; missing "
-                         f"{missing}")
+        raise ValueError(
+            "a universal checkpoint has step, fp32, exp_avg and exp_avg_sq of every parameter; "
+            "missing "
+            f"{missing}"
+        )
     root = Path(folder) / "zero"
     for name in foreign.names:
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -93,8 +126,11 @@ def to_deepspeed(foreign: ForeignState, folder: str | os.PathLike[str], *,
         torch.save(_whole(foreign.state[name][STEP]), root / name / "step.pt")
     settings = {name: group.settings for group in foreign.groups for name in group.names}
     index_of = {name: index for index, name in enumerate(foreign.names)}
-    param_groups = [{**_adams(settings[names[0]]), "params": [index_of[name] for name in names]}
-                    for names in groups or [group.names for group in foreign.groups] if names]
+    param_groups = [
+        {**_adams(settings[names[0]]), "params": [index_of[name] for name in names]}
+        for names in groups or [group.names for group in foreign.groups]
+        if names
+    ]
     torch.save({"ds_version": _VERSION, "param_groups": param_groups}, root / _GLOBAL)
     return root
 
@@ -106,4 +142,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _adams(settings: Any) -> dict[str, Any]:
     """What DeepSpeed's Adam has as settings; the rest would replace what its config says."""
-    return {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay", "bias_correction") if key in settings}
+    return {
+        key: settings[key]
+        for key in ("lr", "betas", "eps", "weight_decay", "bias_correction")
+        if key in settings
+    }

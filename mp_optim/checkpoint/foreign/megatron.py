@@ -1,4 +1,5 @@
-"""``state_dict()`` of Megatron's Float16OptimizerWithFloat16Params, FP32Optimizer and ChainedOptimizer."""
+"""``state_dict()`` of Megatron's Float16OptimizerWithFloat16Params, FP32Optimizer and
+ChainedOptimizer."""
 
 from __future__ import annotations
 
@@ -12,14 +13,22 @@ from mp_optim.checkpoint.foreign.neutral import MASTER, ForeignState, positional
 __all__ = ["from_megatron"]
 
 
-def from_megatron(state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]], names: Sequence[str], *,
-                  fp32_names: Collection[str] = (), step: float | None = None) -> ForeignState:
-    """State of one rank that holds whole parameters (no distributed optimizer, no tensor parallelism).
+def from_megatron(
+    state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    *,
+    fp32_names: Collection[str] = (),
+    step: float | None = None,
+) -> ForeignState:
+    """State of one rank that holds whole parameters (no distributed optimizer, no tensor
+    parallelism).
 
     Args:
-        state_dict: ``state_dict()``; for a chain its list, or the dict by number that Megatron makes of it on disk.
+        state_dict: ``state_dict()``; for a chain its list, or the dict by number that Megatron
+            makes of it on disk.
         names: of all parameters, in the order of ``optimizer.param_groups``, part after part.
-        fp32_names: parameters that the model itself keeps in FP32 (routers, say), which have no copy.
+        fp32_names: parameters that the model itself keeps in FP32 (routers, say), which have no
+            copy.
         step: steps taken, if the state does not say.
 
     Raises:
@@ -28,14 +37,19 @@ def from_megatron(state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]], n
     parts = _parts(state_dict)
     counts = [sum(len(group["params"]) for group in _inner(part)["param_groups"]) for part in parts]
     if len(names) != sum(counts):
-        raise ValueError(f"{len(names)} names for parts of {counts} parameters, {sum(counts)} together")
+        raise ValueError(
+            f"{len(names)} names for parts of {counts} parameters, {sum(counts)} together"
+        )
     found, start = [], 0
     for part, count in zip(parts, counts, strict=True):
         found.append(_part(part, names[start : start + count], fp32_names, step))
         start += count
     scaler = next((part["grad_scaler"] for part in parts if part.get("grad_scaler")), None)
-    return ForeignState(tuple(group for one in found for group in one.groups),
-                        {name: state for one in found for name, state in one.state.items()}, scaler)
+    return ForeignState(
+        tuple(group for one in found for group in one.groups),
+        {name: state for one in found for name, state in one.state.items()},
+        scaler,
+    )
 
 
 def _parts(state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -49,14 +63,18 @@ def _parts(state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]]) -> list[
 def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
     inner: Mapping[str, Any] = part.get("optimizer", part.get("optimizer_state_dict", part))
     if "param_groups" not in inner or "state" not in inner:
-        raise ValueError(f"no state of Megatron's Float16 or FP32 optimizer: it has {sorted(map(str, inner))}. The "
-                         "distributed optimizer's is a shard of each parameter: save it with "
-                         "--ckpt-format torch_dist and without --use-distributed-optimizer first")
+        raise ValueError(
+            f"no state of Megatron's Float16 or FP32 optimizer: it has {sorted(map(str, inner))}. "
+            "The "
+            "distributed optimizer's is a shard of each parameter: save it with "
+            "--ckpt-format torch_dist and without --use-distributed-optimizer first"
+        )
     return inner
 
 
-def _part(part: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
-          ) -> ForeignState:
+def _part(
+    part: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
+) -> ForeignState:
     found = positional_state(_inner(part), names, step)
     masters = part.get("fp32_from_fp16_params", part.get("fp32_from_fp16"))
     if masters is None:
@@ -65,8 +83,16 @@ def _part(part: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[
     for index, (group, tensors) in enumerate(zip(found.groups, masters, strict=True)):
         halves = [name for name in group.names if name not in fp32_names]
         if len(halves) != len(tensors):
-            raise ValueError(f"param group {index} has {len(tensors)} FP32 copies for {len(halves)} 16-bit parameters; "
-                             "name those that the model keeps in FP32 in fp32_names=")
+            raise ValueError(
+                f"param group {index} has {len(tensors)} FP32 copies for {len(halves)} 16-bit "
+                "parameters; "
+                "name those that the model keeps in FP32 in fp32_names="
+            )
         copies.update(zip(halves, tensors, strict=True))
-    return ForeignState(found.groups, {name: {**state, **({MASTER: copies[name]} if name in copies else {})}
-                                       for name, state in found.state.items()})
+    return ForeignState(
+        found.groups,
+        {
+            name: {**state, **({MASTER: copies[name]} if name in copies else {})}
+            for name, state in found.state.items()
+        },
+    )

@@ -20,7 +20,8 @@ MASTER = "master_param"
 
 @dataclass(frozen=True)
 class ForeignGroup:
-    """Names of a param group's parameters in order, and its hyperparameters under their library's names."""
+    """Names of a param group's parameters in order, and its hyperparameters under their library's
+    names."""
 
     names: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -32,9 +33,9 @@ class ForeignState:
 
     Attributes:
         groups: every parameter once.
-        state: for each name its state tensors: ``step`` (FP32, 0-d), moments under torch's keys (``exp_avg``,
-            ``exp_avg_sq``, ``momentum_buffer``, ...) in the parameter's shape, ``master_param`` (FP32) if there is
-            one. Empty for a parameter that was never stepped.
+        state: for each name its state tensors: ``step`` (FP32, 0-d), moments under torch's keys
+            (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) in the parameter's shape,
+            ``master_param`` (FP32) if there is one. Empty for a parameter that was never stepped.
         grad_scaler: Megatron's dynamic loss scale, if there was one.
     """
 
@@ -55,14 +56,22 @@ class ForeignState:
         """
         new = {name: rename(name) for name in self.names}
         if len(set(new.values())) < len(new):
-            double = sorted({value for value in new.values() if list(new.values()).count(value) > 1})
+            double = sorted(
+                {value for value in new.values() if list(new.values()).count(value) > 1}
+            )
             raise ValueError(f"two parameters would be called {double}")
-        return replace(self, groups=tuple(replace(g, names=tuple(new[n] for n in g.names)) for g in self.groups),
-                       state={new[name]: value for name, value in self.state.items()})
+        return replace(
+            self,
+            groups=tuple(replace(g, names=tuple(new[n] for n in g.names)) for g in self.groups),
+            state={new[name]: value for name, value in self.state.items()},
+        )
 
 
-def names_of_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> list[tuple[str, ...]]:
-    """The names of each group's parameters: its own ``param_names``, or ``names``, for all groups one after the other.
+def names_of_groups(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
+) -> list[tuple[str, ...]]:
+    """The names of each group's parameters: its own ``param_names``, or ``names``, for all groups
+    one after the other.
 
     Raises:
         ValueError: there are no names, not as many as parameters, or some twice.
@@ -70,28 +79,39 @@ def names_of_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | 
     counts = [len(group["params"]) for group in groups]
     if names is None:
         if not all("param_names" in group for group in groups if group["params"]):
-            raise ValueError(f"the state has no param_names; pass names= for its groups of {counts} parameters, in the "
-                             "order in which its optimizer was given them")
+            raise ValueError(
+                f"the state has no param_names; pass names= for its groups of {counts} parameters, "
+                "in the "
+                "order in which its optimizer was given them"
+            )
         names = [name for group in groups for name in group.get("param_names", ())]
     if len(names) != sum(counts):
-        raise ValueError(f"{len(names)} names for groups of {counts} parameters, {sum(counts)} together")
+        raise ValueError(
+            f"{len(names)} names for groups of {counts} parameters, {sum(counts)} together"
+        )
     if len(set(names)) < len(names):
-        raise ValueError(f"names occur twice: {sorted({name for name in names if list(names).count(name) > 1})}")
+        raise ValueError(
+            f"names occur twice: {sorted({name for name in names if list(names).count(name) > 1})}"
+        )
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
 
-def positional_state(state_dict: Mapping[str, Any], names: Sequence[str] | None, step: float | None = None
-                     ) -> ForeignState:
-    """A torch-shaped state dict by name. Where a parameter's state has no ``step``, it is its group's, or
-    ``common_step`` (Megatron), or ``step``.
+def positional_state(
+    state_dict: Mapping[str, Any], names: Sequence[str] | None, step: float | None = None
+) -> ForeignState:
+    """A torch-shaped state dict by name. Where a parameter's state has no ``step``, it is its
+    group's, or ``common_step`` (Megatron), or ``step``.
 
     Raises:
         ValueError: names are missing, a value is no tensor or number, or nobody knows the step.
     """
     if not {"param_groups", "state"} <= state_dict.keys():
-        raise ValueError(f"no state dict of an optimizer: it has {sorted(map(str, state_dict))}, not param_groups and "
-                         "state; is it under one of these keys?")
+        raise ValueError(
+            f"no state dict of an optimizer: it has {sorted(map(str, state_dict))}, not "
+            "param_groups and "
+            "state; is it under one of these keys?"
+        )
     groups, states = state_dict["param_groups"], state_dict["state"]
     common = states.get("common_step", step)
     found: dict[str, dict[str, Tensor]] = {}
@@ -99,9 +119,13 @@ def positional_state(state_dict: Mapping[str, Any], names: Sequence[str] | None,
     for group, of_group in zip(groups, named, strict=True):
         for name, index in zip(of_group, group["params"], strict=True):
             found[name] = _tensors(name, states.get(index, {}), group.get(STEP, common))
-    settings = [{key: value for key, value in group.items() if key not in ("params", "param_names", STEP)}
-                for group in groups]
-    unclaimed = sorted(map(str, states.keys() - {i for group in groups for i in group["params"]} - {"common_step"}))
+    settings = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names", STEP)}
+        for group in groups
+    ]
+    unclaimed = sorted(
+        map(str, states.keys() - {i for group in groups for i in group["params"]} - {"common_step"})
+    )
     if unclaimed:
         raise ValueError(f"the state has entries that are in no param group: {unclaimed}")
     return ForeignState(tuple(map(ForeignGroup, named, settings)), found)
@@ -113,10 +137,15 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
     given = {key: value for key, value in state.items() if value is not None}
     given.setdefault(STEP, step)
     if given[STEP] is None:
-        raise ValueError(f"the state of {name} has no step, and neither has its group; pass step=, the number of steps "
-                         "taken (Adam's bias correction depends on it)")
+        raise ValueError(
+            f"the state of {name} has no step, and neither has its group; pass step=, the number "
+            "of steps "
+            "taken (Adam's bias correction depends on it)"
+        )
     odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
     if odd:
         raise ValueError(f"the state of {name} holds {odd}, which are no tensors")
-    return {key: as_tensor(value).to(torch.float32).reshape(()) if key == STEP else as_tensor(value)
-            for key, value in given.items()}
+    return {
+        key: as_tensor(value).to(torch.float32).reshape(()) if key == STEP else as_tensor(value)
+        for key, value in given.items()
+    }

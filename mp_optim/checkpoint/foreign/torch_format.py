@@ -1,4 +1,5 @@
-"""``state_dict()`` of torch's Adam and AdamW (and of any optimizer whose state is tensors of the parameter's shape)."""
+"""``state_dict()`` of torch's Adam and AdamW (and of any optimizer whose state is tensors of the
+parameter's shape)."""
 
 from __future__ import annotations
 
@@ -11,18 +12,30 @@ from mp_optim.checkpoint.foreign.neutral import MASTER, ForeignState, positional
 
 __all__ = ["fp32_params", "from_torch", "to_torch"]
 
-_DEFAULTS = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
-             "fused": None, "decoupled_weight_decay": True}
+_DEFAULTS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
 
 
-def from_torch(state_dict: Mapping[str, Any], names: Sequence[str] | None = None, *,
-               masters: Mapping[str, Tensor] | None = None, step: float | None = None) -> ForeignState:
+def from_torch(
+    state_dict: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+    *,
+    masters: Mapping[str, Tensor] | None = None,
+    step: float | None = None,
+) -> ForeignState:
     """State of a torch optimizer.
 
     Args:
         state_dict: as ``state_dict()`` gives it.
-        names: of all parameters in the order in which the optimizer was given them; not needed if it was given named
-            parameters.
+        names: of all parameters in the order in which the optimizer was given them; not needed if
+            it was given named parameters.
         masters: the FP32 copies that were stepped for 16-bit parameters, by name.
         step: steps taken, for optimizers that do not count them (SGD).
 
@@ -33,23 +46,35 @@ def from_torch(state_dict: Mapping[str, Any], names: Sequence[str] | None = None
     unknown = sorted((masters or {}).keys() - set(found.names))
     if unknown:
         raise ValueError(f"masters of parameters that the optimizer does not have: {unknown}")
-    with_masters = {name: {**state, **({MASTER: masters[name]} if masters and name in masters else {})}
-                    for name, state in found.state.items()}
+    with_masters = {
+        name: {**state, **({MASTER: masters[name]} if masters and name in masters else {})}
+        for name, state in found.state.items()
+    }
     return ForeignState(found.groups, with_masters)
 
 
 def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, Any]:
-    """A state dict that ``torch.optim.AdamW.load_state_dict`` takes, over FP32 parameters (see :func:`fp32_params`).
+    """A state dict that ``torch.optim.AdamW.load_state_dict`` takes, over FP32 parameters (see
+    :func:`fp32_params`).
 
     Args:
         param_names: name the parameters in the groups, as torch does if it was given named ones.
     """
     names = foreign.names
     index_of = {name: index for index, name in enumerate(names)}
-    groups = [{**_settings(group.settings), "params": [index_of[name] for name in group.names],
-               **({"param_names": list(group.names)} if param_names else {})} for group in foreign.groups]
-    state = {index_of[name]: {key: value for key, value in foreign.state[name].items() if key != MASTER}
-             for name in names if foreign.state.get(name)}
+    groups = [
+        {
+            **_settings(group.settings),
+            "params": [index_of[name] for name in group.names],
+            **({"param_names": list(group.names)} if param_names else {}),
+        }
+        for group in foreign.groups
+    ]
+    state = {
+        index_of[name]: {key: value for key, value in foreign.state[name].items() if key != MASTER}
+        for name in names
+        if foreign.state.get(name)
+    }
     return {"state": state, "param_groups": groups}
 
 

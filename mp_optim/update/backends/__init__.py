@@ -11,4 +11,13 @@ from mp_optim.update.backends.selection import (
     rule_note,
 )
 
-__all__ = ["Backend", "Proof", "check_forms", "check_serves", "choose_backend", "forget", "proof_of", "rule_note"]
+__all__ = [
+    "Backend",
+    "Proof",
+    "check_forms",
+    "check_serves",
+    "choose_backend",
+    "forget",
+    "proof_of",
+    "rule_note",
+]

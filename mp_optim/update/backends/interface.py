@@ -21,8 +21,9 @@ class Backend(Protocol):
     name: str
 
     takes_device_multipliers: bool
-    """Whether a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,): the second element is
-    not 0 if nothing is to be written. Such a step never waits for the device."""
+    """Whether a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,):
+    the second element is not 0 if nothing is to be written. Such a step never waits for the
+    device."""
 
     capturable: bool
     """Whether a CUDA graph can hold its steps, and replay them with other numbers."""
@@ -33,11 +34,16 @@ class Backend(Protocol):
         """The whole step, for tensors that are whole parameters."""
         ...
 
-    def lamb_finish(self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier) -> None:
-        """Take the step after :meth:`lamb_moments`, from sums of whole parameters, shape (n, 2) FP64."""
+    def lamb_finish(
+        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
+    ) -> None:
+        """Take the step after :meth:`lamb_moments`, from sums of whole parameters, shape (n, 2)
+        FP64."""
         ...
 
-    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> Tensor:
+    def lamb_moments(
+        self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
+    ) -> Tensor:
         """Update the moments; return FP64 (sum p^2, sum u^2) per tensor, shape (n, 2)."""
         ...
 

@@ -1,7 +1,9 @@
-"""What apex and Transformer Engine share: kernels over lists of tensors that check little of what they are handed.
+"""What apex and Transformer Engine share: kernels over lists of tensors that check little of what
+they are handed.
 
-A launch goes out only after everything the kernels take for granted was looked at here: what they do otherwise is
-in docs/upstream-defects.md. Tensors are cut into pieces far below 2^31 elements, empty ones are left out.
+A launch goes out only after everything the kernels take for granted was looked at here: what they
+do otherwise is in docs/upstream-defects.md. Tensors are cut into pieces far below 2^31 elements,
+empty ones are left out.
 """
 
 from __future__ import annotations
@@ -45,49 +47,72 @@ class Kind(NamedTuple):
     state: tuple[torch.dtype, ...]
 
 
-def check_launch(name: str, lists: Sequence[Sequence[Tensor]], dtypes: Sequence[torch.dtype]) -> None:
+def check_launch(
+    name: str, lists: Sequence[Sequence[Tensor]], dtypes: Sequence[torch.dtype]
+) -> None:
     """Refuse what a kernel would read or write wrongly without a word.
 
     Args:
         name: of the kernel. dtypes: of each list.
 
     Raises:
-        ValueError: a list is empty, tensors are empty, too large, of different sizes, not contiguous, of another
-            dtype, or not on one device of the kernels' kind.
+        ValueError: a list is empty, tensors are empty, too large, of different sizes, not
+            contiguous, of another dtype, or not on one device of the kernels' kind.
     """
     if not lists or not lists[0] or len({len(tensors) for tensors in lists}) != 1:
-        raise ValueError(f"{name}: lists of {[len(tensors) for tensors in lists]} tensors; they must be alike and "
-                         "not empty")
+        raise ValueError(
+            f"{name}: lists of {[len(tensors) for tensors in lists]} tensors; they must be alike "
+            "and "
+            "not empty"
+        )
     device, sizes = lists[0][0].device, [tensor.numel() for tensor in lists[0]]
     for tensors, dtype in zip(lists, dtypes, strict=True):
         for tensor, size in zip(tensors, sizes, strict=True):
             if tensor.device != device or device.type != KERNEL_DEVICE:
-                raise ValueError(f"{name}: a tensor on {tensor.device} in a launch on {device}; the kernels run on "
-                                 f"{KERNEL_DEVICE}")
+                raise ValueError(
+                    f"{name}: a tensor on {tensor.device} in a launch on {device}; the kernels run "
+                    "on "
+                    f"{KERNEL_DEVICE}"
+                )
             if tensor.dtype != dtype:
-                raise ValueError(f"{name}: a tensor is {tensor.dtype}, the kernel takes {dtype} there")
-            if tensor.numel() != size or not 0 < size <= MOST_ELEMENTS or not tensor.is_contiguous():
-                raise ValueError(f"{name}: a tensor of {tensor.numel()} elements beside one of {size}, contiguous: "
-                                 f"{tensor.is_contiguous()}; at most {MOST_ELEMENTS} elements are reached")
+                raise ValueError(
+                    f"{name}: a tensor is {tensor.dtype}, the kernel takes {dtype} there"
+                )
+            if (
+                tensor.numel() != size
+                or not 0 < size <= MOST_ELEMENTS
+                or not tensor.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{name}: a tensor of {tensor.numel()} elements beside one of {size}, "
+                    "contiguous: "
+                    f"{tensor.is_contiguous()}; at most {MOST_ELEMENTS} elements are reached"
+                )
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one: the kernels launch on the current device's stream whatever they are handed."""
+    """Make a device the current one: the kernels launch on the current device's stream whatever
+    they are handed."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def take(lists: TensorLists, indices: Sequence[int]) -> TensorLists:
     """Some tensors of the lists."""
-    return TensorLists([lists.main[i] for i in indices], [lists.grad[i] for i in indices],
-                       {key: [tensors[i] for i in indices] for key, tensors in lists.state.items()},
-                       [lists.output[i] for i in indices],
-                       None if lists.noise is None else [lists.noise[i] for i in indices])
+    return TensorLists(
+        [lists.main[i] for i in indices],
+        [lists.grad[i] for i in indices],
+        {key: [tensors[i] for i in indices] for key, tensors in lists.state.items()},
+        [lists.output[i] for i in indices],
+        None if lists.noise is None else [lists.noise[i] for i in indices],
+    )
 
 
 def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:
     """The kinds that occur, and which tensors are of each; empty tensors are of none."""
     found: dict[Kind, list[int]] = {}
-    for index, (main, grad, output) in enumerate(zip(lists.main, lists.grad, lists.output, strict=True)):
+    for index, (main, grad, output) in enumerate(
+        zip(lists.main, lists.grad, lists.output, strict=True)
+    ):
         state = tuple(tensors[index].dtype for tensors in lists.state.values())
         if main.numel():
             kind = Kind(grad.dtype, None if output is None else output.dtype, main.dtype, state)
@@ -96,7 +121,8 @@ def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:
 
 
 class MultiTensorBackend(ReferenceBackend):
-    """SGD and sums of squares, which both libraries do alike; ``reference`` does what no kernel of theirs can.
+    """SGD and sums of squares, which both libraries do alike; ``reference`` does what no kernel of
+    theirs can.
 
     Args:
         library: the module with the ``multi_tensor_*`` functions.
@@ -109,9 +135,14 @@ class MultiTensorBackend(ReferenceBackend):
         self.library = library
 
     def takes(self, lists: TensorLists, kind: Kind) -> bool:
-        """Whether there are kernels for a kind; here: FP32 state, and gradients and outputs of at most 32 bits."""
-        return (lists.noise is None and kind.grad in READABLE and (kind.output is None or kind.output in READABLE)
-                and {kind.main, *kind.state} == {torch.float32})
+        """Whether there are kernels for a kind; here: FP32 state, and gradients and outputs of at
+        most 32 bits."""
+        return (
+            lists.noise is None
+            and kind.grad in READABLE
+            and (kind.output is None or kind.output in READABLE)
+            and {kind.main, *kind.state} == {torch.float32}
+        )
 
     def split(self, lists: TensorLists) -> Iterator[tuple[Kind | None, TensorLists]]:
         """Parts of the lists that are of one kind each; None for what goes to ``reference``."""
@@ -119,19 +150,28 @@ class MultiTensorBackend(ReferenceBackend):
             part = lists if len(indices) == len(lists.main) else take(lists, indices)
             yield (kind if self.takes(part, kind) else None), part
 
-    def launch(self, name: str, lists: Sequence[Sequence[Tensor]], dtypes: Sequence[torch.dtype],
-               *arguments: Any) -> Any:
+    def launch(
+        self,
+        name: str,
+        lists: Sequence[Sequence[Tensor]],
+        dtypes: Sequence[torch.dtype],
+        *arguments: Any,
+    ) -> Any:
         """Call a kernel with a flag of its own, which no earlier launch can have set."""
         check_launch(f"{self.name}: {name}", lists, dtypes)
         device = lists[0][0].device
         with current_device(device):
             flag = torch.zeros(1, dtype=torch.int32, device=device)
-            return getattr(self.library, name)(CHUNK, flag, [list(tensors) for tensors in lists], *arguments)
+            return getattr(self.library, name)(
+                CHUNK, flag, [list(tensors) for tensors in lists], *arguments
+            )
 
     def scaled(self, grads: Sequence[Tensor], multiplier: float) -> list[Tensor]:
         """FP32(g) * multiplier in memory of its own, of one batch's size."""
         fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-        self.launch("multi_tensor_scale", [grads, fresh], [grads[0].dtype, torch.float32], multiplier)
+        self.launch(
+            "multi_tensor_scale", [grads, fresh], [grads[0].dtype, torch.float32], multiplier
+        )
         return fresh
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
@@ -143,7 +183,9 @@ class MultiTensorBackend(ReferenceBackend):
                 self.adam_launch(kind, batch.lists, scalars, multiplier)
             mark_written(part)
 
-    def adam_launch(self, kind: Kind, batch: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
+    def adam_launch(
+        self, kind: Kind, batch: TensorLists, scalars: AdamScalars, multiplier: float
+    ) -> None:
         """One batch of one kind."""
         raise NotImplementedError
 
@@ -156,18 +198,31 @@ class MultiTensorBackend(ReferenceBackend):
                 self._sgd_launch(kind, batch.lists, scalars, multiplier)
             mark_written(part)
 
-    def _sgd_launch(self, kind: Kind, batch: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
-        """The kernel reads a buffer even without momentum, but writes none then: any list will do."""
+    def _sgd_launch(
+        self, kind: Kind, batch: TensorLists, scalars: SgdScalars, multiplier: float
+    ) -> None:
+        """The kernel reads a buffer even without momentum, but writes none then: any list will
+        do."""
         grads = batch.grad if kind.grad == torch.float32 else self.scaled(batch.grad, multiplier)
         buffers = batch.state.get("momentum_buffer", grads)
-        self.launch("multi_tensor_sgd", [grads, batch.main, buffers], [torch.float32] * 3, scalars.decay,
-                    scalars.momentum, 1.0 - scalars.one_minus_dampening, scalars.lr, bool(scalars.nesterov),
-                    bool(scalars.first), False, multiplier if grads is batch.grad else 1.0)
+        self.launch(
+            "multi_tensor_sgd",
+            [grads, batch.main, buffers],
+            [torch.float32] * 3,
+            scalars.decay,
+            scalars.momentum,
+            1.0 - scalars.one_minus_dampening,
+            scalars.lr,
+            bool(scalars.nesterov),
+            bool(scalars.first),
+            False,
+            multiplier if grads is batch.grad else 1.0,
+        )
         publish(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """FP32 norms of pieces, added up in FP64. What overflows FP32 is summed by ``reference``: only an inf or nan
-        among the values may make a sum that is not finite."""
+        """FP32 norms of pieces, added up in FP64. What overflows FP32 is summed by ``reference``:
+        only an inf or nan among the values may make a sum that is not finite."""
         if not tensors or any(tensor.dtype not in READABLE for tensor in tensors):
             return sum_of_squares(tensors)
         owners, pieces = _flat_pieces(tensors)
@@ -176,7 +231,9 @@ class MultiTensorBackend(ReferenceBackend):
             mine = [index for index, piece in enumerate(pieces) if piece.dtype == dtype]
             for start in range(0, len(mine), MOST_TENSORS):
                 where = mine[start : start + MOST_TENSORS]
-                norms = self.launch("multi_tensor_l2norm", [[pieces[i] for i in where]], [dtype], True)[1]
+                norms = self.launch(
+                    "multi_tensor_l2norm", [[pieces[i] for i in where]], [dtype], True
+                )[1]
                 found[torch.tensor(where, device=found.device), 0] = norms.double().square()
         sums = combine_pieces(owners, found, len(tensors)).squeeze(1)
         if not bool(sums.isfinite().all()):
@@ -189,7 +246,12 @@ def _flat_pieces(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
     """Contiguous flat pieces, and which tensor each is of."""
     flat = [tensor.contiguous() for tensor in tensors]
     cut = list(batches(TensorLists(flat, flat, {}, [None] * len(flat))))
-    pairs = sorted(((owner, at, main) for at, batch in enumerate(cut)
-                    for owner, main in zip(batch.owners, batch.lists.main, strict=True)), key=lambda pair: pair[:2])
+    pairs = sorted(
+        (
+            (owner, at, main)
+            for at, batch in enumerate(cut)
+            for owner, main in zip(batch.owners, batch.lists.main, strict=True)
+        ),
+        key=lambda pair: pair[:2],
+    )
     return [owner for owner, _, _ in pairs], [main for _, _, main in pairs]
-

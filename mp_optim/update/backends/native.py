@@ -1,6 +1,8 @@
-"""The rules by the compiled kernels of ``update/csrc``: one pass over every tensor of a call, on all host threads.
+"""The rules by the compiled kernels of ``update/csrc``: one pass over every tensor of a call, on
+all host threads.
 
-Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes to it.
+Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes
+to it.
 """
 
 from __future__ import annotations
@@ -56,11 +58,14 @@ def set_host_cores(cores: Sequence[int]) -> None:
     """Pin the kernels' threads in this process to these cores, in turn; an empty list unpins them.
 
     Raises:
-        ValueError: there are no native kernels to pin, or this process may not run on one of the cores.
+        ValueError: there are no native kernels to pin, or this process may not run on one of the
+            cores.
     """
     library = lib.native_library()
     if library.handle is None:
-        raise ValueError(f"host_cores={tuple(cores)!r}: there are no native kernels to pin: {library.why}")
+        raise ValueError(
+            f"host_cores={tuple(cores)!r}: there are no native kernels to pin: {library.why}"
+        )
     if cores:
         _check_cores(cores)
     library.set_cores(cores)
@@ -76,25 +81,33 @@ def set_thread_share(threads: int | None) -> None:
 
 
 def _checked(threads: Any) -> int:
-    """A number of threads that the kernels take: a plain int, whatever kind of whole number was given."""
+    """A number of threads that the kernels take: a plain int, whatever kind of whole number was
+    given."""
     try:
         number = 0 if isinstance(threads, bool) else operator.index(threads)
     except TypeError:
         number = 0
     if not 1 <= number <= MOST_THREADS:
-        raise ValueError(f"host_threads={threads!r}: must be a whole number from 1 to {MOST_THREADS}, or None for "
-                         "torch.get_num_threads()")
+        raise ValueError(
+            f"host_threads={threads!r}: must be a whole number from 1 to {MOST_THREADS}, or None "
+            "for "
+            "torch.get_num_threads()"
+        )
     return number
 
 
 def _check_cores(cores: Sequence[int]) -> None:
     given = f"host_cores={tuple(cores)!r}"
     if not hasattr(os, "sched_getaffinity"):
-        raise ValueError(f"{given}: threads cannot be pinned on this system; leave host_cores unset")
+        raise ValueError(
+            f"{given}: threads cannot be pinned on this system; leave host_cores unset"
+        )
     available = sorted(os.sched_getaffinity(0))
     missing = [core for core in cores if core not in available]
     if missing:
-        raise ValueError(f"{given}: this process may not run on core {missing[0]}; it has {available}")
+        raise ValueError(
+            f"{given}: this process may not run on core {missing[0]}; it has {available}"
+        )
 
 
 def _threads() -> int:
@@ -102,7 +115,8 @@ def _threads() -> int:
 
 
 class _Kind(NamedTuple):
-    """Dtypes that the tensors of one call share, by the names of ``MpTensors``; None where there is no tensor."""
+    """Dtypes that the tensors of one call share, by the names of ``MpTensors``; None where there is
+    no tensor."""
 
     grad: torch.dtype
     main: torch.dtype | None = None
@@ -114,16 +128,30 @@ class _Kind(NamedTuple):
     def is_read(self) -> bool:
         """Whether the kernels read such tensors."""
         mains, outputs = _MAINS.get(self.remainder, (None, ()))
-        return (self.grad in _GRADS and self.main == mains and (self.output is None or self.output in outputs)
-                and self.moment1 in _FIRST and self.moment2 in _SECOND)
+        return (
+            self.grad in _GRADS
+            and self.main == mains
+            and (self.output is None or self.output in outputs)
+            and self.moment1 in _FIRST
+            and self.moment2 in _SECOND
+        )
 
 
-_CODES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 5,
-          torch.int16: 6}
+_CODES = {
+    None: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int16: 6,
+}
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
 _MAINS: dict[torch.dtype | None, tuple[torch.dtype, tuple[torch.dtype, ...]]] = {
-    None: (torch.float32, _GRADS), torch.int16: (torch.bfloat16, (torch.bfloat16,)),
-    torch.int8: (torch.bfloat16, (torch.bfloat16,))}
+    None: (torch.float32, _GRADS),
+    torch.int16: (torch.bfloat16, (torch.bfloat16,)),
+    torch.int8: (torch.bfloat16, (torch.bfloat16,)),
+}
 _FIRST = (None, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _SECOND = (None, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
@@ -131,16 +159,23 @@ _SECOND = (None, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 class _Table:
     """The C view of tensor lists; keeps what it points to alive."""
 
-    def __init__(self, kind: _Kind, lists: Mapping[str, Sequence[Tensor]],
-                 noise: Sequence[Noise] | None = None) -> None:
+    def __init__(
+        self,
+        kind: _Kind,
+        lists: Mapping[str, Sequence[Tensor]],
+        noise: Sequence[Noise] | None = None,
+    ) -> None:
         steady = {name: SteadyList.of(tensors) for name, tensors in lists.items()}
         self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
         self._arrays["numel"] = (steady.get("moment1") or steady["grad"]).sizes
         if noise is not None:
             self._arrays["stream"] = array("I", [item.stream for item in noise])
-        self.tensors = lib.Tensors(count=len(steady["grad"]), seed=noise[0].seed if noise else 0,
-                                   **{name: values.buffer_info()[0] for name, values in self._arrays.items()},
-                                   **{f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()})
+        self.tensors = lib.Tensors(
+            count=len(steady["grad"]),
+            seed=noise[0].seed if noise else 0,
+            **{name: values.buffer_info()[0] for name, values in self._arrays.items()},
+            **{f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()},
+        )
 
 
 class NativeBackend(ReferenceBackend):
@@ -155,21 +190,42 @@ class NativeBackend(ReferenceBackend):
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         values = lib.Adam(multiplier=multiplier, **_fields(scalars))
-        self._run("mp_adam", lists, ("exp_avg", "exp_avg_sq"), values,
-                  lambda part: ReferenceBackend.adam(self, part, scalars, multiplier))
+        self._run(
+            "mp_adam",
+            lists,
+            ("exp_avg", "exp_avg_sq"),
+            values,
+            lambda part: ReferenceBackend.adam(self, part, scalars, multiplier),
+        )
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
         values = lib.Sgd(multiplier=multiplier, **_fields(scalars))
-        self._run("mp_sgd", lists, ("momentum_buffer",) if "momentum_buffer" in lists.state else (), values,
-                  lambda part: ReferenceBackend.sgd(self, part, scalars, multiplier))
+        self._run(
+            "mp_sgd",
+            lists,
+            ("momentum_buffer",) if "momentum_buffer" in lists.state else (),
+            values,
+            lambda part: ReferenceBackend.sgd(self, part, scalars, multiplier),
+        )
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
         values = lib.Lion(multiplier=multiplier, **_fields(scalars))
-        self._run("mp_lion", lists, ("exp_avg",), values,
-                  lambda part: ReferenceBackend.lion(self, part, scalars, multiplier))
+        self._run(
+            "mp_lion",
+            lists,
+            ("exp_avg",),
+            values,
+            lambda part: ReferenceBackend.lion(self, part, scalars, multiplier),
+        )
 
-    def _run(self, function: str, lists: TensorLists, moments: tuple[str, ...], values: ctypes.Structure,
-             otherwise: Callable[[TensorLists], None]) -> None:
+    def _run(
+        self,
+        function: str,
+        lists: TensorLists,
+        moments: tuple[str, ...],
+        values: ctypes.Structure,
+        otherwise: Callable[[TensorLists], None],
+    ) -> None:
         for _, kind, part in _by_kind(lists, moments):
             if kind is None:
                 otherwise(part.in_place())
@@ -197,7 +253,9 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().lamb_apply(part, scalars, mine)
             else:
-                table = _table(replace(part, source=None), kind, _MOMENTS)  # the first pass brought it
+                table = _table(
+                    replace(part, source=None), kind, _MOMENTS
+                )  # the first pass brought it
                 self._call("mp_lamb_apply", table, values, mine.buffer_info()[0])
                 _mark_written(part)
 
@@ -208,7 +266,9 @@ class NativeBackend(ReferenceBackend):
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         for dtype in steady.dtypes:
             mine = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
-            sums[torch.tensor(mine, device="cpu")] = self._sum_alike(SteadyList(steady[index] for index in mine))
+            sums[torch.tensor(mine, device="cpu")] = self._sum_alike(
+                SteadyList(steady[index] for index in mine)
+            )
         return sums
 
     def _sum_alike(self, tensors: SteadyList) -> Tensor:
@@ -218,7 +278,9 @@ class NativeBackend(ReferenceBackend):
         if not tensors.contiguous:
             tensors = SteadyList(tensor.contiguous() for tensor in tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
-        self._call("mp_measure", _Table(_Kind(tensors[0].dtype), {"grad": tensors}), sums.data_ptr(), None)
+        self._call(
+            "mp_measure", _Table(_Kind(tensors[0].dtype), {"grad": tensors}), sums.data_ptr(), None
+        )
         return sums
 
     def _call(self, name: str, table: _Table, *arguments: Any) -> None:
@@ -240,7 +302,9 @@ def _fields(scalars: Any, *without: str) -> dict[str, Any]:
     return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
 
 
-def _by_kind(lists: TensorLists, moments: tuple[str, ...]) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
+def _by_kind(
+    lists: TensorLists, moments: tuple[str, ...]
+) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
     """Parts of the lists whose tensors share dtypes; None is what the kernels do not read."""
     if not lists.main:
         return []
@@ -254,8 +318,10 @@ def _by_kind(lists: TensorLists, moments: tuple[str, ...]) -> list[tuple[Sequenc
         return [(range(len(lists.main)), _kind(kind, lists, moments), lists)]
     columns["output"] = lists.output
     names = list(columns)
-    rows = [tuple(None if tensor is None else tensor.dtype for tensor in row)
-            for row in zip(*columns.values(), strict=True)]
+    rows = [
+        tuple(None if tensor is None else tensor.dtype for tensor in row)
+        for row in zip(*columns.values(), strict=True)
+    ]
     parts: list[tuple[Sequence[int], _Kind | None, TensorLists]] = []
     for row in dict.fromkeys(rows):
         indices = [index for index, other in enumerate(rows) if other == row]
@@ -293,15 +359,23 @@ def _take(lists: TensorLists, indices: Sequence[int]) -> TensorLists:
     def some(values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in indices]
 
-    return TensorLists(some(lists.main), some(lists.grad), {key: some(found) for key, found in lists.state.items()},
-                       some(lists.output), None if lists.noise is None else some(lists.noise),
-                       None if lists.source is None else {key: some(found) for key, found in lists.source.items()})
+    return TensorLists(
+        some(lists.main),
+        some(lists.grad),
+        {key: some(found) for key, found in lists.state.items()},
+        some(lists.output),
+        None if lists.noise is None else some(lists.noise),
+        None if lists.source is None else {key: some(found) for key, found in lists.source.items()},
+    )
 
 
 def _kind(kind: _Kind, lists: TensorLists, moments: tuple[str, ...]) -> _Kind | None:
     """The kind, if the kernels read such lists."""
     pairs = zip(moments, (kind.moment1, kind.moment2), strict=False)
-    scaled = all((scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype)) for name, dtype in pairs)
+    scaled = all(
+        (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
+        for name, dtype in pairs
+    )
     noise = lists.noise or []
     alike = len({item.seed for item in noise}) <= 1 and not any(item.start for item in noise)
     return kind if kind.is_read() and scaled and alike else None
@@ -309,8 +383,11 @@ def _kind(kind: _Kind, lists: TensorLists, moments: tuple[str, ...]) -> _Kind | 
 
 def _table(lists: TensorLists, kind: _Kind, moments: tuple[str, ...]) -> _Table:
     columns = _columns(lists, moments)
-    columns |= {f"scale{1 + at}": lists.state[scale_key(name)]
-                for at, name in enumerate(moments) if scale_key(name) in lists.state}
+    columns |= {
+        f"scale{1 + at}": lists.state[scale_key(name)]
+        for at, name in enumerate(moments)
+        if scale_key(name) in lists.state
+    }
     if kind.output is not None:
         columns["output"] = _outputs(lists)
     columns |= _sources(lists, moments)

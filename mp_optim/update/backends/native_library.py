@@ -1,4 +1,5 @@
-"""Loads the compiled kernels of ``update/csrc`` and says why not where there are none. Nothing here knows a rule."""
+"""Loads the compiled kernels of ``update/csrc`` and says why not where there are none. Nothing here
+knows a rule."""
 
 from __future__ import annotations
 
@@ -15,43 +16,117 @@ import torch
 __all__ = ["ENVIRONMENT", "NativeLibrary", "limit_openmp", "native_library"]
 
 ENVIRONMENT = "MP_OPTIM_NATIVE"
-"""``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``; else the best one."""
+"""``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
+else the best one."""
 
 _ABI = 5
-_STATUS = {1: "a null pointer, negative size or unknown dtype reached the kernels", 2: "out of memory",
-           3: "the kernels failed"}
+_STATUS = {
+    1: "a null pointer, negative size or unknown dtype reached the kernels",
+    2: "out of memory",
+    3: "the kernels failed",
+}
 
 
 class Tensors(ctypes.Structure):
     """``MpTensors``: tables of pointers."""
 
-    _fields_ = [("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in (
-        "numel", "main", "remainder", "grad", "moment1", "moment2", "scale1", "scale2", "output", "stream")),
-        *((name, ctypes.c_int32) for name in ("main_dtype", "remainder_dtype", "grad_dtype", "moment1_dtype",
-                                              "moment2_dtype", "output_dtype")), ("seed", ctypes.c_uint32),
-        *((name, ctypes.c_void_p) for name in ("from_main", "from_remainder", "from_moment1", "from_moment2",
-                                               "from_scale1", "from_scale2"))]
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "numel",
+                "main",
+                "remainder",
+                "grad",
+                "moment1",
+                "moment2",
+                "scale1",
+                "scale2",
+                "output",
+                "stream",
+            )
+        ),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "main_dtype",
+                "remainder_dtype",
+                "grad_dtype",
+                "moment1_dtype",
+                "moment2_dtype",
+                "output_dtype",
+            )
+        ),
+        ("seed", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "from_main",
+                "from_remainder",
+                "from_moment1",
+                "from_moment2",
+                "from_scale1",
+                "from_scale2",
+            )
+        ),
+    ]
 
 
 def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:
     """A structure of FP32 fields followed by int32 ones."""
-    fields = [*((name, ctypes.c_float) for name in floats), *((name, ctypes.c_int32) for name in integers)]
+    fields = [
+        *((name, ctypes.c_float) for name in floats),
+        *((name, ctypes.c_int32) for name in integers),
+    ]
     return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
 
 
-Adam = scalars(["multiplier", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "step_size",
-                "inv_sqrt_bias2", "decay", "l2"])
-Lamb = scalars(["multiplier", "beta1", "grad_weight", "beta2", "one_minus_beta2", "eps", "inv_bias1",
-                "inv_sqrt_bias2", "decay", "l2"])
-Sgd = scalars(["multiplier", "lr", "momentum", "one_minus_dampening", "decay"], ["nesterov", "first"])
-Lion = scalars(["multiplier", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay"])
+Adam = scalars(
+    [
+        "multiplier",
+        "beta1",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "eps",
+        "step_size",
+        "inv_sqrt_bias2",
+        "decay",
+        "l2",
+    ]
+)
+Lamb = scalars(
+    [
+        "multiplier",
+        "beta1",
+        "grad_weight",
+        "beta2",
+        "one_minus_beta2",
+        "eps",
+        "inv_bias1",
+        "inv_sqrt_bias2",
+        "decay",
+        "l2",
+    ]
+)
+Sgd = scalars(
+    ["multiplier", "lr", "momentum", "one_minus_dampening", "decay"], ["nesterov", "first"]
+)
+Lion = scalars(
+    ["multiplier", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay"]
+)
 
 _T, _P, _I = ctypes.POINTER(Tensors), ctypes.c_void_p, ctypes.c_int32
 _SIGNATURES = {
-    "mp_adam": [_T, ctypes.POINTER(Adam), _I], "mp_sgd": [_T, ctypes.POINTER(Sgd), _I],
-    "mp_lion": [_T, ctypes.POINTER(Lion), _I], "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
-    "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I], "mp_measure": [_T, _P, _P, _I],
-    "mp_set_level": [ctypes.c_char_p], "mp_set_cores": [_P, _I],
+    "mp_adam": [_T, ctypes.POINTER(Adam), _I],
+    "mp_sgd": [_T, ctypes.POINTER(Sgd), _I],
+    "mp_lion": [_T, ctypes.POINTER(Lion), _I],
+    "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
+    "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
+    "mp_measure": [_T, _P, _P, _I],
+    "mp_set_level": [ctypes.c_char_p],
+    "mp_set_cores": [_P, _I],
 }
 
 
@@ -75,7 +150,9 @@ class NativeLibrary:
         """
         status = getattr(self.handle, name)(*arguments)
         if status:
-            raise (MemoryError if status == 2 else RuntimeError)(f"{name}: {_STATUS.get(status, status)}")
+            raise (MemoryError if status == 2 else RuntimeError)(
+                f"{name}: {_STATUS.get(status, status)}"
+            )
 
     @property
     def level(self) -> str:
@@ -90,7 +167,9 @@ class NativeLibrary:
     def set_level(self, name: str) -> None:
         """Use another level from now on. Raises ValueError if this CPU does not have it."""
         if self.handle is None or self.handle.mp_set_level(name.encode()):
-            raise ValueError(f"{ENVIRONMENT}={name!r}: this machine has {self.levels or 'no native kernels'}")
+            raise ValueError(
+                f"{ENVIRONMENT}={name!r}: this machine has {self.levels or 'no native kernels'}"
+            )
 
     def set_cores(self, cores: Sequence[int]) -> None:
         """Pin the worker threads to these cores; an empty list unpins them."""
@@ -107,8 +186,11 @@ def native_library() -> NativeLibrary:
     wanted = os.environ.get(ENVIRONMENT, "")
     if wanted == "off":
         return NativeLibrary(None, f"{ENVIRONMENT}=off")
-    found = sorted(path for pattern in ("_native*.so", "_native*.pyd", "_native*.dylib")
-                   for path in Path(__file__).parents[1].glob(pattern))
+    found = sorted(
+        path
+        for pattern in ("_native*.so", "_native*.pyd", "_native*.dylib")
+        for path in Path(__file__).parents[1].glob(pattern)
+    )
     if not found:
         return NativeLibrary(None, "the package was installed without a C++ compiler")
     library = _load(found[0])
@@ -124,7 +206,9 @@ def _load(path: Path) -> NativeLibrary:
     except (OSError, AttributeError) as error:
         return NativeLibrary(None, f"{path.name} cannot be loaded: {error}")
     if abi != _ABI:
-        return NativeLibrary(None, f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim")
+        return NativeLibrary(
+            None, f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim"
+        )
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
@@ -135,7 +219,8 @@ def _load(path: Path) -> NativeLibrary:
 
 
 def _gomp_parallel() -> int | None:
-    """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, if it is GNU's (as on Linux)."""
+    """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, if it is GNU's (as
+    on Linux)."""
     function = getattr(_gomp(), "GOMP_parallel", None)
     return ctypes.cast(function, ctypes.c_void_p).value if function else None
 
@@ -145,14 +230,18 @@ def _gomp() -> ctypes.CDLL | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
-    loaded = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libgomp" in line}
+    loaded = {
+        line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libgomp" in line
+    }
     torch_first = sorted(loaded, key=lambda path: ("torch" not in path, path))
     return ctypes.CDLL(torch_first[0]) if torch_first else None
 
 
 def limit_openmp(threads: int) -> None:
-    """Threads of torch's own operations in the calling thread, and in no other, where torch uses GNU's OpenMP."""
-    torch.get_num_threads()  # torch sets a new thread's number when it first asks; after that the number stays
+    """Threads of torch's own operations in the calling thread, and in no other, where torch uses
+    GNU's OpenMP."""
+    # torch sets a new thread's number when it first asks; after that the number stays
+    torch.get_num_threads()
     set_threads = getattr(_gomp(), "omp_set_num_threads", None)
     if set_threads is not None:
         set_threads(ctypes.c_int(threads))

@@ -14,12 +14,28 @@ from mp_optim.capabilities import CAPABILITIES, Capability
 from mp_optim.own_modes import in_own_modes
 from mp_optim.update.backends.interface import Backend
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.lists import REMAINDER, AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+from mp_optim.update.lists import (
+    REMAINDER,
+    AdamScalars,
+    LambScalars,
+    LionScalars,
+    SgdScalars,
+    TensorLists,
+)
 
-__all__ = ["BFLOAT16_MOMENTS", "REMAINDERS", "Difference", "Proof", "compare", "difference", "prove"]
+__all__ = [
+    "BFLOAT16_MOMENTS",
+    "REMAINDERS",
+    "Difference",
+    "Proof",
+    "compare",
+    "difference",
+    "prove",
+]
 
 MOST_ULPS, MOST_LR = 4.0, 1e-4
-"""How far a usable backend's parameters may be from reference's after the two steps: ulps, plus units of lr."""
+"""How far a usable backend's parameters may be from reference's after the two steps: ulps, plus
+units of lr."""
 
 MOST_RELATIVE = 1e-4
 """The same for moments and sums of squares, relative to the largest."""
@@ -29,10 +45,24 @@ BFLOAT16_MOMENTS, REMAINDERS = "bfloat16 moments", "remainders"
 
 _LR = 0.01
 _GROUP: dict[str, Any] = {
-    "lr": _LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True,
-    "grad_averaging": True, "use_nvlamb": False, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
-_STATE = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",),
-          "sgd": ("momentum_buffer",)}
+    "lr": _LR,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "bias_correction": True,
+    "adam_w_mode": True,
+    "grad_averaging": True,
+    "use_nvlamb": False,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+}
+_STATE = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+}
 _SIZES = (0, 1, 257, 1500)
 
 
@@ -44,11 +74,11 @@ class Proof:
         backend, device: which.
         usable: it can be loaded, and what it computes is right within the tolerances above.
         exact: bit for bit what ``reference`` computes.
-        ulps, lrs: largest difference of a parameter after two steps, in units in the last place of the largest
-            parameter of its tensor, and in units of lr; NaN if it did not run.
+        ulps, lrs: largest difference of a parameter after two steps, in units in the last place of
+            the largest parameter of its tensor, and in units of lr; NaN if it did not run.
         reason: the same for people.
-        lacks: for each form of state that it should have kernels for and this installation has not, why; an older
-            version of a library is usable without.
+        lacks: for each form of state that it should have kernels for and this installation has not,
+            why; an older version of a library is usable without.
     """
 
     backend: str
@@ -63,7 +93,8 @@ class Proof:
 
 @dataclass
 class Difference:
-    """Largest differences found so far: parameters in two units, and everything else relative to its largest value."""
+    """Largest differences found so far: parameters in two units, and everything else relative to
+    its largest value."""
 
     ulps: float = 0.0
     lrs: float = 0.0
@@ -76,7 +107,10 @@ class Difference:
         self.same &= _same(ours, theirs)
         if not ours.numel():
             return
-        apart, top = _largest((ours.double() - theirs.double()).abs()), float(theirs.double().abs().nan_to_num().max())
+        apart, top = (
+            _largest((ours.double() - theirs.double()).abs()),
+            float(theirs.double().abs().nan_to_num().max()),
+        )
         unit = 2.0 ** (math.floor(math.log2(max(top, lr))) - 23)
         self.ulps, self.lrs = max(self.ulps, apart / unit), max(self.lrs, apart / lr)
         self.excess = max(self.excess, apart / (MOST_ULPS * unit + MOST_LR * lr))
@@ -118,16 +152,24 @@ def difference(ours: TensorLists, theirs: TensorLists, lr: float, found: Differe
 
 
 def _values(count: int, phase: float, device: torch.device) -> Tensor:
-    """Numbers of several magnitudes, the same on every device: nothing here may touch a random generator."""
+    """Numbers of several magnitudes, the same on every device: nothing here may touch a random
+    generator."""
     at = torch.arange(count, dtype=torch.float64, device="cpu") + phase
-    return ((torch.sin(at * 1.7) + 0.1) * torch.exp2(-4 * torch.cos(at * 0.3) ** 2)).float().to(device)
+    return (
+        ((torch.sin(at * 1.7) + 0.1) * torch.exp2(-4 * torch.cos(at * 0.3) ** 2)).float().to(device)
+    )
 
 
-def _lists(rule: str, grad: torch.dtype, output: torch.dtype | None, device: torch.device) -> TensorLists:
+def _lists(
+    rule: str, grad: torch.dtype, output: torch.dtype | None, device: torch.device
+) -> TensorLists:
     mains = [_values(size, 5.0 + 0.1 * index, device) for index, size in enumerate(_SIZES)]
-    return TensorLists(mains, [_values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)],
-                       {key: [torch.zeros_like(main) for main in mains] for key in _STATE[rule]},
-                       [None if output is None else torch.zeros_like(main, dtype=output) for main in mains])
+    return TensorLists(
+        mains,
+        [_values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)],
+        {key: [torch.zeros_like(main) for main in mains] for key in _STATE[rule]},
+        [None if output is None else torch.zeros_like(main, dtype=output) for main in mains],
+    )
 
 
 def _step(backend: Backend, rule: str, lists: TensorLists, step: int, multiplier: float) -> None:
@@ -179,14 +221,22 @@ def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
     for form, claimed in ((BFLOAT16_MOMENTS, can.bfloat16_moments), (REMAINDERS, can.remainders)):
         if "adam" not in claimed:
             continue
-        ours, theirs = (_compact(_lists("adam", torch.bfloat16, torch.bfloat16, device), form == BFLOAT16_MOMENTS,
-                                 form == REMAINDERS) for _ in range(2))
+        ours, theirs = (
+            _compact(
+                _lists("adam", torch.bfloat16, torch.bfloat16, device),
+                form == BFLOAT16_MOMENTS,
+                form == REMAINDERS,
+            )
+            for _ in range(2)
+        )
         found = Difference()
         try:
             _step(backend, "adam", ours, 1, 1.0)
             _step(ReferenceBackend(), "adam", theirs, 1, 1.0)
             for index, main in enumerate(ours.main):
-                found.others(main, theirs.main[index], 2.0**-7 if form == REMAINDERS else MOST_RELATIVE)
+                found.others(
+                    main, theirs.main[index], 2.0**-7 if form == REMAINDERS else MOST_RELATIVE
+                )
                 found.others(ours.state["exp_avg"][index], theirs.state["exp_avg"][index], 2.0**-7)
         except Exception as error:
             lacks[form] = f"{type(error).__name__}: {error}"
@@ -201,14 +251,37 @@ def prove(backend: Backend, device: torch.device) -> Proof:
     try:
         found = compare(backend, device, rules)
     except Exception as error:
-        return Proof(backend.name, str(device), False, False, math.nan, math.nan,
-                     f"fails a first step: {type(error).__name__}: {error}")
+        return Proof(
+            backend.name,
+            str(device),
+            False,
+            False,
+            math.nan,
+            math.nan,
+            f"fails a first step: {type(error).__name__}: {error}",
+        )
     if found.same:
-        return Proof(backend.name, str(device), True, True, 0.0, 0.0, "same bits as reference",
-                     _lacks(backend, device))
+        return Proof(
+            backend.name,
+            str(device),
+            True,
+            True,
+            0.0,
+            0.0,
+            "same bits as reference",
+            _lacks(backend, device),
+        )
     apart = f"differs from reference by {found.ulps:.3g} ulp, {found.lrs:.2g} lr"
     usable = found.tolerable
     if not usable:
         apart = f"wrong: a first step {apart}, moments and sums by {found.relative:.2g}"
-    return Proof(backend.name, str(device), usable, False, found.ulps, found.lrs, apart,
-                 _lacks(backend, device) if usable else {})
+    return Proof(
+        backend.name,
+        str(device),
+        usable,
+        False,
+        found.ulps,
+        found.lrs,
+        apart,
+        _lacks(backend, device) if usable else {},
+    )

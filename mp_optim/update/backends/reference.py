@@ -1,8 +1,8 @@
 """The numerics, in torch operations. docs/numerics.md says the same in words.
 
-Every operation below is one IEEE operation in FP32, rounded once; nothing here may be replaced by an
-operation that contracts (addcmul, addcdiv, lerp, ``alpha=``). Square roots go through FP64 because
-torch's FP32 square root on the CPU is not correctly rounded.
+Every operation below is one IEEE operation in FP32, rounded once; nothing here may be replaced by
+an operation that contracts (addcmul, addcdiv, lerp, ``alpha=``). Square roots go through FP64
+because torch's FP32 square root on the CPU is not correctly rounded.
 """
 
 from __future__ import annotations
@@ -43,14 +43,18 @@ def _gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -
 def _read(batch: TensorLists, name: str) -> Lists:
     """FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
     scales = batch.state.get(scale_key(name), [None] * len(batch.main))
-    return [decode(stored, scale, name == SECOND)
-            for stored, scale in zip(batch.state[name], scales, strict=True)]
+    return [
+        decode(stored, scale, name == SECOND)
+        for stored, scale in zip(batch.state[name], scales, strict=True)
+    ]
 
 
 def _write(batch: TensorLists, name: str, values: Lists) -> None:
     """Store FP32 values of a moment."""
     scales = batch.state.get(scale_key(name), [None] * len(batch.main))
-    for value, stored, scale, noise in zip(values, batch.state[name], scales, _noise(batch), strict=True):
+    for value, stored, scale, noise in zip(
+        values, batch.state[name], scales, _noise(batch), strict=True
+    ):
         encode_(value, stored, scale, name == SECOND, noise)
 
 
@@ -62,13 +66,18 @@ def _read_mains(batch: TensorLists) -> Lists:
     """FP32 main params: the tensors themselves, or copies joined with their remainders."""
     if REMAINDER not in batch.state:
         return batch.main
-    return [join(main, remainder) for main, remainder in zip(batch.main, batch.state[REMAINDER], strict=True)]
+    return [
+        join(main, remainder)
+        for main, remainder in zip(batch.main, batch.state[REMAINDER], strict=True)
+    ]
 
 
 def _write_mains(batch: TensorLists, values: Lists) -> None:
     """Store FP32 main params and write the outputs."""
     if REMAINDER in batch.state:
-        for value, main, rest, noise in zip(values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True):
+        for value, main, rest, noise in zip(
+            values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True
+        ):
             split_(value, main, rest, noise)
     publish(batch)
 
@@ -110,7 +119,9 @@ class ReferenceBackend:
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
             p, m, v = _read_mains(batch), _read(batch, "exp_avg"), _read(batch, "exp_avg_sq")
-            _moments(m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.one_minus_beta1)
+            _moments(
+                m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.one_minus_beta1
+            )
             updates = torch._foreach_div(m, _denominators(v, scalars))
             torch._foreach_mul_(updates, scalars.step_size)
             if scalars.decay != 0.0:
@@ -130,7 +141,9 @@ class ReferenceBackend:
         for cut in batches(lists):
             batch = cut.lists
             p, m, v = _read_mains(batch), _read(batch, "exp_avg"), _read(batch, "exp_avg_sq")
-            _moments(m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.grad_weight)
+            _moments(
+                m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.grad_weight
+            )
             _write(batch, "exp_avg", m)
             _write(batch, "exp_avg_sq", v)
             squares = sum_of_squares([*p, *_directions(batch, p, scalars)])
@@ -141,7 +154,9 @@ class ReferenceBackend:
             return torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
         return combine_pieces(owners, torch.cat(found), len(lists.main))
 
-    def lamb_finish(self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: float) -> None:
+    def lamb_finish(
+        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: float
+    ) -> None:
         """The second phase, from the sums of whole parameters."""
         self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
 

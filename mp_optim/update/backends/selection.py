@@ -1,5 +1,5 @@
-"""Which backend serves a ``fused_backend`` on a device, and why. Each is loaded and proven once per process and device.
-"""
+"""Which backend serves a ``fused_backend`` on a device, and why. Each is loaded and proven once per
+process and device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from mp_optim.update.backends.proof import BFLOAT16_MOMENTS, REMAINDERS, Proof, 
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.torch_fused import TorchBackend
 
-__all__ = ["candidates", "check_forms", "check_serves", "choose_backend", "forget", "proof_of", "rule_note"]
+__all__ = [
+    "candidates",
+    "check_forms",
+    "check_serves",
+    "choose_backend",
+    "forget",
+    "proof_of",
+    "rule_note",
+]
 
 _SAME_BITS = "auto: the bits are the same in every place"
 _ON_HOST = ("native", "torch", "reference")
@@ -82,13 +90,29 @@ _SOURCES: dict[str, _Source] = {
     "native": _Source(_native, lambda: ("cpu",)),
     "reference": _Source(ReferenceBackend),
     "torch": _Source(TorchBackend),
-    "triton": _Source(_triton, _triton_devices, {
-        "mp_optim.update.backends.triton": "not part of this version"}),
-    "apex": _Source(_from_module("apex"), _kernel_devices, {
-        "amp_C": "NVIDIA apex with its CUDA extensions is not installed (apex on PyPI is another project)"}),
-    "transformer_engine": _Source(_from_module("transformer_engine"), _kernel_devices, {
-        "transformer_engine": "Transformer Engine is not installed",
-        "transformer_engine_torch": "Transformer Engine is installed without its PyTorch extension"}),
+    "triton": _Source(
+        _triton, _triton_devices, {"mp_optim.update.backends.triton": "not part of this version"}
+    ),
+    "apex": _Source(
+        _from_module("apex"),
+        _kernel_devices,
+        {
+            "amp_C": (
+                "NVIDIA apex with its CUDA extensions is not installed "
+                "(apex on PyPI is another project)"
+            )
+        },
+    ),
+    "transformer_engine": _Source(
+        _from_module("transformer_engine"),
+        _kernel_devices,
+        {
+            "transformer_engine": "Transformer Engine is not installed",
+            "transformer_engine_torch": (
+                "Transformer Engine is installed without its PyTorch extension"
+            ),
+        },
+    ),
 }
 assert set(BACKENDS) == {"auto", *_SOURCES}
 
@@ -105,7 +129,8 @@ def forget() -> None:
 
 
 def proof_of(name: str, device: torch.device) -> Proof:
-    """What is known about a backend on a device: it is loaded, and takes its first step, when this is first asked."""
+    """What is known about a backend on a device: it is loaded, and takes its first step, when this
+    is first asked."""
     return _proven(name, device)[1]
 
 
@@ -116,10 +141,18 @@ def _proven(name: str, device: torch.device) -> tuple[Backend, Proof]:
     try:
         backend = source.load()
         if source.devices is not None and device.type not in source.devices():
-            none = "" if device.type != "cpu" or torch.cuda.is_available() else "; torch finds no CUDA device"
-            raise _NotHereError(f"its kernels run on {' and '.join(source.devices())}, not on {device.type}{none}")
+            none = (
+                ""
+                if device.type != "cpu" or torch.cuda.is_available()
+                else "; torch finds no CUDA device"
+            )
+            raise _NotHereError(
+                f"its kernels run on {' and '.join(source.devices())}, not on {device.type}{none}"
+            )
     except Exception as error:
-        unusable = Proof(name, str(device), False, False, math.nan, math.nan, _why_not(error, source))
+        unusable = Proof(
+            name, str(device), False, False, math.nan, math.nan, _why_not(error, source)
+        )
         return ReferenceBackend(), unusable
     return backend, prove(backend, device)
 
@@ -127,7 +160,11 @@ def _proven(name: str, device: torch.device) -> tuple[Backend, Proof]:
 def _why_not(error: Exception, source: _Source) -> str:
     if isinstance(error, _NotHereError):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and source.missing and str(error.name) in source.missing:
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and source.missing
+        and str(error.name) in source.missing
+    ):
         return source.missing[str(error.name)]
     return f"cannot be loaded: {type(error).__name__}: {str(error).strip() or 'no message'}"
 
@@ -135,8 +172,9 @@ def _why_not(error: Exception, source: _Source) -> str:
 def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
     """The backend for ``fused_backend=name`` on a device, and why.
 
-    ``auto`` takes the first of :func:`candidates` that has ``reference``'s bits there. A named backend is taken where
-    its kernels run; in the other place (host or accelerator) ``auto`` decides.
+    ``auto`` takes the first of :func:`candidates` that has ``reference``'s bits there. A named
+    backend is taken where its kernels run; in the other place (host or accelerator) ``auto``
+    decides.
 
     Raises:
         ValueError: the name is unknown or not usable.
@@ -156,10 +194,16 @@ def _chosen(name: str, device: torch.device) -> tuple[Backend, str]:
         raise ValueError(f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'")
     if where != device:
         other, _ = _auto(device)
-        same = "this has the same bits" if proof.exact else f"{name} has other bits, so placement shows in the results"
+        same = (
+            "this has the same bits"
+            if proof.exact
+            else f"{name} has other bits, so placement shows in the results"
+        )
         return other, f"{name} kernels run on {where.type}; {same}"
     limits = getattr(backend, "limits", "")
-    return backend, "; ".join(filter(None, (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits)))
+    return backend, "; ".join(
+        filter(None, (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits))
+    )
 
 
 def _serving_device(name: str, device: torch.device) -> torch.device:
@@ -169,7 +213,9 @@ def _serving_device(name: str, device: torch.device) -> torch.device:
         return device
     if devices() == ("cpu",):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
+    )
 
 
 def _auto(device: torch.device) -> tuple[Backend, str]:
@@ -195,9 +241,14 @@ def check_serves(name: str, device: torch.device) -> None:
     if name in _SOURCES:
         devices = _SOURCES[name].devices
         if name != "native" and devices is not None and device.type not in (*devices(), "meta"):
-            choose_backend(name, device)  # where it is not usable at all, that is the better message
-            raise ValueError(f"fused_backend={name!r}: the model's parameters are on {device.type}, its kernels run on "
-                             f"{' and '.join(devices())}; move the model there, or choose 'auto'")
+            choose_backend(
+                name, device
+            )  # where it is not usable at all, that is the better message
+            raise ValueError(
+                f"fused_backend={name!r}: the model's parameters are on {device.type}, its kernels "
+                "run on "
+                f"{' and '.join(devices())}; move the model there, or choose 'auto'"
+            )
 
 
 def check_forms(name: str, device: torch.device, bfloat16_moments: bool, remainders: bool) -> None:
@@ -207,14 +258,22 @@ def check_forms(name: str, device: torch.device, bfloat16_moments: bool, remaind
         ValueError: naming the field.
     """
     lacks = {} if name not in _SOURCES else proof_of(name, _serving_device(name, device)).lacks
-    for field, form, wanted in (("exp_avg_dtype=torch.bfloat16", BFLOAT16_MOMENTS, bfloat16_moments),
-                                ("store_param_remainders=True", REMAINDERS, remainders)):
+    for field, form, wanted in (
+        ("exp_avg_dtype=torch.bfloat16", BFLOAT16_MOMENTS, bfloat16_moments),
+        ("store_param_remainders=True", REMAINDERS, remainders),
+    ):
         if wanted and form in lacks:
-            raise ValueError(f"{field}: this installation of fused_backend={name!r} has no kernels for it "
-                             f"({lacks[form]}); install a newer one, or choose another backend")
+            raise ValueError(
+                f"{field}: this installation of fused_backend={name!r} has no kernels for it "
+                f"({lacks[form]}); install a newer one, or choose another backend"
+            )
 
 
 def rule_note(name: str, rule: str) -> str:
-    """What describes a rule that a backend hands to ``reference``; empty if it has kernels for it."""
-    return "" if rule in CAPABILITIES.get(name, Capability()).rules else f"{name} has no kernels for {rule}"
-
+    """What describes a rule that a backend hands to ``reference``; empty if it has kernels for
+    it."""
+    return (
+        ""
+        if rule in CAPABILITIES.get(name, Capability()).rules
+        else f"{name} has no kernels for {rule}"
+    )

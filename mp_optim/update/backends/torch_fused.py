@@ -26,29 +26,51 @@ class TorchBackend(ReferenceBackend):
     name = "torch"
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
-        """Torch's kernels derive the bias corrections from a step count, and ours are in the scalars.
+        """Torch's kernels derive the bias corrections from a step count, and ours are in the
+        scalars.
 
         At step infinity theirs are exactly 1; ours go into lr and eps:
         ``(lr/bias1) * m / (sqrt(v)*c + eps) = (lr/bias1/c) * m / (sqrt(v) + eps/c)``.
         """
-        kernel: Callable[..., Any] = torch._fused_adamw_ if scalars.l2 == 0.0 else torch._fused_adam_
+        kernel: Callable[..., Any] = (
+            torch._fused_adamw_ if scalars.l2 == 0.0 else torch._fused_adam_
+        )
         lr = scalars.step_size / scalars.inv_sqrt_bias2
         weight_decay = scalars.l2 if scalars.l2 != 0.0 else scalars.decay / lr if lr != 0.0 else 0.0
         for batch in (cut.lists for cut in batches(lists)):
             settled = torch.full((), math.inf, device=batch.main[0].device)
-            kernel(batch.main, _scaled(batch, multiplier), batch.state["exp_avg"], batch.state["exp_avg_sq"], [],
-                   [settled] * len(batch.main), lr=lr, beta1=scalars.beta1, beta2=scalars.beta2,
-                   weight_decay=weight_decay, eps=scalars.eps / scalars.inv_sqrt_bias2, amsgrad=False,
-                   maximize=False)
+            kernel(
+                batch.main,
+                _scaled(batch, multiplier),
+                batch.state["exp_avg"],
+                batch.state["exp_avg_sq"],
+                [],
+                [settled] * len(batch.main),
+                lr=lr,
+                beta1=scalars.beta1,
+                beta2=scalars.beta2,
+                weight_decay=weight_decay,
+                eps=scalars.eps / scalars.inv_sqrt_bias2,
+                amsgrad=False,
+                maximize=False,
+            )
             publish(batch)
         mark_written(lists)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            torch._fused_sgd_(batch.main, _scaled(batch, multiplier), batch.state.get("momentum_buffer", []),
-                              weight_decay=scalars.decay, momentum=scalars.momentum, lr=scalars.lr,
-                              dampening=1.0 - scalars.one_minus_dampening, nesterov=scalars.nesterov,
-                              maximize=False, is_first_step=scalars.first)
+            torch._fused_sgd_(
+                batch.main,
+                _scaled(batch, multiplier),
+                batch.state.get("momentum_buffer", []),
+                weight_decay=scalars.decay,
+                momentum=scalars.momentum,
+                lr=scalars.lr,
+                dampening=1.0 - scalars.one_minus_dampening,
+                nesterov=scalars.nesterov,
+                maximize=False,
+                is_first_step=scalars.first,
+            )
             publish(batch)
         mark_written(lists)
 
@@ -56,7 +78,9 @@ class TorchBackend(ReferenceBackend):
         if not tensors:
             return torch.zeros(0, dtype=torch.float64, device="cpu")
         # Row-major, as staged copies of gradients are: torch adds up in the order of memory.
-        norms = torch._foreach_norm([tensor.contiguous() for tensor in tensors], 2, dtype=torch.float64)
+        norms = torch._foreach_norm(
+            [tensor.contiguous() for tensor in tensors], 2, dtype=torch.float64
+        )
         return torch.stack(list(norms)).square()
 
 

@@ -1,7 +1,9 @@
-"""Transformer Engine: the kernels of its extension ``transformer_engine_torch``, without its optimizer classes.
+"""Transformer Engine: the kernels of its extension ``transformer_engine_torch``, without its
+optimizer classes.
 
-It checks dtypes but neither devices nor strides: ``multi_tensor`` does. Its Adam reads 16-bit gradients and writes
-the 16-bit parameter in the same pass. Arithmetic: docs/numerics.md, "apex and Transformer Engine".
+It checks dtypes but neither devices nor strides: ``multi_tensor`` does. Its Adam reads 16-bit
+gradients and writes the 16-bit parameter in the same pass. Arithmetic: docs/numerics.md, "apex and
+Transformer Engine".
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def load() -> TransformerEngineBackend:
 
 
 class TransformerEngineBackend(MultiTensorBackend):
-    """Moments both FP32 or both bfloat16; main params FP32, or bfloat16 with remainders of 16 bits."""
+    """Moments both FP32 or both bfloat16; main params FP32, or bfloat16 with remainders of 16
+    bits."""
 
     name = "transformer_engine"
     limits = "float64 gradients, lamb and lion: reference"
@@ -44,26 +47,48 @@ class TransformerEngineBackend(MultiTensorBackend):
         state = dict(zip(lists.state, kind.state, strict=True))
         remainder = state.pop(REMAINDER, None)
         mains = (kind.main, remainder) in ((torch.float32, None), (torch.bfloat16, torch.int16))
-        return mains and list(state.values()) in _MOMENTS and (kind.output is None or kind.output in READABLE)
+        return (
+            mains
+            and list(state.values()) in _MOMENTS
+            and (kind.output is None or kind.output in READABLE)
+        )
 
-    def adam_launch(self, kind: Kind, batch: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
+    def adam_launch(
+        self, kind: Kind, batch: TensorLists, scalars: AdamScalars, multiplier: float
+    ) -> None:
         grads = batch.grad if multiplier == 1.0 else self.scaled(batch.grad, multiplier)
         moments = [batch.state["exp_avg"], batch.state["exp_avg_sq"]]
         dtypes = [grads[0].dtype, kind.main, moments[0][0].dtype, moments[1][0].dtype]
         given = scalars.given
-        arguments = (given.lr, scalars.beta1, scalars.beta2, scalars.eps, given.step, 0 if scalars.l2 else 1,
-                     int(given.bias_correction), given.weight_decay)
+        arguments = (
+            given.lr,
+            scalars.beta1,
+            scalars.beta2,
+            scalars.eps,
+            given.step,
+            0 if scalars.l2 else 1,
+            int(given.bias_correction),
+            given.weight_decay,
+        )
         outputs = [output for output in batch.output if output is not None]
         if REMAINDER in batch.state:
             rests = batch.state[REMAINDER]
             _clear_zeros(batch.main, rests)
-            self.launch("multi_tensor_adam_param_remainder", [grads, batch.main, *moments, rests],
-                        [*dtypes, torch.int16], *arguments)
+            self.launch(
+                "multi_tensor_adam_param_remainder",
+                [grads, batch.main, *moments, rests],
+                [*dtypes, torch.int16],
+                *arguments,
+            )
             _show_nans(batch.main, rests)
             publish(batch)
         elif outputs:
-            self.launch("multi_tensor_adam", [grads, outputs, *moments, batch.main],
-                        [dtypes[0], outputs[0].dtype, *dtypes[2:], torch.float32], *arguments)
+            self.launch(
+                "multi_tensor_adam",
+                [grads, outputs, *moments, batch.main],
+                [dtypes[0], outputs[0].dtype, *dtypes[2:], torch.float32],
+                *arguments,
+            )
         else:
             self.launch("multi_tensor_adam", [grads, batch.main, *moments], dtypes, *arguments)
 
@@ -79,7 +104,8 @@ def _clear_zeros(params: list[Tensor], rests: list[Tensor]) -> None:
 
 
 def _show_nans(params: list[Tensor], rests: list[Tensor]) -> None:
-    """CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. Nothing else leaves a negative remainder beside a zero."""
+    """CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. Nothing else leaves a negative remainder
+    beside a zero."""
     for param, rest in zip(params, rests, strict=True):
         hidden = _is_zero(param) & (rest < 0)
         param.masked_fill_(hidden, torch.nan)

@@ -1,6 +1,7 @@
 """docs/numerics.md in numpy: rounding, sums, forms of state and rules, on flat FP32 arrays.
 
-Written from that page, apart from the package. Every operation is one IEEE operation in FP32 unless it says otherwise.
+Written from that page, apart from the package. Every operation is one IEEE operation in FP32 unless
+it says otherwise.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def sum_of_squares(x: Array) -> float:
-    """FP64: blocks of 8 rows of 128, rows one after another, the 128 by halving, blocks in adjacent pairs."""
+    """FP64: blocks of 8 rows of 128, rows one after another, the 128 by halving, blocks in adjacent
+    pairs."""
     flat = x.astype(np.float64)
     blocks = max(1, -(-flat.size // 1024))
     padded = np.zeros(blocks * 1024)
@@ -103,7 +105,9 @@ def stored(x: Array, form: str, second: bool) -> Stored:
     if form in ("float32", "bfloat16"):
         return Stored(form, to_bfloat16(x) if form == "bfloat16" else x, None, second)
     roots = np.sqrt(x.astype(np.float64)).astype(F) if second else x
-    blocks = [_block(roots[start : start + BLOCK], form, second) for start in range(0, x.size, BLOCK)]
+    blocks = [
+        _block(roots[start : start + BLOCK], form, second) for start in range(0, x.size, BLOCK)
+    ]
     codes = np.concatenate([np.zeros(0, F), *(codes for codes, _ in blocks)])
     return Stored(form, codes, np.array([scale for _, scale in blocks], F), second)
 
@@ -126,7 +130,7 @@ def _block(x: Array, form: str, second: bool) -> tuple[Array, float]:
     return codes.astype(F) + F(0), float(scale)  # integers have one zero
 
 
-# -- main params as bfloat16 and a remainder ----------------------------------------------------------
+# -- main params as bfloat16 and a remainder ------------------------------------------------------
 
 
 def split(x: Array, bits: int) -> tuple[Array, Array]:
@@ -153,16 +157,21 @@ def _from_high(high: Array) -> Array:
     return (high << 16).astype(np.uint32).view(F)
 
 
-# -- rules ------------------------------------------------------------------------------------------
+# -- rules ----------------------------------------------------------------------------------------
 
-MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",),
-           "lion": ("exp_avg",)}
+MOMENTS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+}
 
 State = dict[str, Stored]
 
 
-def stepped(rule: str, p: Array, g: Array, state: State, t: int, h: Mapping[str, Any],
-            multiplier: float) -> tuple[Array, State]:
+def stepped(
+    rule: str, p: Array, g: Array, state: State, t: int, h: Mapping[str, Any], multiplier: float
+) -> tuple[Array, State]:
     """A parameter and its moments after step ``t``, with the settings ``h`` of its group."""
     with np.errstate(all="ignore"):
         g = g.astype(F) * F(multiplier)
@@ -170,7 +179,9 @@ def stepped(rule: str, p: Array, g: Array, state: State, t: int, h: Mapping[str,
 
 
 def _kept(state: State, **values: Array) -> State:
-    return {name: stored(value, state[name].form, state[name].second) for name, value in values.items()}
+    return {
+        name: stored(value, state[name].form, state[name].second) for name, value in values.items()
+    }
 
 
 def _moments(g: Array, state: State, h: Mapping[str, Any], weight: float) -> tuple[Array, Array]:

@@ -13,8 +13,20 @@ SIZES = ("normal", "normal", "large", "tiny", "huge")
 FACTORS = {"normal": 1.0, "large": 100.0, "tiny": 1e-20, "huge": 1e30}
 """Of a loss; with huge ones 16-bit gradients overflow."""
 
-KINDS = ("normal", "none", "zero", "tiny", "huge", "inf", "nan", "strided", "expanded", "main", "main in 64 bits",
-         "decoupled")
+KINDS = (
+    "normal",
+    "none",
+    "zero",
+    "tiny",
+    "huge",
+    "inf",
+    "nan",
+    "strided",
+    "expanded",
+    "main",
+    "main in 64 bits",
+    "decoupled",
+)
 
 
 def loss(subject: Subject, seed: int, unused: set[int], size: str) -> Tensor | None:
@@ -24,7 +36,9 @@ def loss(subject: Subject, seed: int, unused: set[int], size: str) -> Tensor | N
         if index not in unused and param.requires_grad:
             wanted = torch.from_numpy(_normal(seed + index, tuple(param.shape)))
             wide = param.float()
-            terms.append(((wide - wanted) * (wide - wanted)).sum() * (0.1 if "experts" in name else 0.5))
+            terms.append(
+                ((wide - wanted) * (wide - wanted)).sum() * (0.1 if "experts" in name else 0.5)
+            )
     return sum(terms[1:], terms[0]) * FACTORS[size] if terms else None
 
 
@@ -37,7 +51,11 @@ def put(param: nn.Parameter, kind: str, seed: int) -> None:
     values = torch.from_numpy(_normal(seed, tuple(param.shape)))
     if kind in ("inf", "nan") and values.numel():
         values.view(-1)[seed % values.numel()] = float(kind)
-    values = values * {"zero": 0.0, "tiny": 1e-30, "huge": 3e4 if param.dtype == torch.float16 else 1e18}.get(kind, 1.0)
+    values = values * {
+        "zero": 0.0,
+        "tiny": 1e-30,
+        "huge": 3e4 if param.dtype == torch.float16 else 1e18,
+    }.get(kind, 1.0)
     if kind == "main":
         param.main_grad = values  # type: ignore[attr-defined]
     elif kind == "main in 64 bits":

@@ -18,8 +18,16 @@ from any_program.subject import Model, Subject, as_tensor, expect_bits, random_v
 from mp_optim import checkpoint
 
 LOOKS = ("state_dict", "full precision", "torch.save", "pickle", "view", "main params", "export")
-WAYS = ("state_dict", "deepcopy", "torch.save", "pickle", "full precision", "checkpoint", "full checkpoint",
-        "background")
+WAYS = (
+    "state_dict",
+    "deepcopy",
+    "torch.save",
+    "pickle",
+    "full precision",
+    "checkpoint",
+    "full checkpoint",
+    "background",
+)
 
 
 def through_file(value: Any) -> Any:
@@ -30,20 +38,29 @@ def through_file(value: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
-COPIES = {"torch.save": through_file, "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-          "deepcopy": copy.deepcopy}
+COPIES = {
+    "torch.save": through_file,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "deepcopy": copy.deepcopy,
+}
 
 
 def look(subject: Subject, oracle: Oracle, how: str) -> None:
     """Compare what leaves by one door with what the oracle holds."""
     optimizer = subject.optimizer
     if how == "view":
-        assert all((param in optimizer.state) == oracle.slots[name].bound
-                   for name, param in subject.params() if name in oracle.slots)
+        assert all(
+            (param in optimizer.state) == oracle.slots[name].bound
+            for name, param in subject.params()
+            if name in oracle.slots
+        )
         for group in oracle.groups:
             for name in group.names:
                 if oracle.slots[name].bound:
-                    assert float(optimizer.state[subject.model.param(name)]["step"]) == oracle.slots[name].step
+                    assert (
+                        float(optimizer.state[subject.model.param(name)]["step"])
+                        == oracle.slots[name].step
+                    )
     elif how == "main params":
         subject.check_main_params(oracle)
     elif how == "export":
@@ -77,10 +94,12 @@ def _check_export(subject: Subject, oracle: Oracle) -> None:
         expect_bits(f"exported {name}", tensor, oracle.slots[name].value())
 
 
-# -- into another optimizer -------------------------------------------------------------------------
+# -- into another optimizer -----------------------------------------------------------------------
 
 
-def fresh(before: Subject, oracle: Oracle, place: Place, seed: int, transposed: dict[str, bool]) -> Subject:
+def fresh(
+    before: Subject, oracle: Oracle, place: Place, seed: int, transposed: dict[str, bool]
+) -> Subject:
     """A model with other values, and an optimizer for it, grouped as the one before."""
     model = Model()
     for name, param in before.params():
@@ -93,8 +112,9 @@ def fresh(before: Subject, oracle: Oracle, place: Place, seed: int, transposed: 
     return Subject(before.setup, place, model, oracle.groups)
 
 
-def resumed(before: Subject, oracle: Oracle, how: str, place: Place, seed: int,
-            transposed: dict[str, bool]) -> Subject:
+def resumed(
+    before: Subject, oracle: Oracle, how: str, place: Place, seed: int, transposed: dict[str, bool]
+) -> Subject:
     """Go on with another model and optimizer in another place; brings the oracle there too."""
     _as_saved(oracle, how)
     after = fresh(before, oracle, place, seed, transposed)
@@ -147,8 +167,14 @@ def _write_over(value: Any) -> None:
 def _by_checkpoint(before: Subject, after: Subject, how: str, lossless: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, extra = Path(folder), {"tokens": 7}
-        saved = checkpoint.save(path, before.model, before.optimizer, extra=extra,
-                                full_precision=how == "full checkpoint", asynchronous=how == "background")
+        saved = checkpoint.save(
+            path,
+            before.model,
+            before.optimizer,
+            extra=extra,
+            full_precision=how == "full checkpoint",
+            asynchronous=how == "background",
+        )
         _write_over(before.model.state_dict())
         _write_over(before.optimizer.state_dict())
         if how == "background":
@@ -180,4 +206,8 @@ def rewound(subject: Subject, oracle: Oracle, model: Any, state: Any, then: Orac
         group.settings, group.tensor = saved.settings, saved.tensor
     if oracle.scaler is not None and kept.scaler is not None and not oracle.scaler.constant:
         scaler: Scaler = oracle.scaler
-        scaler.scale, scaler.clean, scaler.left = kept.scaler.scale, kept.scaler.clean, kept.scaler.left
+        scaler.scale, scaler.clean, scaler.left = (
+            kept.scaler.scale,
+            kept.scaler.clean,
+            kept.scaler.left,
+        )

@@ -1,4 +1,5 @@
-"""AnyProgram: the operations that programs are made of, each carried out and compared with the oracle."""
+"""AnyProgram: the operations that programs are made of, each carried out and compared with the
+oracle."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ from any_program import gradients, leaving, nonsense
 from any_program.arithmetic import F
 from any_program.operations import operation
 from any_program.oracle import Group, Oracle, Slot
-from any_program.setups import PARAMS, REMAINDERS, SETTINGS, Param, Place, Settings, Setup, places, setups
+from any_program.setups import (
+    PARAMS,
+    REMAINDERS,
+    SETTINGS,
+    Param,
+    Place,
+    Settings,
+    Setup,
+    places,
+    setups,
+)
 from any_program.starting import predicted, settings_of
 from any_program.subject import (
     Model,
@@ -117,10 +128,15 @@ class AnyProgram(RuleBasedStateMachine):
         """Leave out a kind of an operation that the program is to be without."""
         need(kind not in self.without)
 
-    # -- steps --------------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------
 
-    @operation(seed=SEED, micro=st.integers(1, 3), unused=st.sets(INDEX, max_size=2), hold=st.booleans(),
-               size=st.sampled_from(gradients.SIZES))
+    @operation(
+        seed=SEED,
+        micro=st.integers(1, 3),
+        unused=st.sets(INDEX, max_size=2),
+        hold=st.booleans(),
+        size=st.sampled_from(gradients.SIZES),
+    )
     def train(self, seed: int, micro: int, unused: set[int], hold: bool, size: str) -> None:
         """zero_grad, backward and step."""
         self.subject.optimizer.zero_grad()
@@ -175,7 +191,9 @@ class AnyProgram(RuleBasedStateMachine):
         self.take_step(closure)
 
     def take_step(self, closure: bool) -> None:
-        grads = {name: grad for name, grad in self.subject.grads().items() if name in self.oracle.slots}
+        grads = {
+            name: grad for name, grad in self.subject.grads().items() if name in self.oracle.slots
+        }
         expected = self.oracle.step(grads, self.subject.place)
         if closure:
             assert self.subject.optimizer.step(lambda: 7.0) == 7.0
@@ -183,12 +201,16 @@ class AnyProgram(RuleBasedStateMachine):
             result = self.subject.optimizer.step()
             assert tuple(result) == (expected.success, expected.norm, expected.zeros)
         now = self.subject.grads()
-        changed = [name for name, grad in grads.items() if not np.array_equal(grad, now[name], equal_nan=True)]
+        changed = [
+            name
+            for name, grad in grads.items()
+            if not np.array_equal(grad, now[name], equal_nan=True)
+        ]
         assert changed == [], "the step changed gradients"
         if self.oracle.scaler:
             assert float(self.subject.optimizer.get_loss_scale()) == self.oracle.scaler.scale
 
-    # -- outside writes -----------------------------------------------------------------------------
+    # -- outside writes ---------------------------------------------------------------------------
 
     def values(self, slot: Slot, kind: str, seed: int) -> Any:
         """Values that somebody else writes, of the parameter's dtype."""
@@ -211,13 +233,20 @@ class AnyProgram(RuleBasedStateMachine):
             self.subject.model.param(slot.name).copy_(as_tensor(values, slot.shape, slot.dtype))
         self.oracle.wrote(slot.name, values)
 
-    @operation(index=INDEX, how=st.sampled_from(("data", "parameter", "swap")), kind=st.sampled_from(VALUES), seed=SEED)
+    @operation(
+        index=INDEX,
+        how=st.sampled_from(("data", "parameter", "swap")),
+        kind=st.sampled_from(VALUES),
+        seed=SEED,
+    )
     def replace_param(self, index: int, how: str, kind: str, seed: int) -> None:
         """Another tensor where a parameter was."""
         self.only(f"replace_param:{how}")
         slot, model = self.pick(index), self.subject.model
         param, values = model.param(slot.name), self.values(slot, kind, seed)
-        fresh = as_tensor(values, slot.shape, slot.dtype, self.transposed[slot.name] ^ (seed % 2 == 1))
+        fresh = as_tensor(
+            values, slot.shape, slot.dtype, self.transposed[slot.name] ^ (seed % 2 == 1)
+        )
         if how == "data":
             param.data = fresh
         elif how == "parameter":
@@ -239,7 +268,10 @@ class AnyProgram(RuleBasedStateMachine):
         for index in indices:
             slot = self.pick(index)
             values = self.values(slot, "random", seed + index)
-            param, fresh = self.subject.model.param(slot.name), as_tensor(values, slot.shape, slot.dtype)
+            param, fresh = (
+                self.subject.model.param(slot.name),
+                as_tensor(values, slot.shape, slot.dtype),
+            )
             if moved:
                 param.data = fresh
             else:
@@ -252,7 +284,7 @@ class AnyProgram(RuleBasedStateMachine):
     def freeze(self, index: int, frozen: bool) -> None:
         self.subject.model.param(self.pick(index).name).requires_grad_(not frozen)
 
-    # -- groups and settings --------------------------------------------------------------------------
+    # -- groups and settings ----------------------------------------------------------------------
 
     @operation(param=PARAMS, settings=SETTINGS, left_out=st.booleans())
     def add_group(self, param: Param, settings: Settings, left_out: bool) -> None:
@@ -275,8 +307,12 @@ class AnyProgram(RuleBasedStateMachine):
         self.oracle.keep_slot_as(slot, self.subject.place)
         self.subject.add_group(group)
 
-    @operation(index=INDEX, setting=st.sampled_from(("lr", "weight_decay", "betas", "eps", "clip", "threshold")),
-               given=SETTINGS, limit=st.sampled_from((1.0, 0.0, 0.01, 1e6)))
+    @operation(
+        index=INDEX,
+        setting=st.sampled_from(("lr", "weight_decay", "betas", "eps", "clip", "threshold")),
+        given=SETTINGS,
+        limit=st.sampled_from((1.0, 0.0, 0.01, 1e6)),
+    )
     def set(self, index: int, setting: str, given: Settings, limit: float) -> None:
         """Another setting."""
         if setting == "clip":
@@ -307,8 +343,9 @@ class AnyProgram(RuleBasedStateMachine):
     def schedule(self, increment: int) -> None:
         """A scheduler's step; its numbers are its own tests' affair."""
         if self.scheduler is None:
-            self.scheduler = OptimizerParamScheduler(self.subject.optimizer, 0.0, 0.01, 0.0, 2, 12, "cosine", 0.0, 0.1,
-                                                     10, "linear")
+            self.scheduler = OptimizerParamScheduler(
+                self.subject.optimizer, 0.0, 0.01, 0.0, 2, 12, "cosine", 0.0, 0.1, 10, "linear"
+            )
         self.scheduler.step(increment)
         for group in self.oracle.groups:
             live = self.subject.live_group(group)
@@ -323,9 +360,12 @@ class AnyProgram(RuleBasedStateMachine):
             self.subject.optimizer.offload_to_cpu()
             self.subject.optimizer.restore_from_cpu()
         else:
-            assert str(self.subject.optimizer.describe()) and self.subject.optimizer.metrics()["steps"] >= 0
+            assert (
+                str(self.subject.optimizer.describe())
+                and self.subject.optimizer.metrics()["steps"] >= 0
+            )
 
-    # -- state leaves and comes -----------------------------------------------------------------------
+    # -- state leaves and comes -------------------------------------------------------------------
 
     @operation(how=st.sampled_from(leaving.LOOKS))
     def look(self, how: str) -> None:
@@ -348,8 +388,11 @@ class AnyProgram(RuleBasedStateMachine):
     def remember(self) -> None:
         """Keep a copy of all state."""
         self.leave()
-        self.remembered = (copy.deepcopy(self.subject.model.state_dict()),
-                           copy.deepcopy(self.subject.optimizer.state_dict()), copy.deepcopy(self.oracle))
+        self.remembered = (
+            copy.deepcopy(self.subject.model.state_dict()),
+            copy.deepcopy(self.subject.optimizer.state_dict()),
+            copy.deepcopy(self.oracle),
+        )
 
     @operation()
     def rewind(self) -> None:
@@ -357,9 +400,16 @@ class AnyProgram(RuleBasedStateMachine):
         need(self.remembered is not None)
         assert self.remembered is not None
         model, state, oracle = self.remembered
-        need([group.names for group in oracle.groups] == [group.names for group in self.oracle.groups])
-        need(all(slot.bound == self.oracle.slots[name].bound for name, slot in oracle.slots.items()))
-        leaving.rewound(self.subject, self.oracle, copy.deepcopy(model), copy.deepcopy(state), oracle)
+        need(
+            [group.names for group in oracle.groups]
+            == [group.names for group in self.oracle.groups]
+        )
+        need(
+            all(slot.bound == self.oracle.slots[name].bound for name, slot in oracle.slots.items())
+        )
+        leaving.rewound(
+            self.subject, self.oracle, copy.deepcopy(model), copy.deepcopy(state), oracle
+        )
 
     @operation(kind=st.sampled_from(nonsense.KINDS), index=INDEX)
     def load_nonsense(self, kind: str, index: int) -> None:
@@ -385,5 +435,9 @@ class AnyProgram(RuleBasedStateMachine):
         if "pending" in self.without and any(slot.touched for slot in self.oracle.slots.values()):
             return
         self.oracle.follow()
-        leaving.look(self.subject, self.oracle, "state_dict" if "look:torch.save" in self.without else "torch.save")
+        leaving.look(
+            self.subject,
+            self.oracle,
+            "state_dict" if "look:torch.save" in self.without else "torch.save",
+        )
         self.subject.check_main_params(self.oracle)

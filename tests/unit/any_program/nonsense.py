@@ -26,7 +26,9 @@ def _setting(key: str, value: Any) -> Change:
 def _state(key: str, convert: Callable[[torch.Tensor], Any]) -> Change:
     def change(state_dict: dict[str, Any], index: int) -> None:
         state = state_dict["state"][index]
-        found = next((name for name in state if name.startswith(key) and not name.endswith("_scale")), None)
+        found = next(
+            (name for name in state if name.startswith(key) and not name.endswith("_scale")), None
+        )
         need(found is not None and f"{found}_scale" not in state)  # of codes, the values decide
         state[found] = convert(state[found])
 
@@ -61,20 +63,28 @@ CHANGES: dict[str, Change] = {
     "no state": lambda state_dict, index: state_dict["state"].clear(),
     "a foreign index": _foreign_index,
     "a group is missing": lambda state_dict, index: state_dict["param_groups"].pop(),
-    "lr nan": _setting("lr", float("nan")), "lr negative": _setting("lr", -1.0), "lr text": _setting("lr", "x"),
-    "betas": _setting("betas", (2.0, 3.0)), "eps": _setting("eps", -1.0),
+    "lr nan": _setting("lr", float("nan")),
+    "lr negative": _setting("lr", -1.0),
+    "lr text": _setting("lr", "x"),
+    "betas": _setting("betas", (2.0, 3.0)),
+    "eps": _setting("eps", -1.0),
     "weight_decay": _setting("weight_decay", float("nan")),
     "step nan": _state("step", lambda tensor: torch.tensor(float("nan"))),
     "step negative": _state("step", lambda tensor: torch.tensor(-3.0)),
     "shape": _state("exp_avg", lambda tensor: torch.zeros(3, 3, 3)),
-    "moment missing": lambda state_dict, index: state_dict["state"][index].pop("exp_avg", None) is None and need(False),
+    "moment missing": lambda state_dict, index: (
+        state_dict["state"][index].pop("exp_avg", None) is None and need(False)
+    ),
     "moment in 64 bits": _state("exp_avg", _finer),
     "complex moment": _state("exp_avg", lambda tensor: tensor.to(torch.complex64)),
     "master in 64 bits": _state("master_param", _finer),
     "master missing": lambda state_dict, index: (
-        state_dict["state"][index].pop("master_param", None) is None and need(False)),
-    "scale 0": _scaler("scale", 0.0), "scale negative": _scaler("scale", -1.0),
-    "scale nan": _scaler("scale", float("nan")), "no scaler": _without_scaler,
+        state_dict["state"][index].pop("master_param", None) is None and need(False)
+    ),
+    "scale 0": _scaler("scale", 0.0),
+    "scale negative": _scaler("scale", -1.0),
+    "scale nan": _scaler("scale", float("nan")),
+    "no scaler": _without_scaler,
 }
 
 KINDS = tuple(CHANGES)
@@ -84,8 +94,12 @@ def load(subject: Subject, oracle: Oracle, kind: str, slot: Slot) -> None:
     """Spoil a copy of the state, load it, and look at what is left."""
     need(slot.bound)
     state_dict = copy.deepcopy(subject.optimizer.state_dict())
-    index = next(index for group in state_dict["param_groups"]
-                 for index, name in zip(group["params"], group["param_names"], strict=True) if name == slot.name)
+    index = next(
+        index
+        for group in state_dict["param_groups"]
+        for index, name in zip(group["params"], group["param_names"], strict=True)
+        if name == slot.name
+    )
     CHANGES[kind](state_dict, index)
     with refused():
         subject.optimizer.load_state_dict(state_dict)

@@ -18,7 +18,9 @@ def operation(**strategies: Any) -> Callable[[Rule], Any]:
 
     def decorate(function: Rule) -> Any:
         name = function.__name__
-        return precondition(lambda self: name not in self.without)(rule(**strategies)(counted(function)))
+        return precondition(lambda self: name not in self.without)(
+            rule(**strategies)(counted(function))
+        )
 
     return decorate
 

@@ -4,10 +4,13 @@ Rules where operations meet, in the words of docs/design.md:
 
 - A step is for every parameter that has a gradient, frozen or not; the others keep all they have.
 - A step that is skipped changes the loss scale only.
-- What was written from outside is followed before the next step, and before state leaves or comes: a main param that
-  still rounds to the model's value is kept, any other takes it; a remainder is cleared where it does not fit any more.
-- Writes without a trace count from ``reload_model_params()`` on, which drops the extra bits of all main params.
-- Loading copies: what it was given may be changed afterwards. Model and main params agree when it is done.
+- What was written from outside is followed before the next step, and before state leaves or comes:
+  a main param that still rounds to the model's value is kept, any other takes it; a remainder is
+  cleared where it does not fit any more.
+- Writes without a trace count from ``reload_model_params()`` on, which drops the extra bits of all
+  main params.
+- Loading copies: what it was given may be changed afterwards. Model and main params agree when it
+  is done.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Slot:
     """A parameter and what is kept for it.
 
     Attributes:
-        model: values of the model's parameter. main: its main param, if that is another tensor; low: its remainder.
+        model: values of the model's parameter. main: its main param, if that is another tensor;
+            low: its remainder.
         bound: it was trainable at the start, or has been stepped since; only then it has state.
         touched: the model's tensor was written or replaced since anybody looked.
     """
@@ -83,9 +87,13 @@ class Slot:
         if self.touched and self.bound:
             if self.low is not None:
                 high, _ = split(join(self.model, self.low, self.low_bits), self.low_bits)
-                fits = np.ascontiguousarray(high).view(np.uint32) == np.ascontiguousarray(self.model).view(np.uint32)
+                fits = np.ascontiguousarray(high).view(np.uint32) == np.ascontiguousarray(
+                    self.model
+                ).view(np.uint32)
                 self.low = self.low * fits
-            elif self.main is not None and not np.array_equal(rounded(self.main, self.dtype), self.model):
+            elif self.main is not None and not np.array_equal(
+                rounded(self.main, self.dtype), self.model
+            ):
                 self.main = self.model.copy()
         self.touched = False
 
@@ -101,8 +109,8 @@ class Slot:
 
 @dataclass
 class Group:
-    """Settings of a param group and the names in it. ``lr`` is a number; ``tensor`` says that it is a tensor's.
-    ``part`` is which optimizer of a chain has it."""
+    """Settings of a param group and the names in it. ``lr`` is a number; ``tensor`` says that it is
+    a tensor's. ``part`` is which optimizer of a chain has it."""
 
     names: list[str]
     expert: bool
@@ -147,7 +155,8 @@ class Outcome:
 
 @dataclass
 class Oracle:
-    """The whole of it. Groups are in the order of the optimizer's; ``outside`` are parameters it was not given."""
+    """The whole of it. Groups are in the order of the optimizer's; ``outside`` are parameters it
+    was not given."""
 
     rule: str
     slots: dict[str, Slot]
@@ -161,7 +170,8 @@ class Oracle:
     # -- how state is kept ----------------------------------------------------------------------
 
     def keep_as(self, place: Place) -> None:
-        """Give every slot state in a place's form: fresh for new slots, converted from another form."""
+        """Give every slot state in a place's form: fresh for new slots, converted from another
+        form."""
         for slot in self.slots.values():
             self.keep_slot_as(slot, place)
 
@@ -189,8 +199,13 @@ class Oracle:
         for slot in filter(lambda slot: slot.bound, self.slots.values()):
             trial = copy.deepcopy(slot)
             self.keep_slot_as(trial, place)
-            pairs = [(trial.moments[name].values(), kept.values()) for name, kept in slot.moments.items()]
-            if not all(np.array_equal(a, b, equal_nan=True) for a, b in [*pairs, (trial.value(), slot.value())]):
+            pairs = [
+                (trial.moments[name].values(), kept.values()) for name, kept in slot.moments.items()
+            ]
+            if not all(
+                np.array_equal(a, b, equal_nan=True)
+                for a, b in [*pairs, (trial.value(), slot.value())]
+            ):
                 return False
         return True
 
@@ -225,8 +240,10 @@ class Oracle:
             if not self.slots[name].bound:
                 self.slots[name].bound = True
                 self.keep_slot_as(self.slots[name], place)
-        total = sum(in_pairs([sum_of_squares(grads[name]) for name in names if name in grads])
-                    for names in self._parts())
+        total = sum(
+            in_pairs([sum_of_squares(grads[name]) for name in names if name in grads])
+            for names in self._parts()
+        )
         inverse = 1.0 / self.scaler.scale if self.scaler else 1.0
         overflow = not math.isfinite(total)
         norm = math.nan if overflow else math.sqrt(total) * inverse
@@ -241,10 +258,14 @@ class Oracle:
 
     def _parts(self) -> list[list[str]]:
         """Names of the dense and of the expert parameters: their sums are formed apart."""
-        return [[name for group in self.groups if group.part == part for name in group.names] for part in (0, 1)]
+        return [
+            [name for group in self.groups if group.part == part for name in group.names]
+            for part in (0, 1)
+        ]
 
     def deal_out(self) -> None:
-        """Groups as a new optimizer has them: dense ones first, and experts in a part of their own."""
+        """Groups as a new optimizer has them: dense ones first, and experts in a part of their
+        own."""
         self.groups.sort(key=lambda group: group.expert)
         mixed = not all(group.expert for group in self.groups)
         for group in self.groups:
@@ -261,21 +282,31 @@ class Oracle:
     def widen(self) -> None:
         """All state in FP32, as it is saved in full precision."""
         for slot in self.slots.values():
-            slot.moments = {name: Stored("float32", kept.values(), None, kept.second)
-                            for name, kept in slot.moments.items()}
+            slot.moments = {
+                name: Stored("float32", kept.values(), None, kept.second)
+                for name, kept in slot.moments.items()
+            }
 
     def _apply(self, grads: Mapping[str, Array], multiplier: float) -> None:
         for group, slot in self.order():
             if slot.name not in grads:
                 continue
             slot.step += 1
-            value, slot.moments = stepped(self.rule, slot.value(), grads[slot.name], slot.moments, slot.step,
-                                          group.settings, multiplier)
+            value, slot.moments = stepped(
+                self.rule,
+                slot.value(),
+                grads[slot.name],
+                slot.moments,
+                slot.step,
+                group.settings,
+                multiplier,
+            )
             slot.set_value(value)
 
 
 def in_form(now: Stored | None, name: str, place: Place, size: int) -> Stored:
-    """A moment in a place's form: zeros if there is none yet, the same codes if it is in that form already."""
+    """A moment in a place's form: zeros if there is none yet, the same codes if it is in that form
+    already."""
     second = name == "exp_avg_sq"
     form = FORMS[place.form].get("exp_avg_sq_dtype" if second else "exp_avg_dtype", "float32")
     if now is not None and now.form == form:

@@ -1,4 +1,5 @@
-"""What a program starts from: plain data whose ``repr`` is Python, so that a program that fails can be typed in."""
+"""What a program starts from: plain data whose ``repr`` is Python, so that a program that fails can
+be typed in."""
 
 from __future__ import annotations
 
@@ -10,20 +11,49 @@ from hypothesis.strategies import SearchStrategy
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bfloat16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": False},
+    "bfloat16": {
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+        "store_param_remainders": False,
+    },
     "mixed": {"exp_avg_dtype": "bfloat16", "store_param_remainders": False},
-    "float16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16", "store_param_remainders": False},
-    "8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8", "store_param_remainders": False},
+    "float16": {
+        "exp_avg_dtype": "float16",
+        "exp_avg_sq_dtype": "float16",
+        "store_param_remainders": False,
+    },
+    "8bit": {
+        "exp_avg_dtype": "uint8",
+        "exp_avg_sq_dtype": "uint8",
+        "store_param_remainders": False,
+    },
     "remainders": {},
     "remainders and bfloat16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
     "remainders and 8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
-    "8bit remainders": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "float16", "param_remainder_bits": 8},
+    "8bit remainders": {
+        "exp_avg_dtype": "uint8",
+        "exp_avg_sq_dtype": "float16",
+        "param_remainder_bits": 8,
+    },
 }
 """Forms of state by name, as fields of the config."""
 
 REMAINDERS = tuple(form for form in FORMS if "remainders" in form)
 
-SHAPES = ((), (0,), (1,), (3,), (2, 3), (16, 16), (255,), (257,), (2, 128), (1, 5, 2), (1, 1030), (17, 15))
+SHAPES = (
+    (),
+    (0,),
+    (1,),
+    (3,),
+    (2, 3),
+    (16, 16),
+    (255,),
+    (257,),
+    (2, 128),
+    (1, 5, 2),
+    (1, 1030),
+    (17, 15),
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +76,8 @@ class Param:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how the optimizer steps: what must not change a bit, and the form of state, which may."""
+    """Where and how the optimizer steps: what must not change a bit, and the form of state, which
+    may."""
 
     fraction: float = 0.0
     mode: str = "sync"
@@ -105,16 +136,33 @@ def places(precision: str) -> SearchStrategy[Place]:
     forms = [form for form in FORMS if precision == "bf16" or form not in REMAINDERS]
 
     compact = st.one_of(st.just("plain"), st.just("plain"), st.sampled_from(forms))
-    return st.builds(Place, st.sampled_from(FRACTIONS), st.sampled_from(("sync", "overlap", "speculative")),
-                     st.sampled_from(("reference", "native", "auto")), compact, st.booleans()).map(fitting)
+    return st.builds(
+        Place,
+        st.sampled_from(FRACTIONS),
+        st.sampled_from(("sync", "overlap", "speculative")),
+        st.sampled_from(("reference", "native", "auto")),
+        compact,
+        st.booleans(),
+    ).map(fitting)
 
 
 PARAMS = st.builds(
-    Param, st.sampled_from(SHAPES), half=st.integers(0, 3).map(bool), expert=st.integers(0, 3).map(lambda n: n == 3),
-    transposed=st.booleans(), frozen=st.integers(0, 9).map(lambda n: n == 9), group=st.integers(0, 2))
+    Param,
+    st.sampled_from(SHAPES),
+    half=st.integers(0, 3).map(bool),
+    expert=st.integers(0, 3).map(lambda n: n == 3),
+    transposed=st.booleans(),
+    frozen=st.integers(0, 9).map(lambda n: n == 9),
+    group=st.integers(0, 2),
+)
 
-SETTINGS = st.builds(Settings, st.sampled_from((0.01, 0.0, 0.3)), st.sampled_from((0.1, 0.0)),
-                     st.sampled_from(((0.9, 0.99), (0.0, 0.5), (0.95, 0.999))), st.sampled_from((1e-8, 1e-3)))
+SETTINGS = st.builds(
+    Settings,
+    st.sampled_from((0.01, 0.0, 0.3)),
+    st.sampled_from((0.1, 0.0)),
+    st.sampled_from(((0.9, 0.99), (0.0, 0.5), (0.95, 0.999))),
+    st.sampled_from((1e-8, 1e-3)),
+)
 
 
 def setups() -> SearchStrategy[Setup]:
@@ -122,11 +170,21 @@ def setups() -> SearchStrategy[Setup]:
 
     def rest(precision: str) -> SearchStrategy[Setup]:
         return st.builds(
-            Setup, st.lists(PARAMS, min_size=1, max_size=5).map(tuple), st.just(precision),
-            st.sampled_from(("adam", "adam", "lamb", "sgd", "lion")), places(precision),
+            Setup,
+            st.lists(PARAMS, min_size=1, max_size=5).map(tuple),
+            st.just(precision),
+            st.sampled_from(("adam", "adam", "lamb", "sgd", "lion")),
+            places(precision),
             st.one_of(st.just(()), st.lists(SETTINGS, min_size=3, max_size=3).map(tuple)),
-            st.sampled_from((1.0, 0.0, 1e-3, 1e6)), st.sampled_from((float("inf"), float("inf"), 50.0)),
-            st.integers(0, 99), st.booleans(), st.sampled_from((256.0, 1.0, 2.0**15)), st.booleans(),
-            st.integers(1, 3), st.integers(1, 2), st.booleans())
+            st.sampled_from((1.0, 0.0, 1e-3, 1e6)),
+            st.sampled_from((float("inf"), float("inf"), 50.0)),
+            st.integers(0, 99),
+            st.booleans(),
+            st.sampled_from((256.0, 1.0, 2.0**15)),
+            st.booleans(),
+            st.integers(1, 3),
+            st.integers(1, 2),
+            st.booleans(),
+        )
 
     return st.sampled_from(("bf16", "fp16", "fp32")).flatmap(rest)

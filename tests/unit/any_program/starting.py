@@ -1,4 +1,5 @@
-"""What the optimizer of a new model holds, as the oracle predicts it: groups, settings, loss scale."""
+"""What the optimizer of a new model holds, as the oracle predicts it: groups, settings, loss
+scale."""
 
 from __future__ import annotations
 
@@ -16,8 +17,15 @@ def predicted(setup: Setup, slots: dict[str, Slot]) -> Oracle:
     scaler = None
     if setup.precision == "fp16":
         scaler = Scaler(setup.scale, setup.window, setup.hysteresis, setup.constant)
-    oracle = Oracle(setup.rule, {name: slot for name, slot in slots.items() if name in grouped}, groups, scaler,
-                    setup.clip, setup.threshold, setup.count_zeros)
+    oracle = Oracle(
+        setup.rule,
+        {name: slot for name, slot in slots.items() if name in grouped},
+        groups,
+        scaler,
+        setup.clip,
+        setup.threshold,
+        setup.count_zeros,
+    )
     oracle.outside = {name: slot.model for name, slot in slots.items() if name not in grouped}
     oracle.deal_out()
     oracle.keep_as(setup.place)
@@ -38,20 +46,27 @@ def _groups(setup: Setup) -> list[Group]:
             if param.frozen:
                 continue
             decay = 0.0 if len(param.shape) <= 1 else 0.1
-            group = Group([], param.expert, settings_of(setup, Settings(0.01, decay), explicit=False))
+            group = Group(
+                [], param.expert, settings_of(setup, Settings(0.01, decay), explicit=False)
+            )
             key = (param.expert, int(decay == 0.0))
         found.setdefault(key, group).names.append(name)
     return list(found.values())
 
 
 def settings_of(setup: Setup, given: Settings, explicit: bool) -> dict[str, Any]:
-    """All settings of a group: what is given, and the rule's defaults under the program's config."""
+    """All settings of a group: what is given, and the rule's defaults under the program's
+    config."""
     rule, variant = setup.rule, setup.variant
     common = {"lr": given.lr, "weight_decay": given.weight_decay}
     if rule in ("adam", "lamb"):
         betas, eps = (given.betas, given.eps) if explicit else ((0.9, 0.999), 1e-8)
-        more: dict[str, Any] = {"betas": betas, "eps": eps, "bias_correction": True,
-                                "adam_w_mode": not (rule == "adam" and variant)}
+        more: dict[str, Any] = {
+            "betas": betas,
+            "eps": eps,
+            "bias_correction": True,
+            "adam_w_mode": not (rule == "adam" and variant),
+        }
         if rule == "lamb":
             more |= {"grad_averaging": not variant, "use_nvlamb": variant}
     elif rule == "lion":

@@ -79,7 +79,9 @@ def as_values(tensor: Tensor) -> Array:
     return wide.contiguous().reshape(-1).numpy().copy()
 
 
-def as_tensor(values: Array, shape: tuple[int, ...], dtype: str, transposed: bool = False) -> Tensor:
+def as_tensor(
+    values: Array, shape: tuple[int, ...], dtype: str, transposed: bool = False
+) -> Tensor:
     """Flat FP32 values as a tensor."""
     tensor = torch.from_numpy(values.copy()).reshape(shape).to(DTYPES[dtype])
     return tensor.t().contiguous().t() if transposed and tensor.dim() == 2 else tensor
@@ -88,17 +90,33 @@ def as_tensor(values: Array, shape: tuple[int, ...], dtype: str, transposed: boo
 def config_of(setup: Setup, place: Place) -> OptimizerConfig:
     """The config of a program's optimizer in a place."""
     fields: dict[str, Any] = {
-        "optimizer": setup.rule, "lr": 0.01, "weight_decay": 0.1, "clip_grad": setup.clip,
-        "grad_norm_skip_threshold": setup.threshold, "log_num_zeros_in_grad": setup.count_zeros,
-        "fused_backend": place.backend}
+        "optimizer": setup.rule,
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "clip_grad": setup.clip,
+        "grad_norm_skip_threshold": setup.threshold,
+        "log_num_zeros_in_grad": setup.count_zeros,
+        "fused_backend": place.backend,
+    }
     fields |= {setup.precision: True} if setup.precision != "fp32" else {}
     if setup.precision == "fp16":
-        scale = {"loss_scale": setup.scale} if setup.constant else {
-            "initial_loss_scale": setup.scale, "loss_scale_window": setup.window, "hysteresis": setup.hysteresis}
+        scale = (
+            {"loss_scale": setup.scale}
+            if setup.constant
+            else {
+                "initial_loss_scale": setup.scale,
+                "loss_scale_window": setup.window,
+                "hysteresis": setup.hysteresis,
+            }
+        )
         fields |= scale
     if place.fraction:
-        fields |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": place.fraction,
-                   "offload_mode": place.mode, "overlap_cpu_optimizer_d2h_h2d": place.overlap}
+        fields |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": place.fraction,
+            "offload_mode": place.mode,
+            "overlap_cpu_optimizer_d2h_h2d": place.overlap,
+        }
     if place.form != "plain":
         form = dict(FORMS[place.form])
         if setup.rule not in ("adam", "lamb"):
@@ -110,14 +128,20 @@ def config_of(setup: Setup, place: Place) -> OptimizerConfig:
 def variant_of(setup: Setup) -> dict[str, Any]:
     if not setup.variant:
         return {}
-    return {"adam": {"decoupled_weight_decay": False}, "sgd": {"sgd_momentum": 0.0}, "lion": {"lion_beta1": 0.5},
-            "lamb": {"lamb_use_nvlamb": True, "lamb_grad_averaging": False}}[setup.rule]
+    return {
+        "adam": {"decoupled_weight_decay": False},
+        "sgd": {"sgd_momentum": 0.0},
+        "lion": {"lion_beta1": 0.5},
+        "lamb": {"lamb_use_nvlamb": True, "lamb_grad_averaging": False},
+    }[setup.rule]
 
 
 class Subject:
     """A model and its optimizer in one place."""
 
-    def __init__(self, setup: Setup, place: Place, model: Model, groups: list[Group] | None) -> None:
+    def __init__(
+        self, setup: Setup, place: Place, model: Model, groups: list[Group] | None
+    ) -> None:
         self.setup, self.place, self.model = setup, place, model
         config = config_of(setup, place)
         with warnings.catch_warnings():
@@ -125,21 +149,36 @@ class Subject:
             if groups is None:
                 self.optimizer = get_megatron_optimizer(config, model)
             else:
-                self.optimizer = get_megatron_optimizer(config, model, param_groups=self._explicit(groups))
+                self.optimizer = get_megatron_optimizer(
+                    config, model, param_groups=self._explicit(groups)
+                )
 
     def _explicit(self, groups: list[Group]) -> list[dict[str, Any]]:
-        return [{"params": [self.model.param(name) for name in group.names], "param_names": list(group.names),
-                 "is_expert_parallel": group.expert, **self._given(group)} for group in groups]
+        return [
+            {
+                "params": [self.model.param(name) for name in group.names],
+                "param_names": list(group.names),
+                "is_expert_parallel": group.expert,
+                **self._given(group),
+            }
+            for group in groups
+        ]
 
     def _given(self, group: Group) -> dict[str, Any]:
         """Settings of a group that a caller would give."""
-        keys = ("lr", "weight_decay", "betas", "eps") if self.setup.rule in ("adam", "lamb") else ("lr", "weight_decay")
+        keys = (
+            ("lr", "weight_decay", "betas", "eps")
+            if self.setup.rule in ("adam", "lamb")
+            else ("lr", "weight_decay")
+        )
         return {key: group.settings[key] for key in keys}
 
     def add_group(self, group: Group) -> None:
         """Add a group whose parameters the model has."""
         params = [(name, self.model.param(name)) for name in group.names]
-        self.optimizer.add_param_group({"params": params, "is_expert_parallel": group.expert, **self._given(group)})
+        self.optimizer.add_param_group(
+            {"params": params, "is_expert_parallel": group.expert, **self._given(group)}
+        )
 
     def close(self) -> None:
         """Nothing of ours has to be closed; drop the tensors."""
@@ -161,7 +200,8 @@ class Subject:
         return self.model.named_parameters()
 
     def grads(self) -> dict[str, Array]:
-        """What each parameter's gradient is now: ``main_grad``, else ``decoupled_grad``, else ``grad``."""
+        """What each parameter's gradient is now: ``main_grad``, else ``decoupled_grad``, else
+        ``grad``."""
         found = {}
         for name, param in self.params():
             for attribute in ("main_grad", "decoupled_grad", "grad"):
@@ -170,7 +210,7 @@ class Subject:
                     break
         return found
 
-    # -- comparing ----------------------------------------------------------------------------------
+    # -- comparing --------------------------------------------------------------------------------
 
     def check_model(self, oracle: Oracle) -> None:
         """The model's parameters, which no look can change."""
@@ -186,37 +226,56 @@ class Subject:
             assert main.dtype == (torch.float32 if slot.bound else self.model.param(name).dtype)
             expect_bits(f"main param {name}", main, slot.value())
 
-    def check_state_dict(self, oracle: Oracle, state_dict: Mapping[str, Any], full_precision: bool = False) -> None:
+    def check_state_dict(
+        self, oracle: Oracle, state_dict: Mapping[str, Any], full_precision: bool = False
+    ) -> None:
         """A state dict says what the oracle says, by name."""
         assert len(state_dict["param_groups"]) == len(oracle.groups)
         for saved, group in zip(state_dict["param_groups"], oracle.groups, strict=True):
             assert list(saved["param_names"]) == group.names
             check_settings(saved, group)
             for index, name in zip(saved["params"], group.names, strict=True):
-                expected = expected_state(oracle.slots[name], oracle.moment_names(oracle.slots[name]), full_precision)
+                expected = expected_state(
+                    oracle.slots[name], oracle.moment_names(oracle.slots[name]), full_precision
+                )
                 check_slot(name, state_dict["state"].get(index, {}), expected)
         if oracle.scaler and not oracle.scaler.constant:
             found = {key: float(value) for key, value in state_dict["grad_scaler"].items()}
-            assert found == {"scale": oracle.scaler.scale, "growth_tracker": oracle.scaler.clean,
-                             "hysteresis_tracker": oracle.scaler.left}
+            assert found == {
+                "scale": oracle.scaler.scale,
+                "growth_tracker": oracle.scaler.clean,
+                "hysteresis_tracker": oracle.scaler.left,
+            }
 
 
 def expect_bits(what: str, tensor: Tensor, expected: Array) -> None:
     """Raise AssertionError with the first difference unless the bits are the same."""
     values = as_values(tensor).astype(F)
     if not same_bits(values, expected):
-        where = next((i for i in range(min(values.size, expected.size))
-                      if not same_bits(values[i : i + 1], expected[i : i + 1])), 0)
-        raise AssertionError(f"{what}[{where}] of {expected.size}: is {values[where : where + 1]}, "
-                             f"should be {expected[where : where + 1]}")
+        where = next(
+            (
+                i
+                for i in range(min(values.size, expected.size))
+                if not same_bits(values[i : i + 1], expected[i : i + 1])
+            ),
+            0,
+        )
+        raise AssertionError(
+            f"{what}[{where}] of {expected.size}: is {values[where : where + 1]}, "
+            f"should be {expected[where : where + 1]}"
+        )
 
 
 def check_settings(saved: Mapping[str, Any], group: Group) -> None:
     for key, value in group.settings.items():
         now = saved[key]
         now = float(now) if isinstance(now, Tensor) else now
-        assert equal_settings(now, value), f"setting {key} of {group.names}: is {now!r}, should be {value!r}"
-    assert isinstance(saved["lr"], Tensor) == group.tensor, f"lr of {group.names} is {saved['lr']!r}"
+        assert equal_settings(now, value), (
+            f"setting {key} of {group.names}: is {now!r}, should be {value!r}"
+        )
+    assert isinstance(saved["lr"], Tensor) == group.tensor, (
+        f"lr of {group.names} is {saved['lr']!r}"
+    )
 
 
 def expected_state(slot: Slot, moments: tuple[str, ...], full: bool) -> dict[str, Array]:
@@ -238,6 +297,8 @@ def expected_state(slot: Slot, moments: tuple[str, ...], full: bool) -> dict[str
 
 
 def check_slot(name: str, state: Mapping[str, Any], expected: Mapping[str, Array]) -> None:
-    assert state.keys() == expected.keys(), f"state of {name}: has {sorted(state)}, should have {sorted(expected)}"
+    assert state.keys() == expected.keys(), (
+        f"state of {name}: has {sorted(state)}, should have {sorted(expected)}"
+    )
     for key, value in expected.items():
         expect_bits(f"state of {name}: {key}", state[key], value)

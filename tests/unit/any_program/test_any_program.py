@@ -1,4 +1,5 @@
-"""Any program over the public API leaves what the promises say; ``python tools/fuzz.py --minutes N`` tries more."""
+"""Any program over the public API leaves what the promises say; ``python tools/fuzz.py --minutes
+N`` tries more."""
 
 from __future__ import annotations
 
@@ -12,6 +13,16 @@ from any_program.machine import AnyProgram
 @pytest.mark.timeout(900)  # a program that fails is made shorter first
 @pytest.mark.parametrize(("operations", "programs"), [(6, 80), (15, 80), (40, 40)])
 def test_any_program_leaves_what_the_promises_say(operations, programs):
-    run_state_machine_as_test(AnyProgram, settings=settings(
-        max_examples=programs, stateful_step_count=operations, deadline=None, derandomize=True, database=None,
-        suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink), print_blob=False))
+    run_state_machine_as_test(
+        AnyProgram,
+        settings=settings(
+            max_examples=programs,
+            stateful_step_count=operations,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+            print_blob=False,
+        ),
+    )

@@ -1,4 +1,5 @@
-"""Four gloo processes: tensors saved by stock torch.distributed.checkpoint in every layout, loaded into every other."""
+"""Four gloo processes: tensors saved by stock torch.distributed.checkpoint in every layout, loaded
+into every other."""
 
 from __future__ import annotations
 
@@ -22,15 +23,26 @@ from mp_optim.checkpoint import FlatShard
 
 warnings.filterwarnings("ignore")
 
-SHAPES = {"matrix": (7, 5), "cube": (3, 4, 5), "scalar": (), "one": (1,), "empty": (0, 3), "vector": (10,),
-          "thin": (1, 9), "four": (2, 3, 1, 4)}
+SHAPES = {
+    "matrix": (7, 5),
+    "cube": (3, 4, 5),
+    "scalar": (),
+    "one": (1,),
+    "empty": (0, 3),
+    "vector": (10,),
+    "thin": (1, 9),
+    "four": (2, 3, 1, 4),
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.int16)
 
 
 def tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {f"{name}.{dtype}": torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
-            for name, shape in SHAPES.items() for dtype in DTYPES}
+    return {
+        f"{name}.{dtype}": torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
+        for name, shape in SHAPES.items()
+        for dtype in DTYPES
+    }
 
 
 @dataclass(frozen=True)
@@ -44,11 +56,13 @@ class Layout:
 
 def flat(ranks: int, seed: int, copies: int = 1) -> Layout:
     """Cut at random places; ``copies`` neighbouring ranks hold the same range."""
+
     def place(name: str, tensor: Tensor, rank: int) -> Tensor:
         chance = random.Random(f"{seed} {name}")
         cuts = sorted(chance.randint(0, tensor.numel()) for _ in range(ranks // copies - 1))
         start, end = ([0, *cuts, tensor.numel()][rank // copies + i] for i in range(2))
         return FlatShard(tensor.reshape(-1)[start:end].clone(), tensor.shape, start)
+
     return Layout(f"flat{ranks}/{copies}", ranks, place)
 
 
@@ -58,13 +72,25 @@ def meshed(ranks: int, dim: int | None) -> Layout:
     def place(name: str, tensor: Tensor, rank: int) -> Tensor:
         placement = Shard(dim) if dim is not None and tensor.dim() > dim else Replicate()
         return distribute_tensor(tensor.clone(), mesh, [placement], src_data_rank=None)
+
     return Layout(f"{'replicate' if dim is None else f'shard{dim}'}-{ranks}", ranks, place)
 
 
 def layouts() -> list[Layout]:
-    return [Layout("plain", 1, lambda name, tensor, rank: tensor.clone()), flat(1, 0), flat(2, 1), flat(3, 2),
-            flat(4, 3), flat(4, 4, copies=2), meshed(2, None), meshed(2, 0), meshed(3, 0), meshed(4, 0), meshed(2, 1),
-            meshed(3, 1)]
+    return [
+        Layout("plain", 1, lambda name, tensor, rank: tensor.clone()),
+        flat(1, 0),
+        flat(2, 1),
+        flat(3, 2),
+        flat(4, 3),
+        flat(4, 4, copies=2),
+        meshed(2, None),
+        meshed(2, 0),
+        meshed(3, 0),
+        meshed(4, 0),
+        meshed(2, 1),
+        meshed(3, 1),
+    ]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -81,21 +107,37 @@ def main(folder: str) -> None:
     for layout in every:
         if rank < layout.ranks:
             held = {name: layout.place(name, tensor, rank) for name, tensor in tensors().items()}
-            dcp.save(held, checkpoint_id=f"{folder}/{layout.name}", process_group=groups[layout.ranks])
+            dcp.save(
+                held, checkpoint_id=f"{folder}/{layout.name}", process_group=groups[layout.ranks]
+            )
     dist.barrier()
     for saved, layout in itertools.product(every, every):
         if rank < layout.ranks:
-            expected = {name: layout.place(name, tensor, rank) for name, tensor in tensors().items()}
-            found = {name: layout.place(name, torch.full_like(tensor, -7), rank) for name, tensor in tensors().items()}
+            expected = {
+                name: layout.place(name, tensor, rank) for name, tensor in tensors().items()
+            }
+            found = {
+                name: layout.place(name, torch.full_like(tensor, -7), rank)
+                for name, tensor in tensors().items()
+            }
             kept = {name: local(tensor) for name, tensor in found.items()}
-            dcp.load(found, checkpoint_id=f"{folder}/{saved.name}", process_group=groups[layout.ranks])
-            wrong += [(saved.name, layout.name, name) for name, tensor in expected.items()
-                      if not torch.equal(local(tensor), kept[name])]  # in place: the memory that was handed in
+            dcp.load(
+                found, checkpoint_id=f"{folder}/{saved.name}", process_group=groups[layout.ranks]
+            )
+            wrong += [
+                (saved.name, layout.name, name)
+                for name, tensor in expected.items()
+                if not torch.equal(local(tensor), kept[name])
+            ]  # in place: the memory that was handed in
             cases += 1
         for name in ("matrix.torch.float32", "scalar.torch.int16"):
             if rank < layout.ranks and layout.name.startswith("flat"):
                 full = found[name].full_tensor(groups[layout.ranks])
-                wrong += [] if torch.equal(full, tensors()[name]) else [(saved.name, layout.name, f"full {name}")]
+                wrong += (
+                    []
+                    if torch.equal(full, tensors()[name])
+                    else [(saved.name, layout.name, f"full {name}")]
+                )
     with open(f"{folder}/rank{rank}.json", "w", encoding="utf-8") as file:
         json.dump({"wrong": wrong, "cases": cases}, file)
     dist.barrier()

@@ -1,4 +1,5 @@
-"""Four gloo processes, of which one is killed while it saves: what the others hear, and after how long."""
+"""Four gloo processes, of which one is killed while it saves: what the others hear, and after how
+long."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def heard(work: Any) -> dict[str, Any]:
 
 
 def main(folder: Path, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=TIMEOUT
+    )
     torch.set_num_threads(1)
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(100)) for name in "abcd"})
     held = model, get_megatron_optimizer(OptimizerConfig(lr=1e-3), model)
@@ -49,8 +52,12 @@ def main(folder: Path, rank: int) -> None:
         return write(self)
 
     writing.Writing.write = slow
-    result = {"timeout": job_timeout().total_seconds(),
-              "background": heard(lambda: checkpoint.save(folder / "saved", *held, asynchronous=True).wait())}
+    result = {
+        "timeout": job_timeout().total_seconds(),
+        "background": heard(
+            lambda: checkpoint.save(folder / "saved", *held, asynchronous=True).wait()
+        ),
+    }
     writing.Writing.write = write
     result["first save"] = heard(lambda: checkpoint.save(folder / "saved", *held))
     result["load"] = heard(lambda: checkpoint.load(folder / "saved", *held))

@@ -1,4 +1,5 @@
-"""For each line read, a forked process that trains a tiny model and saves after every step until somebody kills it.
+"""For each line read, a forked process that trains a tiny model and saves after every step until
+somebody kills it.
 
 It says what it begins and ends; this process says who it is, and when it is gone."""
 
@@ -31,7 +32,10 @@ def train_step(model: nn.Module, optimizer: object, step: int) -> None:
 def digest(model: nn.Module, optimizer: object) -> str:
     """Of every tensor there is."""
     found = hashlib.sha256()
-    for tensor in (*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())):
+    for tensor in (
+        *model.parameters(),
+        *(value for state in optimizer.state.values() for value in state.values()),
+    ):
         found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -43,7 +47,9 @@ def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
         train_step(model, optimizer, step)
         step += 1
         print("begin", step, digest(model, optimizer), flush=True)
-        handle = checkpoint.save(root, model, optimizer, extra={"step": step}, asynchronous=asynchronous, keep=keep)
+        handle = checkpoint.save(
+            root, model, optimizer, extra={"step": step}, asynchronous=asynchronous, keep=keep
+        )
         if asynchronous:
             handle.wait()
         print("end", step, flush=True)
@@ -51,7 +57,9 @@ def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as warm:  # whatever is imported or tried out once, before there are children
+    with (
+        tempfile.TemporaryDirectory() as warm
+    ):  # whatever is imported or tried out once, before there are children
         checkpoint.save(warm, *build())
         checkpoint.load(warm, *build())
     for _ in sys.stdin:

@@ -1,4 +1,5 @@
-"""Layouts of one small model, each saved and loaded by the same few functions. Add a layout to :func:`layouts`.
+"""Layouts of one small model, each saved and loaded by the same few functions. Add a layout to
+:func:`layouts`.
 
 Gradients are made up from names and steps, so every layout steps with the same ones, to the bit.
 """
@@ -20,11 +21,26 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
 
-SHAPES = {"embed": (11, 8), "blocks": (4, 256), "bias": (7,), "cube": (2, 3, 5), "wide": (3, 600), "scale": (1,)}
+SHAPES = {
+    "embed": (11, 8),
+    "blocks": (4, 256),
+    "bias": (7,),
+    "cube": (2, 3, 5),
+    "wide": (3, 600),
+    "scale": (1,),
+}
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {},
-    "bf16": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
-    "8bit": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+    "bf16": {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+    },
+    "8bit": {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "uint8",
+        "exp_avg_sq_dtype": "uint8",
+    },
 }
 
 
@@ -37,8 +53,12 @@ class Model(nn.Module):
         for name, shape in SHAPES.items():
             value = torch.randn(shape, generator=generator)
             setattr(self, name, nn.Parameter(value if name == "scale" else value.bfloat16()))
-        self.frozen = nn.Parameter(torch.randn(3, generator=generator).bfloat16(), requires_grad=False)
-        self.reduced_over: dist.ProcessGroup | None = None  # gradients come from a backward pass, to be reduced
+        self.frozen = nn.Parameter(
+            torch.randn(3, generator=generator).bfloat16(), requires_grad=False
+        )
+        self.reduced_over: dist.ProcessGroup | None = (
+            None  # gradients come from a backward pass, to be reduced
+        )
         self.register_buffer("count", torch.randint(0, 99, (), generator=generator))
 
 
@@ -63,52 +83,97 @@ class Layout:
     permuted: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     build_optimizer: Callable[..., Any] = lambda config, model, groups: get_megatron_optimizer(
-        config, model, param_groups=groups)
+        config, model, param_groups=groups
+    )
 
     def build(self, seed: int) -> tuple[Model, Any]:
         """A model and its optimizer, nothing of them equal to those of another seed."""
         model = Model(seed)
         self.place(model)
-        config = OptimizerConfig(bf16=True, lr=1e-2 * seed, weight_decay=0.1, clip_grad=0.0, **FORMS[self.form],
-                                 **self.settings, **({} if self.fraction is None else {"optimizer_cpu_offload": True,
-                                                                      "optimizer_offload_fraction": self.fraction}))
+        config = OptimizerConfig(
+            bf16=True,
+            lr=1e-2 * seed,
+            weight_decay=0.1,
+            clip_grad=0.0,
+            **FORMS[self.form],
+            **self.settings,
+            **(
+                {}
+                if self.fraction is None
+                else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": self.fraction}
+            ),
+        )
         return model, self.build_optimizer(config, model, self._groups(model))
 
     def _groups(self, model: Model) -> list[dict[str, Any]]:
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        split = [[pair for pair in named if (pair[1].dim() > 1) == decays] for decays in (True, False)]
-        groups = [{"params": [param for _, param in pairs], "param_names": [name for name, _ in pairs],
-                   "weight_decay": 0.1 if decays else 0.0} for pairs, decays in zip(split, (True, False), strict=True)]
-        return [{**group, "params": group["params"][::-1], "param_names": group["param_names"][::-1]}
-                for group in groups[::-1]] if self.permuted else groups
+        split = [
+            [pair for pair in named if (pair[1].dim() > 1) == decays] for decays in (True, False)
+        ]
+        groups = [
+            {
+                "params": [param for _, param in pairs],
+                "param_names": [name for name, _ in pairs],
+                "weight_decay": 0.1 if decays else 0.0,
+            }
+            for pairs, decays in zip(split, (True, False), strict=True)
+        ]
+        return (
+            [
+                {
+                    **group,
+                    "params": group["params"][::-1],
+                    "param_names": group["param_names"][::-1],
+                }
+                for group in groups[::-1]
+            ]
+            if self.permuted
+            else groups
+        )
 
 
 def sharded(dim: int, mesh: DeviceMesh) -> Callable[[Model], None]:
     """Parameters with that dimension as DTensors, as tensor parallelism makes them."""
+
     def place(model: Model) -> None:
         for name, param in list(model.named_parameters()):
             if param.dim() > dim:
                 value = distribute_tensor(param.detach(), mesh, [Shard(dim)], src_data_rank=None)
                 setattr(model, name, nn.Parameter(value, requires_grad=param.requires_grad))
+
     return place
 
 
 def fsdp(mesh: DeviceMesh) -> Callable[[Model], None]:
-    return lambda model: (fully_shard(model, mesh=mesh, ignored_params={model.scale, model.frozen}), None)[1]
+    return lambda model: (
+        fully_shard(model, mesh=mesh, ignored_params={model.scale, model.frozen}),
+        None,
+    )[1]
 
 
 def zero(name: str, size: int, group: Any, strategy: str = "optim", **options: Any) -> Layout:
     """Flat buckets shared out over the ranks of a group."""
-    settings = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": strategy,
-                "grad_reduce_op": "sum", "bucket_size": 700}
-    return Layout(name, ranks=size, settings=settings,
-                  place=lambda model: setattr(model, "reduced_over", group), **options,
-                  build_optimizer=lambda config, model, groups: get_megatron_optimizer(
-                      config, model, param_groups=groups, process_groups=ProcessGroups(dp=group)))
+    settings = {
+        "use_distributed_optimizer": True,
+        "data_parallel_sharding_strategy": strategy,
+        "grad_reduce_op": "sum",
+        "bucket_size": 700,
+    }
+    return Layout(
+        name,
+        ranks=size,
+        settings=settings,
+        place=lambda model: setattr(model, "reduced_over", group),
+        **options,
+        build_optimizer=lambda config, model, groups: get_megatron_optimizer(
+            config, model, param_groups=groups, process_groups=ProcessGroups(dp=group)
+        ),
+    )
 
 
 def layouts(size: int = 4) -> list[Layout]:
-    """Every layout of up to that many ranks; all processes have to call it, because of the meshes."""
+    """Every layout of up to that many ranks; all processes have to call it, because of the
+    meshes."""
     two = DeviceMesh("cpu", [0, 1])
     return _up_to_two(two) + (_up_to_four() if size == 4 else [])
 
@@ -144,7 +209,7 @@ def _up_to_two(two: DeviceMesh) -> list[Layout]:
     ]
 
 
-# -- what is done with them -------------------------------------------------------------------------------------
+# -- what is done with them -----------------------------------------------------------------------
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:
@@ -154,7 +219,11 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
     if isinstance(like, DTensor):
         return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
     if isinstance(like, FlatShard):
-        return FlatShard(full.reshape(-1)[like.start: like.start + like.local.numel()].clone(), full.shape, like.start)
+        return FlatShard(
+            full.reshape(-1)[like.start : like.start + like.local.numel()].clone(),
+            full.shape,
+            like.start,
+        )
     return full
 
 
@@ -170,10 +239,16 @@ def train(model: Model, optimizer: Any, steps: range) -> None:
         for name, param in model.named_parameters():
             if param.requires_grad:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-                grads[param] = part_of(torch.randn(param.shape, generator=generator).to(param.dtype), param)
-        if model.reduced_over is not None:  # the sum over the ranks of one that has all and others that have none
+                grads[param] = part_of(
+                    torch.randn(param.shape, generator=generator).to(param.dtype), param
+                )
+        if (
+            model.reduced_over is not None
+        ):  # the sum over the ranks of one that has all and others that have none
             share = float(dist.get_rank(model.reduced_over) == 0)
-            torch.stack([(param * grad * share).sum().float() for param, grad in grads.items()]).sum().backward()
+            torch.stack(
+                [(param * grad * share).sum().float() for param, grad in grads.items()]
+            ).sum().backward()
         else:
             for param, grad in grads.items():
                 param.grad = grad
@@ -183,9 +258,14 @@ def train(model: Model, optimizer: Any, steps: range) -> None:
 def state_of(model: Model, optimizer: Any) -> dict[str, Tensor]:
     """Everything there is in full precision, as this rank holds it, by name."""
     names = {slot: optimizer.slot_name(slot) for slot in optimizer.slots()}
-    return {**{f"model.{name}": value for name, value in model.state_dict().items()},
-            **{f"{names[slot]}.{key}": value for slot in names
-               for key, value in optimizer.full_slot_state(slot).items()}}
+    return {
+        **{f"model.{name}": value for name, value in model.state_dict().items()},
+        **{
+            f"{names[slot]}.{key}": value
+            for slot in names
+            for key, value in optimizer.full_slot_state(slot).items()
+        },
+    }
 
 
 def whole(tensor: Tensor, group: Any) -> Tensor:
@@ -194,7 +274,9 @@ def whole(tensor: Tensor, group: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def put(layout: Layout, full: dict[str, Tensor], settings: list[dict[str, Any]], seed: int) -> tuple[Model, Any]:
+def put(
+    layout: Layout, full: dict[str, Tensor], settings: list[dict[str, Any]], seed: int
+) -> tuple[Model, Any]:
     """A model and an optimizer of a layout with a state, without any checkpoint."""
     model, optimizer = layout.build(seed)
     with torch.no_grad():
@@ -203,7 +285,9 @@ def put(layout: Layout, full: dict[str, Tensor], settings: list[dict[str, Any]],
     state = optimizer.state_dict(full_precision=True)
     index = 0
     for group, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        group.update(next(saved for saved in settings if saved["weight_decay"] == live["weight_decay"]))
+        group.update(
+            next(saved for saved in settings if saved["weight_decay"] == live["weight_decay"])
+        )
         for name in group["param_names"]:
             mine = state["state"][index]
             mine.update({key: part_of(full[f"{name}.{key}"], value) for key, value in mine.items()})

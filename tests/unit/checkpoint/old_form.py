@@ -1,4 +1,5 @@
-"""Checkpoints as mp_optim wrote them before ``index.json``: torch's own writer, ``.metadata`` a pickle."""
+"""Checkpoints as mp_optim wrote them before ``index.json``: torch's own writer, ``.metadata`` a
+pickle."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 
-DIGESTS = {"one": "54b1e4111e7ef50a2299e743a0be3c4859a278cac6a5212141aee6b98fd729e9",
-           "two": "573e74e38bf5283b9b8c6c5abc9acd8ebdacae8b5e62e799f546e909828a76e0"}
+DIGESTS = {
+    "one": "54b1e4111e7ef50a2299e743a0be3c4859a278cac6a5212141aee6b98fd729e9",
+    "two": "573e74e38bf5283b9b8c6c5abc9acd8ebdacae8b5e62e799f546e909828a76e0",
+}
 """Of :func:`digest`, as the version that wrote them loaded them. "one" was saved by one process
-(``build("bf16-8bit", 0.5)`` after two steps), "two" by two ranks (``zero("zero1-2", ...)`` of ``layouts.py``, two
-steps)."""
+(``build("bf16-8bit", 0.5)`` after two steps), "two" by two ranks (``zero("zero1-2", ...)`` of
+``layouts.py``, two steps)."""
 
 
 def unpacked(folder: Path, name: str) -> Path:
@@ -42,12 +45,15 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
 def digest(state: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name in sorted(state):
-        found.update(name.encode() + bytes(state[name].contiguous().reshape(-1).view(torch.uint8).tolist()))
+        found.update(
+            name.encode() + bytes(state[name].contiguous().reshape(-1).view(torch.uint8).tolist())
+        )
     return found.hexdigest()
 
 
 def replaced(version: Path, name: str, content: bytes) -> None:
-    """Give a file another content, and the manifest its size and checksum: what somebody with intent would do."""
+    """Give a file another content, and the manifest its size and checksum: what somebody with
+    intent would do."""
     (version / name).write_bytes(content)
     manifest = json.loads((version / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

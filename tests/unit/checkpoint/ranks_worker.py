@@ -24,8 +24,12 @@ warnings.filterwarnings("ignore")
 
 def stage(rank: int, names: list[str], seed: int = 0) -> tuple[nn.Module, Any]:
     """A part of a model, as pipeline parallelism cuts it."""
-    model = nn.ParameterDict({name: nn.Parameter(torch.full((3, index + 2), float(index + seed)))
-                              for index, name in enumerate(names)})
+    model = nn.ParameterDict(
+        {
+            name: nn.Parameter(torch.full((3, index + 2), float(index + seed)))
+            for index, name in enumerate(names)
+        }
+    )
     return model, get_megatron_optimizer(OptimizerConfig(lr=1e-2, clip_grad=0.0), model)
 
 
@@ -42,15 +46,22 @@ def different_parameters(folder: Path, rank: int) -> bool:
     step(model, optimizer)
     checkpoint.save(folder, model, optimizer)
     expected: list[Any] = [None, None]
-    dist.all_gather_object(expected, {name: (param.detach(), optimizer.state[param]["exp_avg"])
-                                      for name, param in model.named_parameters()})
+    dist.all_gather_object(
+        expected,
+        {
+            name: (param.detach(), optimizer.state[param]["exp_avg"])
+            for name, param in model.named_parameters()
+        },
+    )
     everything = {**expected[0], **expected[1]}
     model, optimizer = stage(rank, names[1 - rank], seed=7)
     step(model, optimizer)
     checkpoint.load(folder, model, optimizer)
-    return all(torch.equal(param, everything[name][0]) and torch.equal(optimizer.state[param]["exp_avg"],
-                                                                        everything[name][1])
-               for name, param in model.named_parameters())
+    return all(
+        torch.equal(param, everything[name][0])
+        and torch.equal(optimizer.state[param]["exp_avg"], everything[name][1])
+        for name, param in model.named_parameters()
+    )
 
 
 def in_the_background(folder: Path, layout: Any) -> bool:
@@ -75,8 +86,11 @@ def exported(folder: Path, layout: Any) -> bool:
     files = checkpoint.export_safetensors(folder, optimizer, max_shard_size=3000)
     found = {name: value for path in files for name, value in load_file(path).items()}
     expected = {name: main.detach().float() for name, main in reference.named_main_params()}
-    return found.keys() == expected.keys() and len(files) > 1 and all(
-        torch.equal(found[name], value) for name, value in expected.items())
+    return (
+        found.keys() == expected.keys()
+        and len(files) > 1
+        and all(torch.equal(found[name], value) for name, value in expected.items())
+    )
 
 
 def message(work: Any) -> str:
@@ -90,7 +104,9 @@ def message(work: Any) -> str:
 def failures(folder: Path, rank: int) -> dict[str, str]:
     """What each rank hears of a failure of one; nobody waits for ever."""
     model, optimizer = stage(rank, ["w"])
-    found = {"extra": message(lambda: checkpoint.save(folder, model, optimizer, extra={"bad": folder}))}
+    found = {
+        "extra": message(lambda: checkpoint.save(folder, model, optimizer, extra={"bad": folder}))
+    }
     write = writing.Writing.write
 
     def full(self: Any) -> Any:
@@ -105,11 +121,16 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
         message(handle.wait)  # this rank has heard of it, the other has not
     found["background"] = message(lambda: checkpoint.save(folder, model, optimizer))
     writing.Writing.write = write
-    found["other shape"] = message(lambda: checkpoint.save(folder, nn.ParameterDict(
-        {"w": nn.Parameter(torch.zeros(rank + 1))}), None))
+    found["other shape"] = message(
+        lambda: checkpoint.save(
+            folder, nn.ParameterDict({"w": nn.Parameter(torch.zeros(rank + 1))}), None
+        )
+    )
     part = nn.Linear(32, 16)
     with torch.no_grad():
-        part.weight.fill_(rank)  # a rank's own expert, or its part of a whole, under the name of the other's
+        part.weight.fill_(
+            rank
+        )  # a rank's own expert, or its part of a whole, under the name of the other's
         part.bias.fill_(1.0)
     found["other values"] = message(lambda: checkpoint.save(folder, part, None))
     found["left"] = str([path.name for path in folder.iterdir() if path.name == "latest"])
@@ -127,9 +148,12 @@ def main(folder: str) -> None:
     two = all_layouts(2)
     all_layouts_plain = two[0]
     sharded = next(layout for layout in two if layout.name == "fsdp-2")
-    result = {"different": different_parameters(root / "different", rank),
-              "background_": in_the_background(root / "background", sharded),
-              "exported": exported(root / "exported", sharded), **failures(root / "failures", rank)}
+    result = {
+        "different": different_parameters(root / "different", rank),
+        "background_": in_the_background(root / "background", sharded),
+        "exported": exported(root / "exported", sharded),
+        **failures(root / "failures", rank),
+    }
     (root / f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     sys.stdout.flush()

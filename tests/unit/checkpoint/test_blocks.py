@@ -1,4 +1,5 @@
-"""Parts of tensors that are stored in blocks: each element keeps the scale of its block in the whole tensor."""
+"""Parts of tensors that are stored in blocks: each element keeps the scale of its block in the
+whole tensor."""
 
 import math
 
@@ -35,9 +36,16 @@ def test_scales_are_cut_with_what_they_belong_to_and_only_then(cut):
     part = FlatShard(torch.ones(300 if cut else 600, dtype=torch.int8), (600,), 300 if cut else 0)
     scales, step = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(4.0)
     name = f"{STATE}exp_avg.w"
-    tensors = {name: part, f"{STATE}exp_avg_scale.w": scales, f"{STATE}step.w": step, "model.w": part}
+    tensors = {
+        name: part,
+        f"{STATE}exp_avg_scale.w": scales,
+        f"{STATE}step.w": step,
+        "model.w": part,
+    }
     found = as_read(tensors)
-    assert found.keys() == tensors.keys() and found[name] is part and found[f"{STATE}step.w"] is step
+    assert (
+        found.keys() == tensors.keys() and found[name] is part and found[f"{STATE}step.w"] is step
+    )
     if cut:
         assert found[f"{STATE}exp_avg_scale.w"].flatten().tolist() == [2.0] * 212 + [3.0] * 88
     else:

@@ -1,4 +1,5 @@
-"""What is on disk, what counts as complete, retention, checksums, errors, saves in the background."""
+"""What is on disk, what counts as complete, retention, checksums, errors, saves in the
+background."""
 
 import json
 import os
@@ -33,13 +34,17 @@ def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (None, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (None, [1, 2, 3, 4, 5])]
+)
 def test_retention(tmp_path, trained, keep, left):
     for step in range(5):
         path = checkpoint.save(tmp_path, *trained, extra={"step": step}, keep=keep)
         assert path.name == f"version-{step + 1}"
     assert names(tmp_path) == ["latest", *(f"version-{number}" for number in left)]
-    assert [path.name for path in checkpoint.versions(tmp_path)] == [f"version-{number}" for number in left]
+    assert [path.name for path in checkpoint.versions(tmp_path)] == [
+        f"version-{number}" for number in left
+    ]
     assert checkpoint.load(tmp_path / f"version-{left[0]}", *build("bf16")) == {"step": left[0] - 1}
 
 
@@ -72,7 +77,9 @@ def test_a_version_without_manifest_is_not_complete(tmp_path, trained):
     checkpoint.save(tmp_path, *trained, keep=None)
     checkpoint.save(tmp_path, *trained, keep=None)
     (tmp_path / "version-2" / "manifest.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"names version-2, which is not complete.*version-1"):
+    with pytest.raises(
+        FileNotFoundError, match=r"names version-2, which is not complete.*version-1"
+    ):
         checkpoint.load(tmp_path, *build("bf16"))
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         checkpoint.load(tmp_path / "version-2", *build("bf16"))
@@ -95,7 +102,10 @@ def test_damage_is_found(tmp_path, trained, name):
         checkpoint.verify(tmp_path)
     with pytest.raises(ValueError, match="checksums"):
         checkpoint.load(tmp_path, other, fresh, verify=True)
-    for damage, text in ((content[:-1], f"{name}: {len(content) - 1}, expected {len(content)}"), (None, "missing")):
+    for damage, text in (
+        (content[:-1], f"{name}: {len(content) - 1}, expected {len(content)}"),
+        (None, "missing"),
+    ):
         (version / name).unlink() if damage is None else (version / name).write_bytes(damage)
         with pytest.raises(ValueError, match=text):
             checkpoint.load(tmp_path, other, fresh)
@@ -111,13 +121,20 @@ def test_the_manifest_lists_every_file(tmp_path, trained):
 
 def test_errors_list_what_is_missing_unexpected_and_mis_shaped(tmp_path):
     def module(**shapes):
-        return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+        return nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        )
 
     checkpoint.save(tmp_path, module(a=2, b=3, c=(4, 1)), None)
-    with pytest.raises(ValueError, match=r"missing \['model.d'\], unexpected \['model.a'\], "
-                                         r"mis-shaped \['model.c: saved \(4, 1\), expected \(4, 2\)'\]$"):
+    with pytest.raises(
+        ValueError,
+        match=r"missing \['model.d'\], unexpected \['model.a'\], "
+        r"mis-shaped \['model.c: saved \(4, 1\), expected \(4, 2\)'\]$",
+    ):
         checkpoint.load(tmp_path, module(b=3, c=(4, 2), d=1), None)
-    with pytest.raises(ValueError, match=r"of another dtype \['model.a: saved torch.float32, expected torch.bf"):
+    with pytest.raises(
+        ValueError, match=r"of another dtype \['model.a: saved torch.float32, expected torch.bf"
+    ):
         checkpoint.load(tmp_path, module(a=2, b=3, c=(4, 1)).bfloat16(), None)
     checkpoint.load(tmp_path, module(a=2, b=3, c=(4, 1)).bfloat16(), None, convert=True)
 
@@ -127,12 +144,18 @@ def test_the_model_alone_then_its_optimizer_follows(tmp_path, trained):
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 2})
     other, fresh = build("bf16", 1.0, seed=5)
     train(other, fresh, 1)
-    moments = {key: value.clone() for key, value in fresh.state[other.dense].items() if key.startswith("exp")}
+    moments = {
+        key: value.clone()
+        for key, value in fresh.state[other.dense].items()
+        if key.startswith("exp")
+    }
     assert checkpoint.load(tmp_path, other, None) == {"step": 2}
     fresh.reload_model_params()
     expected = weights(model)
     assert_same(weights(other), expected)
-    assert_same({name: main.to(expected[name].dtype) for name, main in fresh.named_main_params()}, expected)
+    assert_same(
+        {name: main.to(expected[name].dtype) for name, main in fresh.named_main_params()}, expected
+    )
     assert_same(fresh.state[other.dense], moments)
 
 
@@ -162,7 +185,7 @@ def test_model_chunks_and_what_is_not_a_tensor(tmp_path):
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(chunks, other, strict=True))
 
 
-# -- in the background ----------------------------------------------------------------------------------------------
+# -- in the background ----------------------------------------------------------------------------
 
 
 @pytest.fixture

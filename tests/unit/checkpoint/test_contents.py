@@ -19,8 +19,10 @@ sys.path.insert(0, str(HERE.parents[2] / "tools"))
 import inspect_checkpoint
 
 
-@pytest.mark.parametrize(("form", "limit", "count"), [("bf16", 10**9, 1), ("bf16-remainder", 1500, 3),
-                                                      ("fp16", 1, 7), ("fp32", 10**9, 1)])
+@pytest.mark.parametrize(
+    ("form", "limit", "count"),
+    [("bf16", 10**9, 1), ("bf16-remainder", 1500, 3), ("fp16", 1, 7), ("fp32", 10**9, 1)],
+)
 def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
     model, optimizer = build(form, 0.5)
     train(model, optimizer, 2)
@@ -30,18 +32,31 @@ def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
     found = {name: value for path in files for name, value in load_file(path).items()}
     expected = {name: main.detach() for name, main in optimizer.named_main_params()}
     assert found.keys() == expected.keys()
-    assert all(same_bits(found[name], value) and value.dtype == torch.float32 for name, value in expected.items())
+    assert all(
+        same_bits(found[name], value) and value.dtype == torch.float32
+        for name, value in expected.items()
+    )
     index = tmp_path / "model.safetensors.index.json"
     assert len(files) == count and index.exists() == (count > 1)
     if count > 1:
         content = json.loads(index.read_text())
         assert content["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
-        assert all(name in load_file(tmp_path / file) for name, file in content["weight_map"].items())
-        assert [path.name for path in files] == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        assert all(sum(value.nbytes for value in load_file(path).values()) <= limit or len(load_file(path)) == 1
-                   for path in files)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", *(path.name for path in files),
-                                                          *([index.name] if count > 1 else [])}
+        assert all(
+            name in load_file(tmp_path / file) for name, file in content["weight_map"].items()
+        )
+        assert [path.name for path in files] == [
+            f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+        ]
+        assert all(
+            sum(value.nbytes for value in load_file(path).values()) <= limit
+            or len(load_file(path)) == 1
+            for path in files
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json",
+        *(path.name for path in files),
+        *([index.name] if count > 1 else []),
+    }
 
 
 def test_a_limit_of_nothing_is_refused(tmp_path):
@@ -50,27 +65,70 @@ def test_a_limit_of_nothing_is_refused(tmp_path):
 
 
 def saved(path, **tensors):
-    checkpoint.save(path, nn.ParameterDict({name: nn.Parameter(value, requires_grad=value.is_floating_point())
-                                            for name, value in tensors.items()}), None)
+    checkpoint.save(
+        path,
+        nn.ParameterDict(
+            {
+                name: nn.Parameter(value, requires_grad=value.is_floating_point())
+                for name, value in tensors.items()
+            }
+        ),
+        None,
+    )
     return open_checkpoint(path)
 
 
 def test_differences_are_counted(tmp_path):
-    a = saved(tmp_path / "a", same=torch.tensor([1.0, math.nan]), near=torch.tensor([1.0, 2.0]), zero=torch.zeros(1),
-              short=torch.ones(2).bfloat16(), whole=torch.tensor([1, 2]), nan=torch.tensor([1.0]), mine=torch.ones(1),
-              shape=torch.ones(2), kind=torch.ones(2))
-    b = saved(tmp_path / "b", same=torch.tensor([1.0, math.nan]), near=torch.tensor([1.0, 2.0 - 2.0**-22]),
-              zero=-torch.zeros(1), short=torch.tensor([1.0, -1.0]).bfloat16(), whole=torch.tensor([1, 5]),
-              nan=torch.tensor([math.nan]), yours=torch.ones(1), shape=torch.ones(3), kind=torch.ones(2).half())
+    a = saved(
+        tmp_path / "a",
+        same=torch.tensor([1.0, math.nan]),
+        near=torch.tensor([1.0, 2.0]),
+        zero=torch.zeros(1),
+        short=torch.ones(2).bfloat16(),
+        whole=torch.tensor([1, 2]),
+        nan=torch.tensor([1.0]),
+        mine=torch.ones(1),
+        shape=torch.ones(2),
+        kind=torch.ones(2),
+    )
+    b = saved(
+        tmp_path / "b",
+        same=torch.tensor([1.0, math.nan]),
+        near=torch.tensor([1.0, 2.0 - 2.0**-22]),
+        zero=-torch.zeros(1),
+        short=torch.tensor([1.0, -1.0]).bfloat16(),
+        whole=torch.tensor([1, 5]),
+        nan=torch.tensor([math.nan]),
+        yours=torch.ones(1),
+        shape=torch.ones(3),
+        kind=torch.ones(2).half(),
+    )
     found = {difference.name.removeprefix("model."): difference for difference in compare(a, b)}
     assert {name: difference.what for name, difference in found.items()} == {
-        "same": "equal", "near": "values", "zero": "values", "short": "values", "whole": "values", "nan": "values",
-        "mine": "only in a", "yours": "only in b", "shape": "shape", "kind": "dtype"}
-    numbers = {name: (d.differing, d.largest, d.ulps) for name, d in found.items() if d.what == "values"}
-    assert {(d.differing, d.largest, d.ulps) for d in found.values() if d.what != "values"} == {(0, 0.0, None)}
+        "same": "equal",
+        "near": "values",
+        "zero": "values",
+        "short": "values",
+        "whole": "values",
+        "nan": "values",
+        "mine": "only in a",
+        "yours": "only in b",
+        "shape": "shape",
+        "kind": "dtype",
+    }
+    numbers = {
+        name: (d.differing, d.largest, d.ulps) for name, d in found.items() if d.what == "values"
+    }
+    assert {(d.differing, d.largest, d.ulps) for d in found.values() if d.what != "values"} == {
+        (0, 0.0, None)
+    }
     assert math.isnan(numbers.pop("nan")[1])
-    assert numbers == {"near": (1, 2.0**-22, 2), "zero": (1, 0.0, 0), "short": (1, 2.0, 2 * 0x3F80),
-                       "whole": (1, 3.0, None)}
+    assert numbers == {
+        "near": (1, 2.0**-22, 2),
+        "zero": (1, 0.0, 0),
+        "short": (1, 2.0, 2 * 0x3F80),
+        "whole": (1, 3.0, None),
+    }
 
 
 def test_the_tool(tmp_path):

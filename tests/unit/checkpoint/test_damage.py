@@ -1,4 +1,5 @@
-"""Damaged files: every flipped bit and every cut is noticed before anything is replaced, or does no harm."""
+"""Damaged files: every flipped bit and every cut is noticed before anything is replaced, or does no
+harm."""
 
 import errno
 import io
@@ -21,7 +22,8 @@ from mp_optim.checkpoint.index import BLOCK_BYTES
 
 
 class Victim:
-    """A model and an optimizer that other checkpoints are loaded into, and what they held before."""
+    """A model and an optimizer that other checkpoints are loaded into, and what they held
+    before."""
 
     def __init__(self, version):
         self.version, self.copy = version, version.parent.parent / "damaged"
@@ -34,8 +36,15 @@ class Victim:
     @staticmethod
     def print_of(held):
         model, optimizer = held
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        return digest(state_of(model, optimizer)), repr(groups), repr(optimizer.state_dict().get("grad_scaler"))
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        return (
+            digest(state_of(model, optimizer)),
+            repr(groups),
+            repr(optimizer.state_dict().get("grad_scaler")),
+        )
 
     def file(self, name):
         return self.copy / name if name == "latest" else self.copy / self.version.name / name
@@ -75,7 +84,7 @@ def test_any_flipped_bit_or_cut(victim, data):
     if how == "flip":
         damaged[at] ^= 1 << data.draw(st.integers(0, 7))
     elif how == "zeros":
-        damaged[at:at + 64] = bytes(len(damaged[at:at + 64]))
+        damaged[at : at + 64] = bytes(len(damaged[at : at + 64]))
     else:
         damaged = damaged[:at] if how == "cut" else damaged + damaged[at:]
     path.write_bytes(damaged)
@@ -91,7 +100,7 @@ def test_a_flipped_element_is_noticed_without_verify(victim, place):
     path = victim.file("__0_0.distcp")
     content = bytearray(path.read_bytes())
     at = {"first": 300, "middle": len(content) // 2, "last": len(content) - 1}[place]
-    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     try:
         error = victim.load()
         assert error is not None and "__0_0.distcp" in str(error)
@@ -101,14 +110,18 @@ def test_a_flipped_element_is_noticed_without_verify(victim, place):
 
 def test_damage_in_a_block_that_is_not_read_does_not_matter(tmp_path):
     """A rank, and a reader of one entry, checks what it reads."""
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.randn(3 * BLOCK_BYTES // 4)) for name in "ab"})
+    model = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(torch.randn(3 * BLOCK_BYTES // 4)) for name in "ab"}
+    )
     version = checkpoint.save(tmp_path, model, None)
     with (version / "__0_0.distcp").open("r+b") as file:
         file.seek(5 * BLOCK_BYTES)
         file.write(b"?")
     contents = open_checkpoint(version)
     assert torch.equal(contents.read("model.a"), model["a"])
-    with pytest.raises(ValueError, match=rf"__0_0.distcp is damaged: bytes from {5 * BLOCK_BYTES} on"):
+    with pytest.raises(
+        ValueError, match=rf"__0_0.distcp is damaged: bytes from {5 * BLOCK_BYTES} on"
+    ):
         contents.read("model.b")
 
 
@@ -135,13 +148,18 @@ def test_stock_torch_reads_what_is_written(tmp_path):
     train_layout(model, optimizer, range(2))
     version = checkpoint.save(tmp_path / "a", model, optimizer)
     contents = open_checkpoint(version)
-    found = {name: torch.zeros(entry.shape, dtype=entry.dtype) for name, entry in contents.entries.items()}
+    found = {
+        name: torch.zeros(entry.shape, dtype=entry.dtype)
+        for name, entry in contents.entries.items()
+    }
     dcp.load(found, checkpoint_id=str(version), no_dist=True)
     for name, value in found.items():
         assert torch.equal(value, contents.read(name)), name
     dcp_to_torch_save(version, tmp_path / "all.pt")
     every = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert every.keys() == found.keys() and all(torch.equal(every[name], found[name]) for name in found)
+    assert every.keys() == found.keys() and all(
+        torch.equal(every[name], found[name]) for name in found
+    )
 
 
 class FullDisk(io.FileIO):
@@ -163,8 +181,14 @@ def test_a_full_disk_is_called_by_its_name(tmp_path, monkeypatch, room, asynchro
     checkpoint.save(tmp_path, *held, extra={"n": 1})
     FullDisk.left = room
     with monkeypatch.context() as patch:
-        patch.setattr(writing.Path, "open", lambda path, mode="r", *_, **__: FullDisk(path, mode.replace("b", "")))
-        with pytest.raises(OSError, match=r"No space left on device: '.*version-2.incomplete/") as found:
+        patch.setattr(
+            writing.Path,
+            "open",
+            lambda path, mode="r", *_, **__: FullDisk(path, mode.replace("b", "")),
+        )
+        with pytest.raises(
+            OSError, match=r"No space left on device: '.*version-2.incomplete/"
+        ) as found:
             if asynchronous:
                 checkpoint.save(tmp_path, *held, asynchronous=True).wait()
             else:

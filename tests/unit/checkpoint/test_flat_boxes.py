@@ -46,11 +46,15 @@ def test_views_are_the_memory_and_are_found_by_their_offsets(case):
     for item in shard.__create_write_items__("w", shard):
         view = shard.__get_tensor_shard__(item.index)
         chunk = item.tensor_data.chunk
-        view.copy_(whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))])
+        view.copy_(
+            whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
+        )
     assert shard.local.tolist() == list(range(start, start + count))
 
 
-@pytest.mark.parametrize(("shape", "start", "count"), [((2, 3), -1, 2), ((2, 3), 5, 2), ((), 1, 1), ((2, 0), 0, 1)])
+@pytest.mark.parametrize(
+    ("shape", "start", "count"), [((2, 3), -1, 2), ((2, 3), 5, 2), ((), 1, 1), ((2, 0), 0, 1)]
+)
 def test_a_range_outside_is_refused(shape, start, count):
     with pytest.raises(ValueError, match="not inside a tensor of shape"):
         FlatShard(torch.zeros(count), shape, start)
@@ -65,12 +69,21 @@ def test_local_must_be_flat():
 def test_copies_keep_the_range_and_arithmetic_is_refused():
     shard = FlatShard(torch.arange(7.0), (3, 5), 4)
     assert shard.shape == (3, 5)
-    for other in (shard.clone(), copy.deepcopy(shard), shard.to(torch.float64), torch.empty_like(shard).copy_(shard)):
+    for other in (
+        shard.clone(),
+        copy.deepcopy(shard),
+        shard.to(torch.float64),
+        torch.empty_like(shard).copy_(shard),
+    ):
         assert isinstance(other, FlatShard) and other.shape == shard.shape and other.start == 4
         assert torch.equal(other.local.float(), shard.local) and other.local is not shard.local
     assert torch.empty_like(shard, dtype=torch.int8).local.dtype == torch.int8
     with pytest.raises(NotImplementedError, match=r"\.local"):
         shard + 1
-    for other in (torch.zeros(3, 5), FlatShard(torch.zeros(7), (3, 5), 3), FlatShard(torch.zeros(7), (5, 3), 4)):
+    for other in (
+        torch.zeros(3, 5),
+        FlatShard(torch.zeros(7), (3, 5), 3),
+        FlatShard(torch.zeros(7), (5, 3), 4),
+    ):
         with pytest.raises(ValueError, match="same range"):
             shard.copy_(other)

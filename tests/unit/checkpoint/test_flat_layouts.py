@@ -1,4 +1,5 @@
-"""Flat ranges through stock torch.distributed.checkpoint: to and from every other layout, on 1 to 4 ranks."""
+"""Flat ranges through stock torch.distributed.checkpoint: to and from every other layout, on 1 to 4
+ranks."""
 
 import json
 

@@ -19,8 +19,15 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gone")
     paths = [str(HERE), str(HERE.parents[2])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths)}
-    started = [subprocess.Popen([sys.executable, str(HERE / "gone_worker.py"), str(folder), str(rank)], text=True,
-                                env=environment, stderr=subprocess.PIPE) for rank in range(4)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "gone_worker.py"), str(folder), str(rank)],
+            text=True,
+            env=environment,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(4)
+    ]
     said = [process.communicate(timeout=200)[1][-3000:] for process in started]
     assert [started[rank].returncode for rank in OTHERS] == [0] * len(OTHERS), said
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in OTHERS]
@@ -31,7 +38,9 @@ def test_the_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
     for found in ranks[1]:
         assert found[what]["said"].startswith("MissingRanksError: ")
         assert f"rank {GONE} of [0, 1, 2, 3] did not take part" in found[what]["said"]
-        assert found[what]["seconds"] < 15  # one of sleep, five of patience, and a machine that has more to do
+        assert (
+            found[what]["seconds"] < 15
+        )  # one of sleep, five of patience, and a machine that has more to do
 
 
 def test_groups_of_our_own_have_the_timeout_of_the_job(ranks):

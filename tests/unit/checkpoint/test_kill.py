@@ -1,4 +1,5 @@
-"""kill -9 while saving: a checkpoint that loads always remains, and it is the newest complete one."""
+"""kill -9 while saving: a checkpoint that loads always remains, and it is the newest complete
+one."""
 
 import os
 import random
@@ -19,13 +20,22 @@ class Victims:
     """Processes that save, one after the other."""
 
     def __init__(self, root: Path, mode: str, keep: int) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-        self.server = subprocess.Popen([sys.executable, str(HERE / "kill_worker.py"), str(root), mode, str(keep)],
-                                       env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{HERE}:{HERE.parents[2]}",
+        }
+        self.server = subprocess.Popen(
+            [sys.executable, str(HERE / "kill_worker.py"), str(root), mode, str(keep)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def kill_one(self, saves: int, moment: float) -> list[list[str]]:
-        """Let one begin some saves, and kill it in the last, at a fraction of what the others took; returns what it
-        got to say."""
+        """Let one begin some saves, and kill it in the last, at a fraction of what the others took;
+        returns what it got to say."""
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write("\n")
         self.server.stdin.flush()
@@ -47,9 +57,15 @@ class Victims:
         return said
 
 
-@pytest.mark.parametrize(("kills", "mode", "keep"), [
-    (8, "sync", 1), (8, "async", 2), pytest.param(50, "sync", 2, marks=pytest.mark.slow),
-    pytest.param(50, "async", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "mode", "keep"),
+    [
+        (8, "sync", 1),
+        (8, "async", 2),
+        pytest.param(50, "sync", 2, marks=pytest.mark.slow),
+        pytest.param(50, "async", 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.timeout(900)
 def test_the_newest_complete_checkpoint_survives(tmp_path, kills, mode, keep):
     victims = Victims(tmp_path, mode, keep)

@@ -1,4 +1,5 @@
-"""Every layout's checkpoint loads into every layout, which then goes on as if nothing had happened."""
+"""Every layout's checkpoint loads into every layout, which then goes on as if nothing had
+happened."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Plans of many ranks, made without any: what each writes, what they tell each other, and how long it takes."""
-
+"""Plans of many ranks, made without any: what each writes, what they tell each other, and how long
+it takes."""
 
 import math
 import pickle
@@ -24,20 +24,30 @@ STATE = ("master_param", "exp_avg", "exp_avg_sq")
 
 
 def zero_1(ranks, shapes):
-    """What ranks of ZeRO-1 hold: the model whole, and flat ranges of equal length of the state, with its steps."""
+    """What ranks of ZeRO-1 hold: the model whole, and flat ranges of equal length of the state,
+    with its steps."""
     whole = tuple(Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
     ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
     cuts = [rank * ends[-1] // ranks for rank in range(ranks + 1)]
     steps, parts = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
     for (name, shape), end in zip(shapes.items(), ends, strict=True):
         start = end - math.prod(shape)
-        rank = max(0, next(at for at, cut in enumerate(cuts) if cut > start) - 1) if ranks < 100 else min(
-            ranks - 1, start * ranks // ends[-1])
+        rank = (
+            max(0, next(at for at, cut in enumerate(cuts) if cut > start) - 1)
+            if ranks < 100
+            else min(ranks - 1, start * ranks // ends[-1])
+        )
         while rank < ranks and cuts[rank] < end:
             first, last = max(start, cuts[rank]), min(end, cuts[rank + 1])
             if first < last:
-                places = tuple(Place(box.offsets, box.sizes) for box in boxes(shape, first - start, last - first))
-                parts[rank] += [Parted(f"optimizer.state.{key}.{name}", torch.float32, shape, places) for key in STATE]
+                places = tuple(
+                    Place(box.offsets, box.sizes)
+                    for box in boxes(shape, first - start, last - first)
+                )
+                parts[rank] += [
+                    Parted(f"optimizer.state.{key}.{name}", torch.float32, shape, places)
+                    for key in STATE
+                ]
                 steps[rank].append(Whole(f"optimizer.state.step.{name}", torch.float32, ()))
             rank += 1
     return [Holding((*whole, *mine), tuple(held)) for mine, held in zip(steps, parts, strict=True)]
@@ -46,7 +56,9 @@ def zero_1(ranks, shapes):
 def planned(holdings):
     sheets = [holding.sheets() for holding in holdings]
     told = {digest: sheet for own in sheets for digest, sheet in own.items()}
-    return told, shares(told, [list(own) for own in sheets], [holding.parts for holding in holdings])
+    return told, shares(
+        told, [list(own) for own in sheets], [holding.parts for holding in holdings]
+    )
 
 
 def written(holdings, plan):
@@ -64,7 +76,8 @@ def written(holdings, plan):
 
 
 def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
-    """Each element once; nobody writes much more than others; and what is told does not grow with the ranks."""
+    """Each element once; nobody writes much more than others; and what is told does not grow with
+    the ranks."""
     shapes = {f"layers.{index}.mlp.weight": (16, 16 + index % 3) for index in range(10_000)}
     few, many = zero_1(8, shapes), zero_1(64, shapes)
     begun = time.process_time()
@@ -74,7 +87,9 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
     entry_of = {entry.name: entry for holding in many for entry in (*holding.whole, *holding.parts)}
     assert found.keys() == entry_of.keys()
     for name, places in found.items():
-        assert sum(math.prod(place.sizes) for place, _ in places) == math.prod(entry_of[name].shape), name
+        assert sum(math.prod(place.sizes) for place, _ in places) == math.prod(
+            entry_of[name].shape
+        ), name
     loads = [0] * 64
     for name, places in found.items():
         for place, rank in places:
@@ -90,13 +105,16 @@ def test_a_rank_tells_of_whole_entries_only_if_no_other_of_its_kind_does():
     model = tuple(Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
     told, plan = planned([Holding(model, ()) for _ in range(64)])
     assert len(told) == 1
-    assert sorted(name for share in plan for name in share.whole) == sorted(f"model.{name}" for name in shapes)
+    assert sorted(name for share in plan for name in share.whole) == sorted(
+        f"model.{name}" for name in shapes
+    )
     assert max(len(share.whole) for share in plan) == 1
 
 
 @st.composite
 def layouts_of(draw):
-    """Some entries on some ranks: whole on several, or cut anyhow along one dimension, each part on several."""
+    """Some entries on some ranks: whole on several, or cut anyhow along one dimension, each part on
+    several."""
     ranks = draw(st.integers(1, 6))
     whole, parts = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
     some_ranks = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True)
@@ -109,8 +127,10 @@ def layouts_of(draw):
         dim = draw(st.integers(0, len(shape) - 1))
         cuts = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim])))})
         for begin, end in pairwise(cuts):
-            place = Place(tuple(begin if at == dim else 0 for at in range(len(shape))),
-                          tuple(end - begin if at == dim else size for at, size in enumerate(shape)))
+            place = Place(
+                tuple(begin if at == dim else 0 for at in range(len(shape))),
+                tuple(end - begin if at == dim else size for at, size in enumerate(shape)),
+            )
             for rank in draw(some_ranks):
                 parts[rank].append(Parted(f"e{number}", torch.float32, shape, (place,)))
     return [Holding(tuple(mine), tuple(held)) for mine, held in zip(whole, parts, strict=True)]
@@ -120,7 +140,9 @@ def layouts_of(draw):
 @settings(max_examples=200, deadline=None)
 def test_every_element_is_written_once(holdings):
     _, plan = planned(holdings)
-    entry_of = {entry.name: entry for holding in holdings for entry in (*holding.whole, *holding.parts)}
+    entry_of = {
+        entry.name: entry for holding in holdings for entry in (*holding.whole, *holding.parts)
+    }
     found = written(holdings, plan)
     assert found.keys() == entry_of.keys()
     for name, places in found.items():
@@ -146,10 +168,14 @@ def test_parts_that_are_missing_or_overlap_are_refused(holdings, chance):
         parts[at] = part._replace(places=(whole_place(part.shape),))
     else:  # gone, wherever it was held
         gone = part.places
-        holdings = [Holding(held.whole, tuple(p for p in held.parts if (p.name, p.places) != (part.name, gone)))
-                    for held in holdings]
+        holdings = [
+            Holding(
+                held.whole, tuple(p for p in held.parts if (p.name, p.places) != (part.name, gone))
+            )
+            for held in holdings
+        ]
         parts = list(holdings[rank].parts)
-    broken = [*holdings[:rank], Holding(holdings[rank].whole, tuple(parts)), *holdings[rank + 1:]]
+    broken = [*holdings[:rank], Holding(holdings[rank].whole, tuple(parts)), *holdings[rank + 1 :]]
     if any(p.name == part.name for held in broken for p in held.parts):
         with pytest.raises(ValueError, match=part.name):
             planned(broken)
@@ -169,9 +195,19 @@ def test_parameters_are_compared_one_by_one_only_where_they_may_differ(ranks):
 def test_what_is_where_for_many_ranks_is_made_and_read_in_seconds():
     """60,000 boxes, as 1,024 ranks of ZeRO-1 with 10,000 parameters write."""
     chance = random.Random(0)
-    entries = {f"optimizer.state.{key}.layers.{index}.weight": Saved(torch.float32, (16, 16), [SavedBox(
-        (0, 0), (16, 16), f"__{chance.randrange(1024)}_0.distcp", 1024 * index, 1024)])
-        for index in range(10_000) for key in ("step", "master_param", "exp_avg", "exp_avg_sq", "x", "y")}
+    entries = {
+        f"optimizer.state.{key}.layers.{index}.weight": Saved(
+            torch.float32,
+            (16, 16),
+            [
+                SavedBox(
+                    (0, 0), (16, 16), f"__{chance.randrange(1024)}_0.distcp", 1024 * index, 1024
+                )
+            ],
+        )
+        for index in range(10_000)
+        for key in ("step", "master_param", "exp_avg", "exp_avg_sq", "x", "y")
+    }
     sizes = {f"__{rank}_0.distcp": 1 << 25 for rank in range(1024)}
     index = Index(entries, {name: [0] * 32 for name in sizes})
     begun = time.process_time()

@@ -1,4 +1,5 @@
-"""Ranks that hold different parameters, save in the background, export; and what all hear when one fails."""
+"""Ranks that hold different parameters, save in the background, export; and what all hear when one
+fails."""
 
 import json
 
@@ -18,15 +19,28 @@ def test_what_two_ranks_did(ranks, what):
     assert [rank[what] for rank in ranks] == [True, True]
 
 
-@pytest.mark.parametrize(("what", "kind", "text", "where"), [
-    ("extra", "ValueError", "numbers, strings, tensors", 0),
-    ("disk", "OSError", "No space left on device", 1),
-    ("background", "RuntimeError", "version-1 failed", 1),
-    ("other shape", "ValueError", "model.w is torch.float32 (1,), whole on rank 0 and torch.float32 (2,)", 0),
-    ("other values", "ValueError", "model.weight: ranks 0 and 1 hold different values under this name", 0),
-    ("export", "ValueError", "parameters ['x'] are not on this rank", 0),
-    ("another model", "ValueError", "missing ['model.x', 'optimizer.state.exp_avg.x'", 1),
-])
+@pytest.mark.parametrize(
+    ("what", "kind", "text", "where"),
+    [
+        ("extra", "ValueError", "numbers, strings, tensors", 0),
+        ("disk", "OSError", "No space left on device", 1),
+        ("background", "RuntimeError", "version-1 failed", 1),
+        (
+            "other shape",
+            "ValueError",
+            "model.w is torch.float32 (1,), whole on rank 0 and torch.float32 (2,)",
+            0,
+        ),
+        (
+            "other values",
+            "ValueError",
+            "model.weight: ranks 0 and 1 hold different values under this name",
+            0,
+        ),
+        ("export", "ValueError", "parameters ['x'] are not on this rank", 0),
+        ("another model", "ValueError", "missing ['model.x', 'optimizer.state.exp_avg.x'", 1),
+    ],
+)
 def test_every_rank_hears_of_a_failure(ranks, what, kind, text, where):
     for number, rank in enumerate(ranks):
         assert rank[what].startswith(f"{kind}: ") and text in rank[what]

@@ -1,4 +1,5 @@
-"""A checkpoint from somebody else is data: no code in it runs, and no name in it leads out of its folder."""
+"""A checkpoint from somebody else is data: no code in it runs, and no name in it leads out of its
+folder."""
 
 import codecs
 import functools
@@ -56,20 +57,34 @@ def bombs(canary):
     """Pickles that make a file if any code in them runs."""
     touch, source = f"touch {canary}", f"open({str(canary)!r}, 'w')"
     calls = {
-        "system": Calls(os.system, touch), "popen": Calls(subprocess.Popen, ["touch", str(canary)]),
-        "eval": Calls(eval, source), "exec": Calls(exec, source),
-        "partial": Calls(functools.partial, Calls(eval, source)), "open": Calls(open, str(canary), "w"),
+        "system": Calls(os.system, touch),
+        "popen": Calls(subprocess.Popen, ["touch", str(canary)]),
+        "eval": Calls(eval, source),
+        "exec": Calls(exec, source),
+        "partial": Calls(functools.partial, Calls(eval, source)),
+        "open": Calls(open, str(canary), "w"),
         "getattr": Calls(Calls(getattr, Calls(importlib.import_module, "os"), "system"), touch),
         "codecs": Calls(codecs.encode, Calls(eval, source), "utf-8"),
         "runpy": Calls(runpy.run_path, str(canary.with_suffix(".py"))),
-        "torch.load": Calls(torch.load, str(canary.with_suffix(".pt")), "cpu",
-                            Calls(importlib.import_module, "pickle")),
+        "torch.load": Calls(
+            torch.load,
+            str(canary.with_suffix(".pt")),
+            "cpu",
+            Calls(importlib.import_module, "pickle"),
+        ),
         "size": Calls(torch.Size, Calls(map, Calls(eval, f"lambda _: {source}"), [1])),
         "state": Calls(torch.Size, [], state={"x": Calls(os.system, touch)}),
     }
-    found = {f"{name}, protocol {protocol}": pickle.dumps(call, protocol) for name, call in calls.items()
-             for protocol in (0, 2, 5)}
-    for opcode in (f"(S'{touch}'\nios\nsystem\n.", f"cos\nsystem\n(S'{touch}'\ntR.", f"(cos\nsystem\nS'{touch}'\no."):
+    found = {
+        f"{name}, protocol {protocol}": pickle.dumps(call, protocol)
+        for name, call in calls.items()
+        for protocol in (0, 2, 5)
+    }
+    for opcode in (
+        f"(S'{touch}'\nios\nsystem\n.",
+        f"cos\nsystem\n(S'{touch}'\ntR.",
+        f"(cos\nsystem\nS'{touch}'\no.",
+    ):
         found[opcode[:12]] = opcode.encode()
     return found
 
@@ -80,11 +95,16 @@ def doors(root):
         "load": lambda: checkpoint.load(root, *target()),
         "model": lambda: checkpoint.load(root, target()[0], None),
         "verified": lambda: checkpoint.load(root, *target(), verify=True),
-        "verify": lambda: checkpoint.verify(root), "versions": lambda: checkpoint.versions(root),
-        "contents": lambda: open_checkpoint(root), "foreign": lambda: foreign.from_checkpoint(root),
-        "list": lambda: inspect_checkpoint.list_entries(inspect_checkpoint.List(root), inspect_checkpoint.Console(
-            quiet=True)),
-        "convert": lambda: convert_checkpoint.main(convert_checkpoint.Options(root, root / "target", "checkpoint")),
+        "verify": lambda: checkpoint.verify(root),
+        "versions": lambda: checkpoint.versions(root),
+        "contents": lambda: open_checkpoint(root),
+        "foreign": lambda: foreign.from_checkpoint(root),
+        "list": lambda: inspect_checkpoint.list_entries(
+            inspect_checkpoint.List(root), inspect_checkpoint.Console(quiet=True)
+        ),
+        "convert": lambda: convert_checkpoint.main(
+            convert_checkpoint.Options(root, root / "target", "checkpoint")
+        ),
     }
 
 
@@ -145,9 +165,9 @@ def test_no_code_runs_elsewhere(tmp_path, request, form, name):
     bomb = (tmp_path / "bomb").read_bytes()
     if name == "__0_0.distcp":
         content = (version / name).read_bytes()
-        bomb += content[len(bomb):]
+        bomb += content[len(bomb) :]
         if form == "old":
-            bomb = b"".join(bomb[:1705] for _ in range(len(content) // 1705 + 1))[:len(content)]
+            bomb = b"".join(bomb[:1705] for _ in range(len(content) // 1705 + 1))[: len(content)]
     replaced(version, name, bomb)
     for door in doors(version.parent).values():
         try:
@@ -162,29 +182,57 @@ def test_no_code_runs_elsewhere(tmp_path, request, form, name):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-MODULES = sorted(name for name, module in list(sys.modules.items()) if module is not None and name.isascii())
+MODULES = sorted(
+    name for name, module in list(sys.modules.items()) if module is not None and name.isascii()
+)
 
 
-@given(st.sampled_from(MODULES).flatmap(lambda module: st.tuples(
-    st.just(module), st.sampled_from(sorted(vars(sys.modules[module])) or ["x"]))), st.booleans())
+@given(
+    st.sampled_from(MODULES).flatmap(
+        lambda module: st.tuples(
+            st.just(module), st.sampled_from(sorted(vars(sys.modules[module])) or ["x"])
+        )
+    ),
+    st.booleans(),
+)
 @settings(max_examples=400, deadline=None)
 def test_no_global_can_be_called_or_changed(found, changes):
-    """Whatever a pickle names, it gets a record that does nothing, an immutable type, or an error."""
+    """Whatever a pickle names, it gets a record that does nothing, an immutable type, or an
+    error."""
     module, name = found
     own = vars(sys.modules[module]).get(name)
     before = dict(vars(own)) if isinstance(own, type) else None
-    call = b"(I1\ntR" if not changes else b"N}S'x'\nI1\ns\x86b"  # call it; or set an attribute of it
+    call = (
+        b"(I1\ntR" if not changes else b"N}S'x'\nI1\ns\x86b"
+    )  # call it; or set an attribute of it
     with pytest.raises(ValueError):
         from_metadata(b"\x80\x02c" + f"{module}\n{name}\n".encode() + call + b".", {})
     assert before is None or dict(vars(own)) == before
 
 
-# -- names stay inside -----------------------------------------------------------------------------------------
+# -- names stay inside ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [
-    b"", b"\n", b"..", b".", b"../other/version-1", b"/etc", b"version-1/../version-1", b"\x00", b"version-1\x00",
-    b"\xff\xfe", b"a" * 300, b"version-1\nversion-1", b"out", b"..\\other", b"C:version-1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\n",
+        b"..",
+        b".",
+        b"../other/version-1",
+        b"/etc",
+        b"version-1/../version-1",
+        b"\x00",
+        b"version-1\x00",
+        b"\xff\xfe",
+        b"a" * 300,
+        b"version-1\nversion-1",
+        b"out",
+        b"..\\other",
+        b"C:version-1",
+    ],
+)
 def test_latest_names_a_version_beside_it_or_says_what_is_wrong(tmp_path, new, text):
     root = new.parent
     shutil.copytree(root, tmp_path / "other")
@@ -192,7 +240,9 @@ def test_latest_names_a_version_beside_it_or_says_what_is_wrong(tmp_path, new, t
     (root / "latest").write_bytes(text)
     for name, door in doors(root).items():
         if name != "versions":
-            with pytest.raises(ValueError, match=r"latest is damaged.*complete versions \['version-1'\]"):
+            with pytest.raises(
+                ValueError, match=r"latest is damaged.*complete versions \['version-1'\]"
+            ):
                 door()
 
 
@@ -227,7 +277,9 @@ def test_tensors_lie_in_the_folder(tmp_path, request, form, to):
             (version / "manifest.json").write_text(json.dumps(manifest))
         for name, door in doors(version.parent).items():
             if name in READERS:
-                with pytest.raises(ValueError, match=r"none of the checkpoint's|not the name|leads out|not there"):
+                with pytest.raises(
+                    ValueError, match=r"none of the checkpoint's|not the name|leads out|not there"
+                ):
                     door()
 
 

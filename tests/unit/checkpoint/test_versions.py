@@ -24,15 +24,25 @@ def test_versions_are_counted_and_not_sorted_as_words(tmp_path):
     made = [version(tmp_path, number) for number in (9, 10, 2, 100)]
     for name in ("version-x", "version-3.old", ".version-7.incomplete", "version-200"):
         (tmp_path / name).mkdir()  # no number, another name, and one without a manifest
-    assert complete_versions(tmp_path) == [made[2], made[0], made[1], made[3]] == checkpoint.versions(tmp_path)
+    assert (
+        complete_versions(tmp_path)
+        == [made[2], made[0], made[1], made[3]]
+        == checkpoint.versions(tmp_path)
+    )
     target = begin(tmp_path)
     assert target.name == "version-201"  # also one that is not complete is not written into
-    assert not target.exists() and staging_of(target).is_dir() and not (tmp_path / ".version-7.incomplete").exists()
+    assert (
+        not target.exists()
+        and staging_of(target).is_dir()
+        and not (tmp_path / ".version-7.incomplete").exists()
+    )
     assert (tmp_path / "version-3.old").is_dir()
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [3, 4]), (4, [1, 2, 3, 4]), (9, [1, 2, 3, 4]),
-                                            (None, [1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [(1, [4]), (2, [3, 4]), (4, [1, 2, 3, 4]), (9, [1, 2, 3, 4]), (None, [1, 2, 3, 4])],
+)
 def test_the_oldest_go_first_and_the_new_one_counts(tmp_path, keep, left):
     for number in (1, 2, 3):
         version(tmp_path, number)
@@ -44,11 +54,24 @@ def test_the_oldest_go_first_and_the_new_one_counts(tmp_path, keep, left):
     assert not list(tmp_path.glob(".version-*"))
 
 
-@pytest.mark.parametrize(("limit", "files"), [
-    (40, ["ab", "c", "d"]), (39, ["a", "b", "c", "d"]), (1, ["a", "b", "c", "d"]), (136, ["abc", "d"]),
-    (139, ["abc", "d"]), (140, ["abcd"])])
+@pytest.mark.parametrize(
+    ("limit", "files"),
+    [
+        (40, ["ab", "c", "d"]),
+        (39, ["a", "b", "c", "d"]),
+        (1, ["a", "b", "c", "d"]),
+        (136, ["abc", "d"]),
+        (139, ["abc", "d"]),
+        (140, ["abcd"]),
+    ],
+)
 def test_a_file_of_an_export_is_filled_to_the_byte(tmp_path, limit, files):
-    sizes = {"a": 5, "b": 5, "c": 24, "d": 1}  # FP32 elements; "c" needs 96 bytes, more than the smaller limits
+    sizes = {
+        "a": 5,
+        "b": 5,
+        "c": 24,
+        "d": 1,
+    }  # FP32 elements; "c" needs 96 bytes, more than the smaller limits
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(size)) for name, size in sizes.items()})
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), model)
     written = checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=limit)
@@ -56,5 +79,6 @@ def test_a_file_of_an_export_is_filled_to_the_byte(tmp_path, limit, files):
     if len(files) > 1:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == 4 * sum(sizes.values())
-        assert index["weight_map"] == {name: path.name for path, names in zip(written, files, strict=True)
-                                       for name in names}
+        assert index["weight_map"] == {
+            name: path.name for path, names in zip(written, files, strict=True) for name in names
+        }

@@ -1,4 +1,5 @@
-"""Four processes of which one leaves, in several ways and places; the others write down what they were told.
+"""Four processes of which one leaves, in several ways and places; the others write down what they
+were told.
 
 One process imports torch, and forks the ranks of all scenarios, which run side by side.
 """
@@ -30,7 +31,8 @@ TIMEOUT = 4.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who leaves how, while all others are where. ``busy`` computes for some seconds first, and is well."""
+    """Who leaves how, while all others are where. ``busy`` computes for some seconds first, and is
+    well."""
 
     where: str
     how: str = "kill"
@@ -39,13 +41,22 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        return f"{self.where}-{self.how}-{'+'.join(map(str, self.gone))}{'-busy' if self.busy is not None else ''}"
+        gone = "+".join(map(str, self.gone))
+        return f"{self.where}-{self.how}-{gone}{'-busy' if self.busy is not None else ''}"
 
 
 SCENARIOS = [
-    Scenario("optim", gone=(0,)), Scenario("optim", gone=(1, 2)), Scenario("optim_grads", "raise"), Scenario("fsdp2"),
-    Scenario("no_shard", "exit"), Scenario("objects"), Scenario("optim", "stop"), Scenario("optim", "stop", gone=(0,)),
-    Scenario("fsdp2", "stop"), Scenario("optim", busy=1), Scenario("objects", busy=1),
+    Scenario("optim", gone=(0,)),
+    Scenario("optim", gone=(1, 2)),
+    Scenario("optim_grads", "raise"),
+    Scenario("fsdp2"),
+    Scenario("no_shard", "exit"),
+    Scenario("objects"),
+    Scenario("optim", "stop"),
+    Scenario("optim", "stop", gone=(0,)),
+    Scenario("fsdp2", "stop"),
+    Scenario("optim", busy=1),
+    Scenario("objects", busy=1),
 ]
 
 
@@ -57,8 +68,12 @@ def stepping(strategy: str) -> Callable[[], Any]:
         fully_shard(model)
         config = OptimizerConfig(lr=1e-3)
     else:
-        config = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy,
-                                 overlap_grad_reduce=False)
+        config = OptimizerConfig(
+            lr=1e-3,
+            use_distributed_optimizer=True,
+            data_parallel_sharding_strategy=strategy,
+            overlap_grad_reduce=False,
+        )
     optimizer = get_megatron_optimizer(config, model)
     for _ in range(2):
         optimizer.zero_grad()
@@ -103,8 +118,13 @@ def leave(how: str) -> None:
 
 def run(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS,
-                            timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
     act = objects() if scenario.where == "objects" else stepping(scenario.where)
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=TIMEOUT))
@@ -146,7 +166,9 @@ def start(scenario: Scenario, folder: Path) -> dict[int, int]:
 
 def main(folder: Path, scenarios: list[Scenario], together: int) -> None:
     for first in range(0, len(scenarios), together):
-        groups = [(scenario, start(scenario, folder)) for scenario in scenarios[first : first + together]]
+        groups = [
+            (scenario, start(scenario, folder)) for scenario in scenarios[first : first + together]
+        ]
         for scenario, children in groups:
             for pid, rank in children.items():
                 if rank not in scenario.gone:
@@ -158,4 +180,8 @@ def main(folder: Path, scenarios: list[Scenario], together: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [scenario for scenario in SCENARIOS if sys.argv[2] in scenario.name], together=6)
+    main(
+        Path(sys.argv[1]),
+        [scenario for scenario in SCENARIOS if sys.argv[2] in scenario.name],
+        together=6,
+    )

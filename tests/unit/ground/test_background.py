@@ -1,4 +1,5 @@
-"""Calls in threads that stay: what they return or raise, and that one which never returns holds up no other."""
+"""Calls in threads that stay: what they return or raise, and that one which never returns holds up
+no other."""
 
 import threading
 
@@ -14,7 +15,9 @@ def failing() -> None:
 def test_a_call_returns_or_raises_and_its_thread_serves_the_next():
     threads = set()
     for number in range(50):
-        result, thread = in_background(lambda number=number: (number, threading.get_ident())).result(timeout=30)
+        result, thread = in_background(
+            lambda number=number: (number, threading.get_ident())
+        ).result(timeout=30)
         assert result == number
         threads.add(thread)
     assert len(threads) <= 3  # one may be asked before the one that just answered is back

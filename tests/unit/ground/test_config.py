@@ -6,71 +6,164 @@ import torch
 from mp_optim import OptimizerConfig
 
 
-@pytest.mark.parametrize("settings, names", [
-    ({"fp16": True, "bf16": True}, "fp16=True and bf16=True"),
-    ({"lr": -1.0}, "lr=-1.0"),
-    ({"lr": float("nan")}, "lr=nan"),
-    ({"lr": 1e-3, "min_lr": 1.0}, "min_lr=1.0: must not exceed lr"),
-    ({"adam_beta1": 2}, "adam_beta1=2"),
-    ({"adam_eps": -1}, "adam_eps=-1"),
-    ({"optimizer": "adamm"}, "did you mean 'adam'"),
-    ({"fused_backend": "refrence"}, "did you mean 'reference'"),
-    ({"optimizer_offload_fraction": 3.0}, "optimizer_offload_fraction=3.0: must be between"),
-    ({"optimizer_offload_fraction": 0.5}, "no effect without optimizer_cpu_offload=True"),
-    ({"optimizer_cpu_offload": True}, "without optimizer_offload_fraction"),
-    ({"lr": "fast"}, "lr='fast': must be a float"),
-    ({"bf16": 1}, "bf16=1: must be a bool"),
-    ({"clip_grad": None}, "clip_grad=None: must be a float"),
-    ({"params_dtype": "bfloat17"}, "params_dtype='bfloat17': .*did you mean 'bfloat16'"),
-    ({"params_dtype": "bf16"}, "params_dtype=torch.bfloat16: contradicts"),
-    ({"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float64}, "exp_avg_dtype=torch.float64: must be"),
-    ({"store_param_remainders": False}, "store_param_remainders=False: has no effect without use_precision_aware"),
-    ({"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "torch"}, "store_param_remainders=True"),
-    ({"use_precision_aware_optimizer": True, "bf16": True, "param_remainder_bits": 12}, "param_remainder_bits=12"),
-    ({"use_precision_aware_optimizer": True, "param_remainder_bits": 8}, "param_remainder_bits=8: has no effect"),
-    ({"use_precision_aware_optimizer": True, "stochastic_rounding": True}, "stochastic_rounding=True: has no effect"),
-    ({"stochastic_rounding_seed": 1}, "stochastic_rounding_seed=1: has no effect"),
-    ({"exp_avg_dtype": "bfloat16"}, "exp_avg_dtype=torch.bfloat16: has no effect without use_precision_aware"),
-    ({"use_precision_aware_optimizer": True, "optimizer": "lion", "exp_avg_sq_dtype": "bf16"}, "exp_avg_sq_dtype="),
-    ({"use_precision_aware_optimizer": True, "fused_backend": "torch", "exp_avg_dtype": "bf16"},
-     "exp_avg_dtype=torch.bfloat16: fused_backend='torch'"),
-    ({"barrier_with_L1_time": True}, "barrier_with_L1_time=True: has no effect without timers"),
-    ({"bf16": True, "loss_scale": 2.0}, "loss_scale=2.0: has no effect without fp16=True"),
-    ({"fp16": True, "loss_scale": 2.0, "hysteresis": 3}, "hysteresis=3: has no effect"),
-    ({"fp16": True, "loss_scale_window": 1.5}, "loss_scale_window=1.5"),
-    ({"fp16": True, "loss_scale_window": -5}, "loss_scale_window=-5"),
-    ({"fp16": True, "hysteresis": 0}, "hysteresis=0"),
-    ({"fp16": True, "initial_loss_scale": 0.5}, "min_loss_scale=1.0: must not exceed"),
-    ({"sgd_momentum": 0.5}, "sgd_momentum=0.5: has no effect without optimizer='sgd'"),
-    ({"lamb_use_nvlamb": True}, "lamb_use_nvlamb=True"),
-    ({"decoupled_min_lr": 1e-4}, "decoupled_min_lr"),
-    ({"clip_grad": -1}, "clip_grad=-1"),
-    ({"overlap_grad_reduce": True}, "overlap_grad_reduce=True: has no effect without use_distributed_optimizer"),
-    ({"data_parallel_sharding_strategy": "optim_grads"}, "strategy='optim_grads': has no effect"),
-    ({"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "zero2"},
-     "strategy='zero2': must be one of"),
-    ({"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard", "overlap_param_gather": True},
-     "overlap_param_gather=True: has no effect"),
-    ({"use_layer_wise_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"}, "contradicts"),
-    ({"use_layer_wise_distributed_optimizer": True, "bucket_size": 5}, "bucket_size=5: has no effect"),
-    ({"use_distributed_optimizer": True, "optimizer_cuda_graph": True}, "optimizer_cuda_graph=True: a step"),
-    ({"use_distributed_optimizer": True, "bucket_size": 0}, "bucket_size=0: must be a whole number"),
-    ({"use_distributed_optimizer": True, "grad_reduce_op": "mean"}, "grad_reduce_op='mean': must be one of"),
-    ({"grad_norm_skip_threshold": 0}, "grad_norm_skip_threshold=0"),
-    ({"muon_momentum": 0.9}, "muon_momentum=0.9: has no effect without optimizer='muon'"),
-    ({"optimizer": "muon", "muon_momentum": 1.0}, "muon_momentum=1.0: must be in"),
-    ({"optimizer": "muon", "muon_num_ns_steps": 6}, "muon_num_ns_steps=6: coefficient_type='quintic'"),
-    ({"optimizer": "muon", "muon_scale_mode": "spectal"}, "muon_scale_mode='spectal': .*did you mean 'spectral'"),
-    ({"optimizer": "muon", "muon_tp_mode": "distributed"}, "order that depends on the ranks"),
-    ({"optimizer": "muon", "muon_fp32_matmul_prec": "high"}, "TF32"),
-    ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor=0.0"),
-    ({"optimizer": "muon", "muon_scalar_optimizer": "sgd"}, "muon_scalar_optimizer='sgd': must be one of"),
-    ({"optimizer": "muon", "lion_beta1": 0.5}, "lion_beta1=0.5: has no effect without optimizer='lion', or muon"),
-    ({"optimizer": "muon", "muon_scalar_optimizer": "lion", "adam_eps": 1e-6}, "adam_eps=1e-06: has no effect"),
-    ({"optimizer": "muon", "optimizer_cuda_graph": True}, "optimizer_cuda_graph=True: muon's step is not captured"),
-    ({"optimizer": "muon", "decoupled_weight_decay": False}, "decoupled_weight_decay=False: has no effect"),
-    ({"optimizer": "muon", "muon_scalar_optimizer": "lion", "fused_backend": "apex"}, "has no kernels for"),
-])
+@pytest.mark.parametrize(
+    "settings, names",
+    [
+        ({"fp16": True, "bf16": True}, "fp16=True and bf16=True"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": 1e-3, "min_lr": 1.0}, "min_lr=1.0: must not exceed lr"),
+        ({"adam_beta1": 2}, "adam_beta1=2"),
+        ({"adam_eps": -1}, "adam_eps=-1"),
+        ({"optimizer": "adamm"}, "did you mean 'adam'"),
+        ({"fused_backend": "refrence"}, "did you mean 'reference'"),
+        ({"optimizer_offload_fraction": 3.0}, "optimizer_offload_fraction=3.0: must be between"),
+        ({"optimizer_offload_fraction": 0.5}, "no effect without optimizer_cpu_offload=True"),
+        ({"optimizer_cpu_offload": True}, "without optimizer_offload_fraction"),
+        ({"lr": "fast"}, "lr='fast': must be a float"),
+        ({"bf16": 1}, "bf16=1: must be a bool"),
+        ({"clip_grad": None}, "clip_grad=None: must be a float"),
+        ({"params_dtype": "bfloat17"}, "params_dtype='bfloat17': .*did you mean 'bfloat16'"),
+        ({"params_dtype": "bf16"}, "params_dtype=torch.bfloat16: contradicts"),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float64},
+            "exp_avg_dtype=torch.float64: must be",
+        ),
+        (
+            {"store_param_remainders": False},
+            "store_param_remainders=False: has no effect without use_precision_aware",
+        ),
+        (
+            {"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "torch"},
+            "store_param_remainders=True",
+        ),
+        (
+            {"use_precision_aware_optimizer": True, "bf16": True, "param_remainder_bits": 12},
+            "param_remainder_bits=12",
+        ),
+        (
+            {"use_precision_aware_optimizer": True, "param_remainder_bits": 8},
+            "param_remainder_bits=8: has no effect",
+        ),
+        (
+            {"use_precision_aware_optimizer": True, "stochastic_rounding": True},
+            "stochastic_rounding=True: has no effect",
+        ),
+        ({"stochastic_rounding_seed": 1}, "stochastic_rounding_seed=1: has no effect"),
+        (
+            {"exp_avg_dtype": "bfloat16"},
+            "exp_avg_dtype=torch.bfloat16: has no effect without use_precision_aware",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "optimizer": "lion",
+                "exp_avg_sq_dtype": "bf16",
+            },
+            "exp_avg_sq_dtype=",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "fused_backend": "torch",
+                "exp_avg_dtype": "bf16",
+            },
+            "exp_avg_dtype=torch.bfloat16: fused_backend='torch'",
+        ),
+        ({"barrier_with_L1_time": True}, "barrier_with_L1_time=True: has no effect without timers"),
+        ({"bf16": True, "loss_scale": 2.0}, "loss_scale=2.0: has no effect without fp16=True"),
+        ({"fp16": True, "loss_scale": 2.0, "hysteresis": 3}, "hysteresis=3: has no effect"),
+        ({"fp16": True, "loss_scale_window": 1.5}, "loss_scale_window=1.5"),
+        ({"fp16": True, "loss_scale_window": -5}, "loss_scale_window=-5"),
+        ({"fp16": True, "hysteresis": 0}, "hysteresis=0"),
+        ({"fp16": True, "initial_loss_scale": 0.5}, "min_loss_scale=1.0: must not exceed"),
+        ({"sgd_momentum": 0.5}, "sgd_momentum=0.5: has no effect without optimizer='sgd'"),
+        ({"lamb_use_nvlamb": True}, "lamb_use_nvlamb=True"),
+        ({"decoupled_min_lr": 1e-4}, "decoupled_min_lr"),
+        ({"clip_grad": -1}, "clip_grad=-1"),
+        (
+            {"overlap_grad_reduce": True},
+            "overlap_grad_reduce=True: has no effect without use_distributed_optimizer",
+        ),
+        (
+            {"data_parallel_sharding_strategy": "optim_grads"},
+            "strategy='optim_grads': has no effect",
+        ),
+        (
+            {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "zero2"},
+            "strategy='zero2': must be one of",
+        ),
+        (
+            {
+                "use_distributed_optimizer": True,
+                "data_parallel_sharding_strategy": "no_shard",
+                "overlap_param_gather": True,
+            },
+            "overlap_param_gather=True: has no effect",
+        ),
+        (
+            {
+                "use_layer_wise_distributed_optimizer": True,
+                "data_parallel_sharding_strategy": "no_shard",
+            },
+            "contradicts",
+        ),
+        (
+            {"use_layer_wise_distributed_optimizer": True, "bucket_size": 5},
+            "bucket_size=5: has no effect",
+        ),
+        (
+            {"use_distributed_optimizer": True, "optimizer_cuda_graph": True},
+            "optimizer_cuda_graph=True: a step",
+        ),
+        (
+            {"use_distributed_optimizer": True, "bucket_size": 0},
+            "bucket_size=0: must be a whole number",
+        ),
+        (
+            {"use_distributed_optimizer": True, "grad_reduce_op": "mean"},
+            "grad_reduce_op='mean': must be one of",
+        ),
+        ({"grad_norm_skip_threshold": 0}, "grad_norm_skip_threshold=0"),
+        ({"muon_momentum": 0.9}, "muon_momentum=0.9: has no effect without optimizer='muon'"),
+        ({"optimizer": "muon", "muon_momentum": 1.0}, "muon_momentum=1.0: must be in"),
+        (
+            {"optimizer": "muon", "muon_num_ns_steps": 6},
+            "muon_num_ns_steps=6: coefficient_type='quintic'",
+        ),
+        (
+            {"optimizer": "muon", "muon_scale_mode": "spectal"},
+            "muon_scale_mode='spectal': .*did you mean 'spectral'",
+        ),
+        ({"optimizer": "muon", "muon_tp_mode": "distributed"}, "order that depends on the ranks"),
+        ({"optimizer": "muon", "muon_fp32_matmul_prec": "high"}, "TF32"),
+        ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor=0.0"),
+        (
+            {"optimizer": "muon", "muon_scalar_optimizer": "sgd"},
+            "muon_scalar_optimizer='sgd': must be one of",
+        ),
+        (
+            {"optimizer": "muon", "lion_beta1": 0.5},
+            "lion_beta1=0.5: has no effect without optimizer='lion', or muon",
+        ),
+        (
+            {"optimizer": "muon", "muon_scalar_optimizer": "lion", "adam_eps": 1e-6},
+            "adam_eps=1e-06: has no effect",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_cuda_graph": True},
+            "optimizer_cuda_graph=True: muon's step is not captured",
+        ),
+        (
+            {"optimizer": "muon", "decoupled_weight_decay": False},
+            "decoupled_weight_decay=False: has no effect",
+        ),
+        (
+            {"optimizer": "muon", "muon_scalar_optimizer": "lion", "fused_backend": "apex"},
+            "has no kernels for",
+        ),
+    ],
+)
 def test_a_bad_setting_is_named(settings, names):
     with pytest.raises(ValueError, match=names.replace("(", r"\(")):
         OptimizerConfig(**settings)
@@ -93,12 +186,23 @@ def test_dtypes_are_torch_dtypes_or_names(name):
 
 
 def test_a_fraction_of_zero_may_be_chosen():
-    assert OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.0).optimizer_cpu_offload
+    assert OptimizerConfig(
+        optimizer_cpu_offload=True, optimizer_offload_fraction=0.0
+    ).optimizer_cpu_offload
 
 
 def test_defaults_are_megatrons_and_it_is_a_dataclass():
     config = OptimizerConfig(lr=1e-3, fp16=True)
-    assert (config.initial_loss_scale, config.loss_scale_window, config.hysteresis) == (2.0**32, 1000, 2)
-    assert (config.clip_grad, config.weight_decay, config.adam_beta2, config.adam_eps) == (1.0, 0.01, 0.999, 1e-8)
+    assert (config.initial_loss_scale, config.loss_scale_window, config.hysteresis) == (
+        2.0**32,
+        1000,
+        2,
+    )
+    assert (config.clip_grad, config.weight_decay, config.adam_beta2, config.adam_eps) == (
+        1.0,
+        0.01,
+        0.999,
+        1e-8,
+    )
     assert dataclasses.replace(config, lr=2e-3).lr == 2e-3
     assert OptimizerConfig(**dataclasses.asdict(config)) == config

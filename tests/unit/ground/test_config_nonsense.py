@@ -1,4 +1,5 @@
-"""Every field of the config refuses nonsense, naming itself, or the stack that is built steps to finite numbers.
+"""Every field of the config refuses nonsense, naming itself, or the stack that is built steps to
+finite numbers.
 
 The fields are the dataclass's own: a new one is tried without a word here.
 """
@@ -22,24 +23,118 @@ FIELDS = [spec.name for spec in dataclasses.fields(OptimizerConfig)]
 
 COMPANY: list[dict[str, Any]] = [
     {"bf16": True},
-    {"optimizer": "sgd"}, {"optimizer": "lamb"}, {"optimizer": "lion"},
-    {"optimizer": "muon"}, {"optimizer": "muon", "muon_coefficient_type": "simple", "muon_scalar_optimizer": "lion"},
-    {"fp16": True}, {"fp16": True, "loss_scale": 4.0},
-    {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "stochastic_rounding": True},
-    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "offload_mode": "speculative"},
+    {"optimizer": "sgd"},
+    {"optimizer": "lamb"},
+    {"optimizer": "lion"},
+    {"optimizer": "muon"},
+    {"optimizer": "muon", "muon_coefficient_type": "simple", "muon_scalar_optimizer": "lion"},
+    {"fp16": True},
+    {"fp16": True, "loss_scale": 4.0},
+    {
+        "bf16": True,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "uint8",
+        "stochastic_rounding": True,
+    },
+    {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "offload_mode": "speculative",
+    },
     {"optimizer_cpu_offload": True, "optimizer_offload_fraction": "auto", "gpu_memory": 2**30},
-    {"use_distributed_optimizer": True}, {"decoupled_lr": 1e-2}, {"min_lr": 0.0}, {"timers": lambda *_, **__: Timer()},
+    {"use_distributed_optimizer": True},
+    {"decoupled_lr": 1e-2},
+    {"min_lr": 0.0},
+    {"timers": lambda *_, **__: Timer()},
 ]
 """Settings beside which fields do something; each field has its company in one of them."""
 
 NONSENSE: list[Any] = [
-    math.nan, math.inf, -math.inf, -1, -1.0, -0.5, 0, 0.0, 1, 1.0, 2, 2.0, 2.5, 7, 1e308, 1e-308, 5e-324, 1e38, 1e11,
-    10**400, -(10**400), 2**31, 2**32, 2**63, 2**64, True, False, None, "", "1", "1e-3", "nan", "inf", "True", "auto",
-    "adam", "Adam", "float32", "float32 ", "int8", "nn", "Tensor", b"adam", ["adam"], [1], (1,), (), [], {}, set(),
-    {0}, (-1,), (99999,), (0.0,), (1.5,), (True,), (0, 0), [0], range(1), range(0), "0", 1j, decimal.Decimal("0.5"),
-    np.float32(1e-3), np.float64(1e-3), np.float32(np.nan), np.float32(np.inf), np.int64(3), np.int64(-3), np.uint8(1),
-    np.bool_(True), np.array(1e-3), np.array([1.0, 2.0]), torch.tensor(1e-3), torch.tensor(True), torch.ones(2),
-    torch.float64, torch.int8, torch.complex64, torch.uint8, object(), lambda: None, lambda name: None, print, int,
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1,
+    -1.0,
+    -0.5,
+    0,
+    0.0,
+    1,
+    1.0,
+    2,
+    2.0,
+    2.5,
+    7,
+    1e308,
+    1e-308,
+    5e-324,
+    1e38,
+    1e11,
+    10**400,
+    -(10**400),
+    2**31,
+    2**32,
+    2**63,
+    2**64,
+    True,
+    False,
+    None,
+    "",
+    "1",
+    "1e-3",
+    "nan",
+    "inf",
+    "True",
+    "auto",
+    "adam",
+    "Adam",
+    "float32",
+    "float32 ",
+    "int8",
+    "nn",
+    "Tensor",
+    b"adam",
+    ["adam"],
+    [1],
+    (1,),
+    (),
+    [],
+    {},
+    set(),
+    {0},
+    (-1,),
+    (99999,),
+    (0.0,),
+    (1.5,),
+    (True,),
+    (0, 0),
+    [0],
+    range(1),
+    range(0),
+    "0",
+    1j,
+    decimal.Decimal("0.5"),
+    np.float32(1e-3),
+    np.float64(1e-3),
+    np.float32(np.nan),
+    np.float32(np.inf),
+    np.int64(3),
+    np.int64(-3),
+    np.uint8(1),
+    np.bool_(True),
+    np.array(1e-3),
+    np.array([1.0, 2.0]),
+    torch.tensor(1e-3),
+    torch.tensor(True),
+    torch.ones(2),
+    torch.float64,
+    torch.int8,
+    torch.complex64,
+    torch.uint8,
+    object(),
+    lambda: None,
+    lambda name: None,
+    print,
+    int,
     OptimizerConfig,
 ]
 
@@ -65,7 +160,9 @@ def steps_to_finite_numbers(config: OptimizerConfig) -> None:
         stack.zero_grad()
         stack.scale_loss(model(torch.ones(2, 4, dtype=dtype)).float().square().mean()).backward()
         stack.step()
-    assert all(getattr(main, "local", main).isfinite().all() for _, main in stack.named_main_params())
+    assert all(
+        getattr(main, "local", main).isfinite().all() for _, main in stack.named_main_params()
+    )
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -76,7 +173,9 @@ def test_nonsense_is_refused_by_name_or_does_no_harm(field: str) -> None:
             try:
                 config = OptimizerConfig(**{"lr": 1e-3, **settings, field: value})
             except (TypeError, ValueError) as error:
-                assert any(name in str(error) for name in (field, *settings)), f"{field}={value!r}: {error!r}"
+                assert any(name in str(error) for name in (field, *settings)), (
+                    f"{field}={value!r}: {error!r}"
+                )
                 if f"{field}=" in str(error) and "has no effect" in str(error):
                     continue  # beside others it may have
                 did_something = True
@@ -85,7 +184,9 @@ def test_nonsense_is_refused_by_name_or_does_no_harm(field: str) -> None:
             if kept not in stepped:
                 stepped.add(kept)
                 step(config, field)
-            default = next(spec.default for spec in dataclasses.fields(config) if spec.name == field)
+            default = next(
+                spec.default for spec in dataclasses.fields(config) if spec.name == field
+            )
             did_something |= getattr(config, field) != default
             if getattr(config, field) != default:
                 break
@@ -101,43 +202,76 @@ def step(config: OptimizerConfig, field: str) -> None:
             assert field in str(error), f"{field}={getattr(config, field)!r}: {error!r}"
 
 
-@pytest.mark.parametrize("name, value, kept", [
-    ("lr", np.float32(0.5), 0.5), ("lr", np.float64(1e-3), 1e-3), ("lr", 1, 1), ("host_threads", 2.0, 2),
-    ("host_threads", np.int64(2), 2), ("bf16", np.bool_(True), True), ("host_cores", [0], (0,)),
-    ("host_cores", range(1), (0,)), ("optimizer", "AdamW", "adam"),
-])
+@pytest.mark.parametrize(
+    "name, value, kept",
+    [
+        ("lr", np.float32(0.5), 0.5),
+        ("lr", np.float64(1e-3), 1e-3),
+        ("lr", 1, 1),
+        ("host_threads", 2.0, 2),
+        ("host_threads", np.int64(2), 2),
+        ("bf16", np.bool_(True), True),
+        ("host_cores", [0], (0,)),
+        ("host_cores", range(1), (0,)),
+        ("optimizer", "AdamW", "adam"),
+    ],
+)
 def test_what_means_the_same_is_kept_in_one_form(name: str, value: Any, kept: Any) -> None:
     found = getattr(OptimizerConfig(**{name: value}), name)
     assert found == kept and type(found) is type(kept)
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"lr": "1e-3"}, "lr='1e-3': must be a float | None, not a str: YAML reads 1e-3 as text, write 1.0e-3"),
-    ({"weight_decay": "2.5e-2"}, "YAML reads 2.5e-2 as text, write 2.5e-2"),
-    ({"clip_grad": "1.0"}, "leave the quotes away"), ({"lr": torch.tensor(1.0)}, "give a number"),
-    ({"gpu_memory": "60GB"}, "gpu_memory='60GB': must be a int | None"),
-    ({"stochastic_rounding_seed": 2.5}, "stochastic_rounding_seed=2.5: must be a whole number"),
-    ({"lr": 10**400}, "lr=1000000000000000000000000000000000000000000000000000000000"),
-    ({"optimizer": "adamw", "decoupled_weight_decay": False}, "AdamW decouples it"),
-    ({"optimizer": "adam8bit"}, "exp_avg_dtype='uint8'"), ({"optimizer": "soap"}, "optimizer is adam"),
-])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"lr": "1e-3"},
+            "lr='1e-3': must be a float | None, not a str: YAML reads 1e-3 as text, write 1.0e-3",
+        ),
+        ({"weight_decay": "2.5e-2"}, "YAML reads 2.5e-2 as text, write 2.5e-2"),
+        ({"clip_grad": "1.0"}, "leave the quotes away"),
+        ({"lr": torch.tensor(1.0)}, "give a number"),
+        ({"gpu_memory": "60GB"}, "gpu_memory='60GB': must be a int | None"),
+        ({"stochastic_rounding_seed": 2.5}, "stochastic_rounding_seed=2.5: must be a whole number"),
+        ({"lr": 10**400}, "lr=1000000000000000000000000000000000000000000000000000000000"),
+        ({"optimizer": "adamw", "decoupled_weight_decay": False}, "AdamW decouples it"),
+        ({"optimizer": "adam8bit"}, "exp_avg_dtype='uint8'"),
+        ({"optimizer": "soap"}, "optimizer is adam"),
+    ],
+)
 def test_a_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(**settings)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name, here", [
-    ("learning_rate", "lr"), ("max_grad_norm", "clip_grad"), ("gradient_clipping", "clip_grad"),
-    ("clip_grad_norm", "clip_grad"), ("betas", "adam_beta1 and adam_beta2"), ("beta1", "adam_beta1"),
-    ("eps", "adam_eps"), ("wd", "weight_decay"), ("momentum", "sgd_momentum"), ("optim", "optimizer"),
-    ("zero_stage", "use_distributed_optimizer=True"), ("foreach", "fused_backend"), ("fused", "fused_backend"),
-    ("dtype", "bf16=True"), ("cpu_offload", "optimizer_cpu_offload"),
-    ("offload_fraction", "optimizer_offload_fraction"),
-    ("use_8bit", "exp_avg_dtype='uint8'"), ("total_steps", "OptimizerParamScheduler"),
-    ("warmup", "OptimizerParamScheduler"), ("start_weight_decay", "OptimizerParamScheduler"),
-    ("amsgrad", "there is no amsgrad"), ("weight_decy", "did you mean 'weight_decay'"),
-])
+@pytest.mark.parametrize(
+    "name, here",
+    [
+        ("learning_rate", "lr"),
+        ("max_grad_norm", "clip_grad"),
+        ("gradient_clipping", "clip_grad"),
+        ("clip_grad_norm", "clip_grad"),
+        ("betas", "adam_beta1 and adam_beta2"),
+        ("beta1", "adam_beta1"),
+        ("eps", "adam_eps"),
+        ("wd", "weight_decay"),
+        ("momentum", "sgd_momentum"),
+        ("optim", "optimizer"),
+        ("zero_stage", "use_distributed_optimizer=True"),
+        ("foreach", "fused_backend"),
+        ("fused", "fused_backend"),
+        ("dtype", "bf16=True"),
+        ("cpu_offload", "optimizer_cpu_offload"),
+        ("offload_fraction", "optimizer_offload_fraction"),
+        ("use_8bit", "exp_avg_dtype='uint8'"),
+        ("total_steps", "OptimizerParamScheduler"),
+        ("warmup", "OptimizerParamScheduler"),
+        ("start_weight_decay", "OptimizerParamScheduler"),
+        ("amsgrad", "there is no amsgrad"),
+        ("weight_decy", "did you mean 'weight_decay'"),
+    ],
+)
 def test_names_from_elsewhere_lead_to_the_field(name: str, here: str) -> None:
     with pytest.raises(TypeError, match=f"no field '{name}'.*{here}"):
         OptimizerConfig(**{name: 1.0})

@@ -31,7 +31,9 @@ def test_named_tests_exist(document):
 def test_links_and_files_exist(document):
     text = document.read_text()
     linked = [document.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text)]
-    named = [ROOT / path for path in re.findall(r"`((?:docs|mp_optim|tests|tools)/[\w/.]+\.\w+)`", text)]
+    named = [
+        ROOT / path for path in re.findall(r"`((?:docs|mp_optim|tests|tools)/[\w/.]+\.\w+)`", text)
+    ]
     assert [path for path in (*linked, *named) if not path.exists()] == []
 
 
@@ -51,7 +53,11 @@ def test_every_python_block_is_run_here():
     """By document, how many there are; each has a test below."""
     counts = {path.name: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {name: count for name, count in counts.items() if count} == {
-        "README.md": 2, "checkpoints.md": 2, "settings.md": 1, "migrate.md": 8}
+        "README.md": 2,
+        "checkpoints.md": 2,
+        "settings.md": 1,
+        "migrate.md": 8,
+    }
 
 
 def test_the_readme_example_runs():
@@ -62,12 +68,23 @@ def test_the_readme_example_runs():
 
 
 def test_the_readme_example_for_many_ranks_runs(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     model = small_model()
     before = model[0].weight.detach().clone()
-    names = {"torch": torch, "model": model, "micro_batches": [0, 1, 2], "loss_of": lambda batch: loss_of(model),
-             "OptimizerConfig": OptimizerConfig, "get_megatron_optimizer": get_megatron_optimizer}
+    names = {
+        "torch": torch,
+        "model": model,
+        "micro_batches": [0, 1, 2],
+        "loss_of": lambda batch: loss_of(model),
+        "OptimizerConfig": OptimizerConfig,
+        "get_megatron_optimizer": get_megatron_optimizer,
+    }
     try:
         exec(blocks_of("README.md", "python")[1], names)
         assert not torch.equal(model[0].weight.detach(), before)
@@ -80,8 +97,13 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
     loss_of(model).backward()
     optimizer.step()
-    names = {"mp_optim": mp_optim, "model": model, "optimizer": optimizer, "path": tmp_path / "PATH",
-             "folder": tmp_path / "tensors"}
+    names = {
+        "mp_optim": mp_optim,
+        "model": model,
+        "optimizer": optimizer,
+        "path": tmp_path / "PATH",
+        "folder": tmp_path / "tensors",
+    }
     for block in blocks_of("docs/checkpoints.md", "python"):
         exec(block, names)
     assert names["extra"] == {} and list((tmp_path / "tensors").glob("*.safetensors"))
@@ -92,7 +114,10 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
     for line in blocks_of("docs/checkpoints.md", "bash")[0].strip().splitlines():
         _, program, *arguments = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
         assert program == "tools/inspect_checkpoint.py"
-        assert inspect.main(tyro.cli(inspect.Command, args=arguments), inspect.Console(quiet=True)) == 0
+        assert (
+            inspect.main(tyro.cli(inspect.Command, args=arguments), inspect.Console(quiet=True))
+            == 0
+        )
 
 
 def test_the_examples_of_settings_run(capsys):
@@ -103,7 +128,11 @@ def test_the_examples_of_settings_run(capsys):
 def commands_in(document):
     """Programs of tools/ with arguments, from blocks and from the text."""
     text = document.read_text()
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
     lines += re.findall(r"`((?:python|bash|torchrun) [^`]*tools/[^`]+)`", text)
     return [line for line in lines if re.match(r"(python|bash|torchrun)\b.* tools/", f"{line} ")]
 
@@ -121,7 +150,11 @@ def test_every_command_is_understood(document, monkeypatch):
         index = next(i for i, word in enumerate(words) if word.startswith("tools/"))
         program, arguments = words[index], words[index + 1 :]
         assert (ROOT / program).exists(), line
-        if not program.endswith(".py") or program in LAUNCHED or program.startswith("tools/examples/"):
+        if (
+            not program.endswith(".py")
+            or program in LAUNCHED
+            or program.startswith("tools/examples/")
+        ):
             continue
         tool = importlib.import_module(Path(program).stem)
         if hasattr(tool, "Options") and arguments != ["--help"]:
@@ -130,26 +163,41 @@ def test_every_command_is_understood(document, monkeypatch):
             assert not arguments or arguments == ["--help"], line
 
 
-@pytest.mark.parametrize(("tool", "document"), [
-    ("draw_layers", "docs/design.md"), pytest.param("settings_table", "docs/settings.md", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tool", "document"),
+    [
+        ("draw_layers", "docs/design.md"),
+        pytest.param("settings_table", "docs/settings.md", marks=pytest.mark.slow),
+    ],
+)
 def test_generated_parts_are_up_to_date(tool, document):
-    done = subprocess.run([sys.executable, f"tools/{tool}.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() in (ROOT / document).read_text(), f"paste the output of tools/{tool}.py"
+    done = subprocess.run(
+        [sys.executable, f"tools/{tool}.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() in (ROOT / document).read_text(), (
+        f"paste the output of tools/{tool}.py"
+    )
 
 
 class FromElsewhere:
-    """Stands for a Megatron or apex optimizer over a model: state by position, FP32 copies beside it."""
+    """Stands for a Megatron or apex optimizer over a model: state by position, FP32 copies beside
+    it."""
 
     def __init__(self, model):
         params = list(model.parameters())
         self.param_groups_master = [{"params": [param.detach().float() for param in params]}]
-        self._inner = {"state": {i: {"exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
-                                 for i, p in enumerate(params)},
-                       "param_groups": [{"lr": 1e-3, "step": 2, "params": list(range(len(params)))}]}
+        self._inner = {
+            "state": {
+                i: {"exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
+                for i, p in enumerate(params)
+            },
+            "param_groups": [{"lr": 1e-3, "step": 2, "params": list(range(len(params)))}],
+        }
 
 
 class Megatron(FromElsewhere):
-    """Its inner optimizer's param groups hold the FP32 copies, which parameters know as ``main_param``."""
+    """Its inner optimizer's param groups hold the FP32 copies, which parameters know as
+    ``main_param``."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -158,12 +206,19 @@ class Megatron(FromElsewhere):
 
     @property
     def optimizer(self):
-        for param, copy in zip(self.model.parameters(), self.param_groups[0]["params"], strict=True):
-            param.main_param = copy  # of which the model has another since an optimizer of ours was built for it
+        for param, copy in zip(
+            self.model.parameters(), self.param_groups[0]["params"], strict=True
+        ):
+            param.main_param = (
+                copy  # of which the model has another since an optimizer of ours was built for it
+            )
         return self
 
     def state_dict(self):
-        return {"optimizer": self._inner, "fp32_from_fp16_params": [g["params"] for g in self.param_groups_master]}
+        return {
+            "optimizer": self._inner,
+            "fp32_from_fp16_params": [g["params"] for g in self.param_groups_master],
+        }
 
 
 class Apex(FromElsewhere):
@@ -179,15 +234,23 @@ def train_some_steps(model, fp32, optimizer):
 
 
 def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
-    """Every block of docs/migrate.md in order: Python as it stands, commands as their programs take them."""
+    """Every block of docs/migrate.md in order: Python as it stands, commands as their programs take
+    them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from convert_checkpoint import Options, main
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
-    names = {"model": model, "torch": torch, "train_some_steps": train_some_steps,
-             "megatron_optimizer": Megatron(model), "fused_adam": Apex(model)}
-    blocks = re.findall(r"```(python|bash)\n(.*?)```", (ROOT / "docs/migrate.md").read_text(), re.DOTALL)
+    names = {
+        "model": model,
+        "torch": torch,
+        "train_some_steps": train_some_steps,
+        "megatron_optimizer": Megatron(model),
+        "fused_adam": Apex(model),
+    }
+    blocks = re.findall(
+        r"```(python|bash)\n(.*?)```", (ROOT / "docs/migrate.md").read_text(), re.DOTALL
+    )
     for language, block in blocks:
         if language == "python":
             exec(block, names)
@@ -197,8 +260,17 @@ def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
             assert program == "tools/convert_checkpoint.py"
             main(tyro.cli(Options, args=arguments))
     written = {path.name for path in tmp_path.iterdir()}
-    assert {"from_torch.pt", "from_megatron.pt", "from_apex.pt", "from_deepspeed.pt", "for_torch"} <= written
+    assert {
+        "from_torch.pt",
+        "from_megatron.pt",
+        "from_apex.pt",
+        "from_deepspeed.pt",
+        "for_torch",
+    } <= written
     foreign = names["foreign"]
     for source in ("from_megatron.pt", "from_apex.pt"):
         foreign.import_state(names["optimizer"], foreign.from_file(tmp_path / source))
-        assert all(float(state["step"]) == 2.0 for state in foreign.export_state(names["optimizer"]).state.values())
+        assert all(
+            float(state["step"]) == 2.0
+            for state in foreign.export_state(names["optimizer"]).state.values()
+        )

@@ -8,7 +8,15 @@ import mmap
 import pytest
 import torch
 
-from mp_optim.host_memory import ALIGNMENT, HUGE_FROM, Block, aligned_bytes, beside, zeros, zeros_host
+from mp_optim.host_memory import (
+    ALIGNMENT,
+    HUGE_FROM,
+    Block,
+    aligned_bytes,
+    beside,
+    zeros,
+    zeros_host,
+)
 
 CPU = torch.device("cpu")
 
@@ -25,7 +33,9 @@ def test_allocations_do_not_overlap_and_are_aligned() -> None:
     for value, block in enumerate(blocks):
         assert (block == value).all() and block.data_ptr() % ALIGNMENT == 0
     offsets = {block.data_ptr() % (2 << 20) for block in blocks}
-    assert len(offsets) == 5 or not hasattr(mmap, "MADV_HUGEPAGE"), "streams would meet in the same cache sets"
+    assert len(offsets) == 5 or not hasattr(mmap, "MADV_HUGEPAGE"), (
+        "streams would meet in the same cache sets"
+    )
 
 
 def test_a_system_without_huge_pages_gets_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,11 +55,20 @@ def test_a_system_without_huge_pages_gets_ordinary_memory(monkeypatch: pytest.Mo
 def test_tensors_of_any_dtype(dtype: torch.dtype) -> None:
     for shape in (torch.Size([]), torch.Size([0, 3]), torch.Size([3, 5]), torch.Size([HUGE_FROM])):
         tensor = zeros(shape, dtype, CPU)
-        assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous() and not tensor.any()
+        assert (
+            tensor.shape == shape
+            and tensor.dtype == dtype
+            and tensor.is_contiguous()
+            and not tensor.any()
+        )
 
 
 def test_a_block_hands_out_each_byte_once() -> None:
-    forms = [(torch.Size([3]), torch.float32), (torch.Size([5, 2]), torch.bfloat16), (torch.Size([]), torch.uint8)]
+    forms = [
+        (torch.Size([3]), torch.float32),
+        (torch.Size([5, 2]), torch.bfloat16),
+        (torch.Size([]), torch.uint8),
+    ]
     block = Block(sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms))
     tensors = [block.take(*form) for form in forms]
     for value, tensor in enumerate(tensors, 1):

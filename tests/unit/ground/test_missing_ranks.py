@@ -1,4 +1,5 @@
-"""Ranks that are gone are named within seconds, and nobody else: processes that are killed, stopped, or just end."""
+"""Ranks that are gone are named within seconds, and nobody else: processes that are killed,
+stopped, or just end."""
 
 import json
 import os
@@ -14,7 +15,9 @@ from mp_optim.presence import Address, exists, own_address
 
 HERE = Path(__file__).parent
 SECONDS = 10.0
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or not dist.is_gloo_available(), reason="forks gloo ranks")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "fork") or not dist.is_gloo_available(), reason="forks gloo ranks"
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +25,14 @@ def told(tmp_path_factory):
     """What each rank that stayed was told, by scenario and rank."""
     folder = tmp_path_factory.mktemp("missing")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])}
-    done = subprocess.run([sys.executable, str(HERE / "missing_ranks_worker.py"), str(folder), ""], env=environment,
-                          capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "missing_ranks_worker.py"), str(folder), ""],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
@@ -39,17 +48,27 @@ def test_the_ranks_that_are_gone_are_named_and_no_others(told, scenario):
         else:
             how = "stuck or doing something else" if scenario.how == "stop" else "ended"
             word = "rank" if len(scenario.gone) == 1 else "ranks"
-            assert f"failed: {word} {named} of [0, 1, 2, 3] did not take part ({how})" in found["told"], found
+            assert (
+                f"failed: {word} {named} of [0, 1, 2, 3] did not take part ({how})" in found["told"]
+            ), found
         waits = TIMEOUT if scenario.how == "stop" else 0.0
         assert found["seconds"] < SECONDS + waits, found
 
 
 def test_a_process_is_there_until_it_ends():
-    program = ("from mp_optim.presence import own_address; import sys; print(own_address(None), flush=True); "
-               "sys.stdin.read()")
+    program = (
+        "from mp_optim.presence import own_address; import sys; print(own_address(None), "
+        "flush=True); "
+        "sys.stdin.read()"
+    )
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
         address = Address.parse(process.stdout.readline().strip())
         assert exists(address) is True
         process.kill()

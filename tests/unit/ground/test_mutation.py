@@ -1,4 +1,5 @@
-"""tools/mutate.py: what it changes, what it picks, and that it tells a test that notices from one that does not."""
+"""tools/mutate.py: what it changes, what it picks, and that it tells a test that notices from one
+that does not."""
 
 from __future__ import annotations
 
@@ -54,10 +55,27 @@ def test_every_fault_compiles_and_changes_what_the_module_does():
         assert ast.dump(ast.parse(mutant.applied(SOURCE))) != tree, mutant
     kinds = Counter(mutant.operator for mutant in mutants)
     assert kinds.keys() == {
-        "comparison boundary", "opposite comparison", "and/or", "removed not", "removed sign", "arithmetic", "constant",
-        "string", "swapped branches", "dropped filter", "other call", "swapped arguments", "dropped argument",
-        "removed call", "removed assignment", "removed raise", "returned None", "other jump", "negated condition",
-        "dropped decorator"}
+        "comparison boundary",
+        "opposite comparison",
+        "and/or",
+        "removed not",
+        "removed sign",
+        "arithmetic",
+        "constant",
+        "string",
+        "swapped branches",
+        "dropped filter",
+        "other call",
+        "swapped arguments",
+        "dropped argument",
+        "removed call",
+        "removed assignment",
+        "removed raise",
+        "returned None",
+        "other jump",
+        "negated condition",
+        "dropped decorator",
+    }
     changed = {mutant.old for mutant in mutants}
     assert not {'"f"', '"""A module."""', "x - 1"} & changed and "'f'" not in changed
     assert {mutant.names for mutant in mutants if mutant.old == "3"} == {("LIMIT",)}
@@ -70,7 +88,10 @@ def test_a_sample_is_spread_evenly_over_functions_and_stays_the_same():
     mutants = [m for name in "abcd" for m in mutants_of(f"{name}.py", SOURCE)]
     picked = sample(mutants, 16, seed=5)
     counts = Counter((mutant.path, mutant.function) for mutant in picked)
-    assert len(counts) == 12 and set(counts.values()) <= {1, 2}  # f, Thing.set and the module's top, of four files
+    assert len(counts) == 12 and set(counts.values()) <= {
+        1,
+        2,
+    }  # f, Thing.set and the module's top, of four files
     assert picked == sample(mutants, 16, seed=5) != sample(mutants, 16, seed=6)
     assert len(set(picked)) == 16 and len(sample(mutants, 10**6, seed=0)) == len(mutants)
 
@@ -110,25 +131,50 @@ def test_other_process():
 
 
 def test_faults_are_noticed_or_survive(tmp_path):
-    """A package in which it is known what no test sees; one fault is in what another process runs."""
+    """A package in which it is known what no test sees; one fault is in what another process
+    runs."""
     root, out = tmp_path / "checkout", tmp_path / "out"
-    files = {"mp_optim/__init__.py": "", "mp_optim/slots.py": MODULE, "tests/unit/test_slots.py": TESTS}
+    files = {
+        "mp_optim/__init__.py": "",
+        "mp_optim/slots.py": MODULE,
+        "tests/unit/test_slots.py": TESTS,
+    }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     run = [sys.executable, str(ROOT / "tools/mutate.py")]
-    subprocess.run([*run, "cover", "--out", out, "--root", root, "--tests", "tests/unit"], check=True)
-    attempt = [*run, "try", "--out", out, "--root", root, "--packages", "slots", "--warm", "pytest", "--size"]
+    subprocess.run(
+        [*run, "cover", "--out", out, "--root", root, "--tests", "tests/unit"], check=True
+    )
+    attempt = [
+        *run,
+        "try",
+        "--out",
+        out,
+        "--root",
+        root,
+        "--packages",
+        "slots",
+        "--warm",
+        "pytest",
+        "--size",
+    ]
     for size in ("4", "99"):  # the second goes on where the first ended
         subprocess.run([*attempt, size], check=True)
     results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert (root / "mp_optim/slots.py").read_text() == MODULE
     assert {(r["function"], r["operator"]): r["status"] for r in results} == {
-        ("negated", "removed sign"): "killed", ("negated", "returned None"): "killed",
-        ("unseen", "removed not"): "survived", ("unseen", "returned None"): "survived",
-        ("in_a_process", "removed raise"): "killed", ("unused", "returned None"): "uncovered"}
+        ("negated", "removed sign"): "killed",
+        ("negated", "returned None"): "killed",
+        ("unseen", "removed not"): "survived",
+        ("unseen", "returned None"): "survived",
+        ("in_a_process", "removed raise"): "killed",
+        ("unused", "returned None"): "uncovered",
+    }
     assert len(results) == 6
-    report = subprocess.run([*run, "report", "--out", out], check=True, capture_output=True, text=True).stdout
+    report = subprocess.run(
+        [*run, "report", "--out", out], check=True, capture_output=True, text=True
+    ).stdout
     assert "| slots | 6 | 3 | 0 | 2 | 1 | 50% |" in report
     assert "unseen: removed not: not x -> (x)" in report and "negated" not in report

@@ -25,17 +25,30 @@ def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     with torch.device("meta"):
-        return MixtralForCausalLM(MixtralConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, num_local_experts=2))
+        return MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=32,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                num_local_experts=2,
+            )
+        )
 
 
 def test_hugging_face_moe_splits_into_dense_and_expert_groups(mixtral):
     groups = get_param_groups([mixtral], CONFIG, get_standard_config_overrides(CONFIG))
-    experts = [name for group in groups if group["is_expert_parallel"] for name in group["param_names"]]
-    assert sorted(experts) == [f"model.layers.{i}.mlp.experts.{w}" for i in (0, 1) for w in ("down_proj",
-                                                                                          "gate_up_proj")]
-    no_decay = [name for group in groups if group["weight_decay"] == 0.0 for name in group["param_names"]]
+    experts = [
+        name for group in groups if group["is_expert_parallel"] for name in group["param_names"]
+    ]
+    assert sorted(experts) == [
+        f"model.layers.{i}.mlp.experts.{w}" for i in (0, 1) for w in ("down_proj", "gate_up_proj")
+    ]
+    no_decay = [
+        name for group in groups if group["weight_decay"] == 0.0 for name in group["param_names"]
+    ]
     assert no_decay and all("norm" in name for name in no_decay)
     names = [name for group in groups for name in group["param_names"]]
     assert sorted(names) == sorted(name for name, _ in mixtral.named_parameters())
@@ -74,17 +87,22 @@ def test_param_key_conditions_are_alternatives():
     assert ParamKey(name=("x", "a.*")).matches(param, "a.weight")
     assert ParamKey(attr="special").matches(param, "b")
     assert ParamKey(predicate=ParamPredicate("2d", lambda p: p.ndim == 2)).matches(param, "b")
-    assert ParamKey(with_name_predicate=ParamWithNamePredicate("b", lambda p, n: n == "b")).matches(param, "b")
+    assert ParamKey(with_name_predicate=ParamWithNamePredicate("b", lambda p, n: n == "b")).matches(
+        param, "b"
+    )
     assert not ParamKey(name="c", attr="other").matches(param, "b")
     assert ParamKey(predicate=ParamPredicate("x", lambda p: True)) == ParamKey(
-        predicate=ParamPredicate("x", lambda p: False))
+        predicate=ParamPredicate("x", lambda p: False)
+    )
 
 
 def test_mup_scales_hidden_matrices_for_adam_and_vectors_for_sgd():
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)})
     groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0))
     by_name = {name: g for g in groups for name in g["param_names"]}
-    assert by_name["hidden.weight"]["lr"] == 1e-3 / 4 and by_name["hidden.weight"]["eps"] == 1e-8 / 4
+    assert (
+        by_name["hidden.weight"]["lr"] == 1e-3 / 4 and by_name["hidden.weight"]["eps"] == 1e-8 / 4
+    )
     assert by_name["embed_tokens.weight"]["lr"] == by_name["hidden.bias"]["lr"] == 1e-3
     groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0, "sgd"))
     by_name = {name: g for g in groups for name in g["param_names"]}
@@ -97,7 +115,10 @@ def test_mup_scales_hidden_matrices_for_adam_and_vectors_for_sgd():
 
 def test_conflicts_and_inconsistencies_are_named(caplog):
     model = nn.Linear(2, 2)
-    overrides = {ParamKey(name="weight"): {"max_lr": 1.0}, ParamKey(attr="requires_grad"): {"max_lr": 2.0}}
+    overrides = {
+        ParamKey(name="weight"): {"max_lr": 1.0},
+        ParamKey(attr="requires_grad"): {"max_lr": 2.0},
+    }
     with pytest.raises(ValueError, match="weight: overrides disagree on max_lr"):
         get_param_groups([model], CONFIG, overrides)
     with pytest.raises(ValueError, match="optimizer='sgd' differs"):
@@ -132,7 +153,9 @@ def test_a_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match=r"no trainable parameter .2 are frozen"):
         get_megatron_optimizer(CONFIG, model)
-    optimizer = get_megatron_optimizer(CONFIG, model, param_groups=[{"params": list(model.parameters())}])
+    optimizer = get_megatron_optimizer(
+        CONFIG, model, param_groups=[{"params": list(model.parameters())}]
+    )
     assert optimizer.step().success
     model.requires_grad_(True)
     model(torch.ones(1, 2)).sum().backward()
@@ -140,11 +163,16 @@ def test_a_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
     assert optimizer.step().success and not torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("override, message", [
-    ({"maxlr": 1.0}, "override maxlr=1.0.*did you mean 'max_lr'"), ({"lr": 1.0}, "use max_lr"),
-    ({"weight_decay": 1.0}, "use wd_mult"), ({"momentum": 0.5}, "no setting of a param group of 'adam'"),
-    ({"max_lr": 1e-9}, "below min_lr"),
-])
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ({"maxlr": 1.0}, "override maxlr=1.0.*did you mean 'max_lr'"),
+        ({"lr": 1.0}, "use max_lr"),
+        ({"weight_decay": 1.0}, "use wd_mult"),
+        ({"momentum": 0.5}, "no setting of a param group of 'adam'"),
+        ({"max_lr": 1e-9}, "below min_lr"),
+    ],
+)
 def test_an_override_without_effect_is_refused(override, message):
     config = OptimizerConfig(lr=1e-3, min_lr=1e-4)
     with pytest.raises(ValueError, match=message):
@@ -152,5 +180,7 @@ def test_an_override_without_effect_is_refused(override, message):
 
 
 def test_lists_in_overrides_are_understood():
-    groups = get_param_groups([nn.Linear(2, 2)], OptimizerConfig(lr=1e-3), {ParamKey(name="*"): {"betas": [0.8, 0.9]}})
+    groups = get_param_groups(
+        [nn.Linear(2, 2)], OptimizerConfig(lr=1e-3), {ParamKey(name="*"): {"betas": [0.8, 0.9]}}
+    )
     assert groups[0]["betas"] == (0.8, 0.9) and "min_lr" not in groups[0]

@@ -7,20 +7,35 @@ from mp_optim import ProcessGroups
 
 
 def test_from_megatrons_attribute_names():
-    groups = ProcessGroups.from_attributes(SimpleNamespace(mp="mp", tp="tp", expt_tp="et", tp_ep_pp="tep", dp="dp"))
-    assert (groups.grad_stats, groups.expert_grad_stats, groups.tp, groups.expert_tp, groups.dp, groups.expert_dp) == (
-        "mp", "tep", "tp", "et", "dp", None)
+    groups = ProcessGroups.from_attributes(
+        SimpleNamespace(mp="mp", tp="tp", expt_tp="et", tp_ep_pp="tep", dp="dp")
+    )
+    assert (
+        groups.grad_stats,
+        groups.expert_grad_stats,
+        groups.tp,
+        groups.expert_tp,
+        groups.dp,
+        groups.expert_dp,
+    ) == ("mp", "tep", "tp", "et", "dp", None)
 
 
 def test_from_a_device_mesh(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        groups = ProcessGroups.from_device_mesh(dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp",
-                                                                                                        "tp")))
+        groups = ProcessGroups.from_device_mesh(
+            dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
+        )
         assert groups.grad_stats is not None and groups.dp is not None and groups.tp is not None
-        experts = ProcessGroups.from_device_mesh(dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
-        assert experts.expert_dp.size() == experts.dp.size() == experts.expert_grad_stats.size() == 1
+        experts = ProcessGroups.from_device_mesh(
+            dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        )
+        assert (
+            experts.expert_dp.size() == experts.dp.size() == experts.expert_grad_stats.size() == 1
+        )
         with pytest.raises(ValueError, match="mesh_dim_names"):
-            ProcessGroups.from_device_mesh(dist.init_device_mesh("cpu", (1,), mesh_dim_names=("data",)))
+            ProcessGroups.from_device_mesh(
+                dist.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+            )
     finally:
         dist.destroy_process_group()

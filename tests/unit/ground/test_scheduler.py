@@ -5,8 +5,18 @@ import torch
 
 from mp_optim import OptimizerParamScheduler
 
-BASE = {"init_lr": 0.1, "max_lr": 1.0, "min_lr": 0.2, "lr_warmup_steps": 10, "lr_decay_steps": 110,
-        "lr_decay_style": "cosine", "start_wd": 0.0, "end_wd": 0.1, "wd_incr_steps": 100, "wd_incr_style": "linear"}
+BASE = {
+    "init_lr": 0.1,
+    "max_lr": 1.0,
+    "min_lr": 0.2,
+    "lr_warmup_steps": 10,
+    "lr_decay_steps": 110,
+    "lr_decay_style": "cosine",
+    "start_wd": 0.0,
+    "end_wd": 0.1,
+    "wd_incr_steps": 100,
+    "wd_incr_style": "linear",
+}
 
 
 class Holder:
@@ -20,18 +30,34 @@ def at(steps, **settings):
     return holder.param_groups[0]
 
 
-@pytest.mark.parametrize("style, steps, expected", [
-    ("cosine", 0, 0.1), ("cosine", 5, 0.55), ("cosine", 10, 1.0),
-    ("cosine", 60, 0.6), ("cosine", 110, 0.2), ("cosine", 500, 0.2),
-    ("linear", 35, 0.8), ("constant", 500, 1.0),
-    ("inverse-square-root", 40, 0.5), ("inverse-square-root", 109, math.sqrt(10 / 109)),
-])
+@pytest.mark.parametrize(
+    "style, steps, expected",
+    [
+        ("cosine", 0, 0.1),
+        ("cosine", 5, 0.55),
+        ("cosine", 10, 1.0),
+        ("cosine", 60, 0.6),
+        ("cosine", 110, 0.2),
+        ("cosine", 500, 0.2),
+        ("linear", 35, 0.8),
+        ("constant", 500, 1.0),
+        ("inverse-square-root", 40, 0.5),
+        ("inverse-square-root", 109, math.sqrt(10 / 109)),
+    ],
+)
 def test_learning_rate(style, steps, expected):
     assert at(steps, lr_decay_style=style)["lr"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("style, middle", [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1),
-                                           ("minus_sqrt", 1 - math.sqrt(0.5))])
+@pytest.mark.parametrize(
+    "style, middle",
+    [
+        ("linear", 0.5),
+        ("cosine", 0.5),
+        ("exponential", 2 * 0.5**0.5 - 1),
+        ("minus_sqrt", 1 - math.sqrt(0.5)),
+    ],
+)
 def test_wsd(style, middle):
     settings = {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": style}
     assert at(80, **settings)["lr"] == 1.0
@@ -39,7 +65,9 @@ def test_wsd(style, middle):
     assert at(110, **settings)["lr"] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("style, expected", [("linear", 0.025), ("cosine", 0.05 * (1 - math.cos(math.pi / 4)))])
+@pytest.mark.parametrize(
+    "style, expected", [("linear", 0.025), ("cosine", 0.05 * (1 - math.cos(math.pi / 4)))]
+)
 def test_weight_decay_ramp(style, expected):
     assert at(25, wd_incr_style=style)["weight_decay"] == pytest.approx(expected)
     assert at(1000, wd_incr_style=style)["weight_decay"] == 0.1
@@ -47,7 +75,11 @@ def test_weight_decay_ramp(style, expected):
 
 def test_groups_have_their_own_limits_and_tensor_rates_are_filled():
     rate = torch.zeros(())
-    holder = Holder({"max_lr": 2.0, "min_lr": 0.5, "wd_mult": 0.0}, {"lr_mult": 0.5, "end_wd": 0.4}, {"lr": rate})
+    holder = Holder(
+        {"max_lr": 2.0, "min_lr": 0.5, "wd_mult": 0.0},
+        {"lr_mult": 0.5, "end_wd": 0.4},
+        {"lr": rate},
+    )
     OptimizerParamScheduler(holder, **BASE).step(1000)
     first, second, third = holder.param_groups
     assert (first["lr"], first["weight_decay"]) == (0.5, 0.0)
@@ -78,10 +110,19 @@ def test_whose_settings_win_at_load():
         scheduler.load_state_dict(state)
 
 
-@pytest.mark.parametrize("settings", [
-    {"lr_decay_style": "cosin"}, {"wd_incr_style": "x"}, {"min_lr": 2.0}, {"init_lr": 2.0}, {"lr_warmup_steps": 200},
-    {"end_wd": -1.0}, {"wsd_decay_steps": 500, "lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"},
-    {"lr_wsd_decay_style": "x", "lr_decay_style": "WSD", "wsd_decay_steps": 10}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_decay_style": "cosin"},
+        {"wd_incr_style": "x"},
+        {"min_lr": 2.0},
+        {"init_lr": 2.0},
+        {"lr_warmup_steps": 200},
+        {"end_wd": -1.0},
+        {"wsd_decay_steps": 500, "lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"},
+        {"lr_wsd_decay_style": "x", "lr_decay_style": "WSD", "wsd_decay_steps": 10},
+    ],
+)
 def test_bad_arguments_are_named(settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
         at(0, **settings)
@@ -91,7 +132,9 @@ def test_override_keeps_the_groups_limits_too():
     saved = OptimizerParamScheduler(Holder({"max_lr": 1.0}), **BASE)
     saved.step(60)
     holder = Holder({"max_lr": 5.0})
-    mine = OptimizerParamScheduler(holder, **{**BASE, "max_lr": 5.0}, override_opt_param_scheduler=True)
+    mine = OptimizerParamScheduler(
+        holder, **{**BASE, "max_lr": 5.0}, override_opt_param_scheduler=True
+    )
     holder.param_groups[0]["max_lr"] = 1.0  # what an optimizer's state dict brings
     mine.load_state_dict(saved.state_dict())
     assert holder.param_groups[0]["lr"] == pytest.approx(0.2 + 4.8 / 2) and mine.num_steps == 60

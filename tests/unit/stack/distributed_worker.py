@@ -25,7 +25,9 @@ from mp_optim.sharding.reduce import start_reduction
 
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
-    "no_shard": {}, "optim": {}, "optim_grads": {},
+    "no_shard": {},
+    "optim": {},
+    "optim_grads": {},
     "optim-overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     "optim_grads-overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     "no_shard-overlap": {"overlap_grad_reduce": True},
@@ -48,7 +50,8 @@ class Case:
 
 
 class SmallMoE(nn.Module):
-    """Parameters that straddle shards, an empty one, one that nobody uses, one that only odd ranks use, a tied one."""
+    """Parameters that straddle shards, an empty one, one that nobody uses, one that only odd ranks
+    use, a tied one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -74,26 +77,40 @@ class SmallMoE(nn.Module):
         hidden = self.norm(hidden.float()).to(hidden.dtype)
         if odd:
             hidden = hidden + self.odd
-        hidden = hidden + sum(torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e] for e in range(2))
+        hidden = hidden + sum(
+            torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e] for e in range(2)
+        )
         return nn.functional.cross_entropy(self.head(hidden).float()[:-1], tokens[1:])
 
 
 def tokens_of(step: int, rank: int, part: int) -> Tensor:
-    return torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(step * 100 + rank * 10 + part))
+    return torch.randint(
+        0, 50, (16,), generator=torch.Generator().manual_seed(step * 100 + rank * 10 + part)
+    )
 
 
 def build(case: Case, group: dist.ProcessGroup, **more: Any) -> tuple[SmallMoE, MegatronOptimizer]:
     model = SmallMoE(DTYPES[case.precision.split("-")[0]])
-    settings = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": case.layout.split("-")[0],
-                "bucket_size": 1500, "optimizer": case.rule, "grad_reduce_in_fp32": case.fp32_reduce,
-                "clip_grad": case.clip, **({"offload_mode": case.mode} if case.fraction else {}),
-                **SETTINGS[case.layout], **more}
+    settings = {
+        "use_distributed_optimizer": True,
+        "data_parallel_sharding_strategy": case.layout.split("-")[0],
+        "bucket_size": 1500,
+        "optimizer": case.rule,
+        "grad_reduce_in_fp32": case.fp32_reduce,
+        "clip_grad": case.clip,
+        **({"offload_mode": case.mode} if case.fraction else {}),
+        **SETTINGS[case.layout],
+        **more,
+    }
     config = config_for(case.precision, case.fraction, **settings)
-    return model, get_megatron_optimizer(config, model, expert_predicate=is_expert,
-                                         process_groups=ProcessGroups(dp=group))
+    return model, get_megatron_optimizer(
+        config, model, expert_predicate=is_expert, process_groups=ProcessGroups(dp=group)
+    )
 
 
-def train(model: SmallMoE, optimizer: Any, case: Case, rank: int, steps: range = range(STEPS)) -> dict[str, Any]:
+def train(
+    model: SmallMoE, optimizer: Any, case: Case, rank: int, steps: range = range(STEPS)
+) -> dict[str, Any]:
     losses, norms = [], []
     for step in steps:
         optimizer.zero_grad()
@@ -105,13 +122,19 @@ def train(model: SmallMoE, optimizer: Any, case: Case, rank: int, steps: range =
                 losses.append(loss.item())
         norms.append(optimizer.step().grad_norm)
     optimizer.finish_param_sync()
-    return {"losses": losses, "norms": norms, "params": digest(model.state_dict()),
-            "hits": optimizer.metrics().get("speculation_hits", 0)}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "params": digest(model.state_dict()),
+        "hits": optimizer.metrics().get("speculation_hits", 0),
+    }
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    data = b"".join(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                    for _, value in sorted(tensors.items()))
+    data = b"".join(
+        value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for _, value in sorted(tensors.items())
+    )
     return hashlib.sha256(data).hexdigest()
 
 
@@ -121,24 +144,51 @@ def cases() -> list[Case]:
     found = []
     for ranks in (2, 3, 4):
         found += [Case(ranks, "bf16", layout) for layout in SETTINGS]
-        found += [Case(ranks, "bf16", layout, fraction) for layout in whole for fraction in (0.5, 1.0)]
-        found += [Case(ranks, "fp16", layout, fraction)
-                  for layout, fraction in zip(whole, (0.5, 0.0, 1.0), strict=True)]
-        found += [Case(ranks, "fp16", layout, microbatches=2)
-                  for layout in (*whole, "optim-overlap", "optim_grads-overlap")]
-    for ranks, rule, clip in ((2, "adam", 0.0), (4, "adam", 0.0), (3, "adam", 1.0), (3, "lamb", 0.0)):
+        found += [
+            Case(ranks, "bf16", layout, fraction) for layout in whole for fraction in (0.5, 1.0)
+        ]
+        found += [
+            Case(ranks, "fp16", layout, fraction)
+            for layout, fraction in zip(whole, (0.5, 0.0, 1.0), strict=True)
+        ]
+        found += [
+            Case(ranks, "fp16", layout, microbatches=2)
+            for layout in (*whole, "optim-overlap", "optim_grads-overlap")
+        ]
+    for ranks, rule, clip in (
+        (2, "adam", 0.0),
+        (4, "adam", 0.0),
+        (3, "adam", 1.0),
+        (3, "lamb", 0.0),
+    ):
         modes = ("sync", "overlap", "speculative") if rule == "adam" else ("sync", "overlap")
         precision, parts = ("fp16", 1) if clip else ("bf16", 2)
-        found += [Case(ranks, precision, layout, fraction, rule, parts, clip=clip, mode=mode)
-                  for layout, fraction in (("no_shard", 1.0), ("optim", 0.5), ("optim_grads-overlap", 1.0),
-                                           ("no_shard-overlap", 0.5)) for mode in modes]
+        found += [
+            Case(ranks, precision, layout, fraction, rule, parts, clip=clip, mode=mode)
+            for layout, fraction in (
+                ("no_shard", 1.0),
+                ("optim", 0.5),
+                ("optim_grads-overlap", 1.0),
+                ("no_shard-overlap", 0.5),
+            )
+            for mode in modes
+        ]
     for ranks in (3, 4):
-        found += [Case(ranks, "bf16", layout, 0.5, fp32_reduce=False) for layout in (*whole, "optim-overlap")]
+        found += [
+            Case(ranks, "bf16", layout, 0.5, fp32_reduce=False)
+            for layout in (*whole, "optim-overlap")
+        ]
         found += [Case(ranks, "fp32", layout) for layout in whole]
-        found += [Case(ranks, "bf16", layout, fraction, rule="lamb") for layout in (*whole, "optim-whole")
-                  for fraction in (0.0, 0.5)]
-    found += [Case(3, compact, layout, 0.5) for layout in whole
-              for compact in ("bf16-8bit", "bf16-stochastic", "bf16-remainder")]
+        found += [
+            Case(ranks, "bf16", layout, fraction, rule="lamb")
+            for layout in (*whole, "optim-whole")
+            for fraction in (0.0, 0.5)
+        ]
+    found += [
+        Case(3, compact, layout, 0.5)
+        for layout in whole
+        for compact in ("bf16-8bit", "bf16-stochastic", "bf16-remainder")
+    ]
     return found
 
 
@@ -161,17 +211,25 @@ def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
     found: list[float | str] = []
     for least in (160_000, 1_000):
         model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).bfloat16()
-        config = config_for("bf16", use_distributed_optimizer=True, optimizer_cpu_offload=True, bucket_size=8192,
-                            optimizer_offload_fraction="auto", gpu_memory=200_000 if rank else least)
+        config = config_for(
+            "bf16",
+            use_distributed_optimizer=True,
+            optimizer_cpu_offload=True,
+            bucket_size=8192,
+            optimizer_offload_fraction="auto",
+            gpu_memory=200_000 if rank else least,
+        )
         try:
-            optimizer = get_megatron_optimizer(config, model, process_groups=ProcessGroups(dp=group))
+            optimizer = get_megatron_optimizer(
+                config, model, process_groups=ProcessGroups(dp=group)
+            )
             found.append(optimizer.config.optimizer_offload_fraction)
         except ValueError as error:
             found.append(str(error))
     return found
 
 
-# -- experts on different ranks, tensor-parallel duplicates -----------------------------------------------------------
+# -- experts on different ranks, tensor-parallel duplicates ---------------------------------------
 
 EXPERT_STEPS = 3
 EXPERT_LAYOUTS = [("no_shard", 0.0), ("optim", 0.0), ("optim_grads", 0.5)]
@@ -198,40 +256,81 @@ class Layered(nn.Module):
         return torch.tanh(self.experts[str(expert)](values)).abs().mean() * 3
 
 
-def experts_on_two_ranks(rank: int, layout: str, fraction: float, groups: dict[str, dist.ProcessGroup]) -> Any:
-    """Ranks 0 and 2 hold the first expert, 1 and 3 the second, which sees the features of both ranks of a pair."""
+def experts_on_two_ranks(
+    rank: int, layout: str, fraction: float, groups: dict[str, dist.ProcessGroup]
+) -> Any:
+    """Ranks 0 and 2 hold the first expert, 1 and 3 the second, which sees the features of both
+    ranks of a pair."""
     mine, pair = rank % 2, (rank // 2 * 2, rank // 2 * 2 + 1)
     model = Layered([mine])
-    config = config_for("fp32", fraction, use_distributed_optimizer=True, data_parallel_sharding_strategy=layout,
-                        clip_grad=0.05)
-    ranks = ProcessGroups(dp=dist.group.WORLD, expert_dp=groups["expert_dp"], expert_grad_stats=groups["ep"])
+    config = config_for(
+        "fp32",
+        fraction,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=layout,
+        clip_grad=0.05,
+    )
+    ranks = ProcessGroups(
+        dp=dist.group.WORLD, expert_dp=groups["expert_dp"], expert_grad_stats=groups["ep"]
+    )
     if layout == "optim_grads":
-        ranks = ProcessGroups.from_device_mesh(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
-    optimizer = get_megatron_optimizer(config, model, expert_predicate=is_expert, process_groups=ranks)
+        ranks = ProcessGroups.from_device_mesh(
+            dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        )
+    optimizer = get_megatron_optimizer(
+        config, model, expert_predicate=is_expert, process_groups=ranks
+    )
     norms = []
     for step in range(EXPERT_STEPS):
         optimizer.zero_grad()
-        (model.dense_loss(features(rank, step)) + model.expert_loss(mine, features(pair[0], step))
-         + model.expert_loss(mine, features(pair[1], step))).backward()
+        (
+            model.dense_loss(features(rank, step))
+            + model.expert_loss(mine, features(pair[0], step))
+            + model.expert_loss(mine, features(pair[1], step))
+        ).backward()
         norms.append(optimizer.step().grad_norm)
-    return {"norms": norms, "params": {name: value.clone() for name, value in model.state_dict().items()}}
+    return {
+        "norms": norms,
+        "params": {name: value.clone() for name, value in model.state_dict().items()},
+    }
 
 
 def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
     """Experts differ between ranks, and the process groups do not say all of it."""
     config = config_for("fp32", use_distributed_optimizer=True)
-    return [error_of(lambda given=given: get_megatron_optimizer(
-        config, Layered([0]), expert_predicate=is_expert, process_groups=ProcessGroups(**given)))
-        for given in ({"expert_dp": groups["expert_dp"]}, {"expert_grad_stats": groups["ep"]})]
+    return [
+        error_of(
+            lambda given=given: get_megatron_optimizer(
+                config,
+                Layered([0]),
+                expert_predicate=is_expert,
+                process_groups=ProcessGroups(**given),
+            )
+        )
+        for given in ({"expert_dp": groups["expert_dp"]}, {"expert_grad_stats": groups["ep"]})
+    ]
 
 
 def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> float:
-    """Two tensor-parallel ranks, twice: a parameter of each, a duplicated one, one shared with another layer."""
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(300)) for name in ("own", "twin", "shared")})
+    """Two tensor-parallel ranks, twice: a parameter of each, a duplicated one, one shared with
+    another layer."""
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(300)) for name in ("own", "twin", "shared")}
+    )
     model["own"].tensor_model_parallel, model["shared"].shared = True, True
-    config = config_for("fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy=layout, clip_grad=0.0)
-    optimizer = get_megatron_optimizer(config, model, process_groups=ProcessGroups(
-        dp=groups["expert_dp"], grad_stats=groups["ep"], tp=groups["ep"]))
+    config = config_for(
+        "fp32",
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=layout,
+        clip_grad=0.0,
+    )
+    optimizer = get_megatron_optimizer(
+        config,
+        model,
+        process_groups=ProcessGroups(
+            dp=groups["expert_dp"], grad_stats=groups["ep"], tp=groups["ep"]
+        ),
+    )
     model["own"].grad = torch.full((300,), [2.0, 3.0, 4.0, 5.0][rank])  # averages: 3 and 4
     model["twin"].grad, model["shared"].grad = torch.full((300,), 6.0), torch.full((300,), 100.0)
     return optimizer.step().grad_norm
@@ -243,27 +342,38 @@ def starts_alike(rank: int, group: dist.ProcessGroup) -> str:
     with torch.no_grad():
         model.weight.fill_(rank + 1.0)
         model.bias.fill_(rank + 2.0)
-    get_megatron_optimizer(config_for("fp32", use_distributed_optimizer=True), model,
-                           process_groups=ProcessGroups(dp=group))
+    get_megatron_optimizer(
+        config_for("fp32", use_distributed_optimizer=True),
+        model,
+        process_groups=ProcessGroups(dp=group),
+    )
     return str([model.weight.unique().tolist(), model.bias.unique().tolist()])
 
 
 def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[str, bool]:
     """Against the sum as it is defined, of numbers whose order matters."""
     ranks, found = group.size(), {}
-    for dtype, divisor, add in ((torch.float32, 4, False), (torch.bfloat16, 1, False), (torch.bfloat16, 3, True)):
-        every = [(torch.randn(ranks * 64, generator=torch.Generator().manual_seed(r)) * 10**r).to(dtype)
-                 for r in range(ranks)]
+    for dtype, divisor, add in (
+        (torch.float32, 4, False),
+        (torch.bfloat16, 1, False),
+        (torch.bfloat16, 3, True),
+    ):
+        every = [
+            (torch.randn(ranks * 64, generator=torch.Generator().manual_seed(r)) * 10**r).to(dtype)
+            for r in range(ranks)
+        ]
         owned = torch.ones(64, dtype=dtype)
         bounds = range(0, ranks * 64 + 1, 64)
-        start_reduction(every[rank], owned, group, bounds, divisor=divisor, exchange=True, add=add).wait()
+        start_reduction(
+            every[rank], owned, group, bounds, divisor=divisor, exchange=True, add=add
+        ).wait()
         mine = [grad[rank * 64 : (rank + 1) * 64].float() for grad in every]
         total = ((mine[0] + mine[1]) + mine[2] + mine[3]) / divisor
         found[f"{dtype} {divisor}"] = torch.equal(owned, (total + 1.0 if add else total).to(dtype))
     return found
 
 
-# -- state ------------------------------------------------------------------------------------------------------------
+# -- state ----------------------------------------------------------------------------------------
 
 
 def resumed(rank: int, layout: str, group: dist.ProcessGroup, directory: str) -> dict[str, Any]:
@@ -271,7 +381,9 @@ def resumed(rank: int, layout: str, group: dist.ProcessGroup, directory: str) ->
     case = Case(4, "bf16", layout, 0.5)
     model, optimizer = build(case, group)
     train(model, optimizer, case, rank, range(2))
-    torch.save([model.state_dict(), optimizer.state_dict()], f"{directory}/state-{layout}-{rank}.pt")
+    torch.save(
+        [model.state_dict(), optimizer.state_dict()], f"{directory}/state-{layout}-{rank}.pt"
+    )
     checkpoint.save(f"{directory}/{layout}", model, optimizer)
     results = {"straight": train(model, optimizer, case, rank, range(2, 4))}
     model, optimizer = build(case, group)
@@ -299,17 +411,24 @@ def whole_state(group: dist.ProcessGroup) -> bool:
     model = SmallMoE(torch.bfloat16)
     alone = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
     for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())).to(param.dtype)
+        param.grad = torch.randn(
+            param.shape, generator=torch.Generator().manual_seed(param.numel())
+        ).to(param.dtype)
     alone.step()
     sharded, optimizer = build(Case(4, "bf16", "optim"), group)
     sharded.load_state_dict(model.state_dict())
     optimizer.load_state_dict(alone.state_dict())
     mains = dict(alone.named_main_params())
-    return all(torch.equal(shard.local, mains[name].detach().reshape(-1)[shard.start : shard.start + len(shard.local)])
-               for name, shard in optimizer.named_main_params())
+    return all(
+        torch.equal(
+            shard.local,
+            mains[name].detach().reshape(-1)[shard.start : shard.start + len(shard.local)],
+        )
+        for name, shard in optimizer.named_main_params()
+    )
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
+# -- bytes ----------------------------------------------------------------------------------------
 
 
 def live_bytes() -> int:
@@ -317,7 +436,11 @@ def live_bytes() -> int:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and not isinstance(item, FlatShard)]
+        tensors = [
+            item
+            for item in gc.get_objects()
+            if isinstance(item, Tensor) and not isinstance(item, FlatShard)
+        ]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -327,8 +450,13 @@ def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[s
         meta = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
     before = live_bytes()
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
-    config = config_for("bf16", use_distributed_optimizer=True, data_parallel_sharding_strategy=layout,
-                        grad_reduce_in_fp32=fp32_reduce, bucket_size=100_000)
+    config = config_for(
+        "bf16",
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=layout,
+        grad_reduce_in_fp32=fp32_reduce,
+        bucket_size=100_000,
+    )
     optimizer = get_megatron_optimizer(config, model, process_groups=ProcessGroups(dp=group))
     optimizer.zero_grad()
     model(torch.ones(4, 256, dtype=torch.bfloat16)).float().sum().backward()
@@ -337,12 +465,15 @@ def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[s
     metrics = optimizer.metrics()
     held = live_bytes() - before
     planned = plan(meta, config, Layout(dp=group.size()))
-    return {"held": held, "planned": planned.accelerator.total + planned.host_total,
-            "params": sum(p.numel() for p in model.parameters()),
-            **{key: metrics[key] for key in ("bytes_reduced", "bytes_gathered")}}
+    return {
+        "held": held,
+        "planned": planned.accelerator.total + planned.host_total,
+        "params": sum(p.numel() for p in model.parameters()),
+        **{key: metrics[key] for key in ("bytes_reduced", "bytes_gathered")},
+    }
 
 
-# -- misuse, disagreement, and ranks that are gone --------------------------------------------------------------------
+# -- misuse, disagreement, and ranks that are gone ------------------------------------------------
 
 
 def error_of(call: Any) -> str:
@@ -369,12 +500,15 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
         optimizer.zero_grad()
         if name == "waited by hand":
             optimizer.finish_param_sync()
-        found[name] = error_of(lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward())
+        found[name] = error_of(
+            lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward()
+        )
     return found
 
 
 def several_backwards(rank: int, group: dist.ProcessGroup) -> list[float]:
-    """ZeRO-2 reduces every backward pass and adds up what it owns; under no_sync, it keeps everything for the last."""
+    """ZeRO-2 reduces every backward pass and adds up what it owns; under no_sync, it keeps
+    everything for the last."""
     norms = []
     for keep in (False, True):
         model, optimizer = build(Case(4, "fp32", "optim_grads"), group)
@@ -388,16 +522,26 @@ def several_backwards(rank: int, group: dist.ProcessGroup) -> list[float]:
 
 def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     """What rank 1 or 2 does differently, and what every rank is told."""
+
     def built(sizes: tuple[int, int], lr: float = 0.1, reverse: bool = False) -> MegatronOptimizer:
         params = [(f"w{size}", nn.Parameter(torch.zeros(size))) for size in sizes]
-        named = [{"params": [p], "param_names": [n], "lr": lr} for n, p in (reversed(params) if reverse else params)]
+        named = [
+            {"params": [p], "param_names": [n], "lr": lr}
+            for n, p in (reversed(params) if reverse else params)
+        ]
         config = config_for("fp32", use_distributed_optimizer=True, lr=lr)
-        return get_megatron_optimizer(config, nn.ParameterDict(params), process_groups=ProcessGroups(dp=group),
-                                      param_groups=named)
+        return get_megatron_optimizer(
+            config,
+            nn.ParameterDict(params),
+            process_groups=ProcessGroups(dp=group),
+            param_groups=named,
+        )
 
-    found = {"model": error_of(lambda: built((300, 40 if rank == 1 else 50))),
-             "config": error_of(lambda: built((300, 50), 0.2 if rank == 2 else 0.1)),
-             "order": error_of(lambda: built((300, 50), reverse=rank == 1))}
+    found = {
+        "model": error_of(lambda: built((300, 40 if rank == 1 else 50))),
+        "config": error_of(lambda: built((300, 50), 0.2 if rank == 2 else 0.1)),
+        "order": error_of(lambda: built((300, 50), reverse=rank == 1)),
+    }
     optimizer = built((300, 50))
     if rank == 2:
         optimizer.param_groups[1]["lr"] = 0.3
@@ -419,15 +563,24 @@ def main(directory: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3, 4)}
-    halves = {name: [dist.new_group(list(ranks)) for ranks in both] for name, both in
-              {"expert_dp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))}.items()}
+    halves = {
+        name: [dist.new_group(list(ranks)) for ranks in both]
+        for name, both in {"expert_dp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))}.items()
+    }
     own = {"expert_dp": halves["expert_dp"][rank % 2], "ep": halves["ep"][rank // 2]}
-    results: dict[str, Any] = {repr(case): train(*build(case, groups[case.ranks]), case, rank) for case in cases()
-                               if rank < case.ranks}
+    results: dict[str, Any] = {
+        repr(case): train(*build(case, groups[case.ranks]), case, rank)
+        for case in cases()
+        if rank < case.ranks
+    }
     results["experts"] = [experts_on_two_ranks(rank, *layout, own) for layout in EXPERT_LAYOUTS]
     results["forgotten groups"] = forgotten_groups(own)
-    results["duplicates"] = [duplicates(rank, layout, own) for layout in ("no_shard", "optim", "optim_grads")]
-    results["resumed"] = {layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")}
+    results["duplicates"] = [
+        duplicates(rank, layout, own) for layout in ("no_shard", "optim", "optim_grads")
+    ]
+    results["resumed"] = {
+        layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")
+    }
     results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
     results["sum"] = sum_instead_of_average(rank, groups[4])
     results["fraction"] = fraction_for_all(rank, groups[4])

@@ -1,7 +1,8 @@
-"""A CUDA graph for machines without one: a tape of launches and torch operations, replayed into the same tensors.
+"""A CUDA graph for machines without one: a tape of launches and torch operations, replayed into the
+same tensors.
 
-As with the real thing, capturing does nothing to tensors that were there before, a replay finds everything at the
-addresses of the capture, and whoever reads a tensor while it is captured fails.
+As with the real thing, capturing does nothing to tensors that were there before, a replay finds
+everything at the addresses of the capture, and whoever reads a tensor while it is captured fails.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class _Tape(TorchDispatchMode):
             self.played.append(lambda: func(*args, **kwargs))
             return args[0]
         found = func(*args, **kwargs)
-        memory = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        memory = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         views = [leaf for leaf in tree_leaves(found) if leaf.untyped_storage().data_ptr() in memory]
         if not views and not name.startswith(("empty", "new_empty")):
             self.played.append(lambda: self.write(found, func(*args, **kwargs)))
@@ -68,8 +73,13 @@ class TapeGraph:
             return place
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GridExecutor, "__call__", lambda executor, *args, **named: self.played.append(
-                lambda: launch(executor, *args, **named)))
+            patch.setattr(
+                GridExecutor,
+                "__call__",
+                lambda executor, *args, **named: self.played.append(
+                    lambda: launch(executor, *args, **named)
+                ),
+            )
             patch.setattr(pending, "root", rooted)
             patch.setattr(backend, "root", rooted)
             with _Tape(self.played):

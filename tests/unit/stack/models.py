@@ -14,7 +14,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class TinyMoE(nn.Module):
-    """Embedding, a dense layer, two experts as 3-D weights with a soft router, an FP32 norm scale."""
+    """Embedding, a dense layer, two experts as 3-D weights with a soft router, an FP32 norm
+    scale."""
 
     def __init__(self, dtype: torch.dtype, experts: bool = True, seed: int = 0) -> None:
         super().__init__()
@@ -27,7 +28,11 @@ class TinyMoE(nn.Module):
         self.dense = weight(8, 8)
         self.bias = weight(8)
         self.scale = nn.Parameter(torch.ones(1))
-        self.experts = nn.ParameterDict({"up": weight(2, 8, 16), "down": weight(2, 16, 8)}) if experts else None
+        self.experts = (
+            nn.ParameterDict({"up": weight(2, 8, 16), "down": weight(2, 16, 8)})
+            if experts
+            else None
+        )
         self.router = weight(8, 2) if experts else None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -35,7 +40,10 @@ class TinyMoE(nn.Module):
         hidden = torch.tanh(hidden @ self.dense + self.bias)
         if self.experts is not None and self.router is not None:
             gates = (hidden.float() @ self.router.float()).softmax(-1)
-            outputs = [torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e] for e in range(2)]
+            outputs = [
+                torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e]
+                for e in range(2)
+            ]
             hidden = sum(gates[..., e : e + 1].to(hidden.dtype) * outputs[e] for e in range(2))
         logits = (hidden @ self.embed.t()).float() * self.scale
         return nn.functional.cross_entropy(logits[:-1], tokens[1:])
@@ -46,9 +54,14 @@ COMPACT: dict[str, dict[str, Any]] = {
     "fp16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
     "8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
     "8bit8": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8},
-    "stochastic": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8,
-                   "stochastic_rounding": True},
-    "remainder": {}, "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
+    "stochastic": {
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "uint8",
+        "param_remainder_bits": 8,
+        "stochastic_rounding": True,
+    },
+    "remainder": {},
+    "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }
 """Forms of state; a precision "bf16-8bit" is a bf16 model with the third."""
 
@@ -66,12 +79,18 @@ def config_for(precision: str, fraction: float = 0.0, **settings: Any) -> Optimi
         flags["initial_loss_scale"] = 2.0**12
     if fraction > 0:
         flags |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    return OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, **flags, **settings})
+    return OptimizerConfig(
+        **{"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, **flags, **settings}
+    )
 
 
-def build(precision: str, fraction: float = 0.0, experts: bool = True, seed: int = 0, **settings: Any):
+def build(
+    precision: str, fraction: float = 0.0, experts: bool = True, seed: int = 0, **settings: Any
+):
     model = TinyMoE(DTYPES[precision.split("-")[0]], experts, seed)
-    optimizer = get_megatron_optimizer(config_for(precision, fraction, **settings), model, expert_predicate=is_expert)
+    optimizer = get_megatron_optimizer(
+        config_for(precision, fraction, **settings), model, expert_predicate=is_expert
+    )
     return model, optimizer
 
 
@@ -91,8 +110,14 @@ def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> list[
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(
+            a.contiguous().reshape(-1).view(torch.uint8),
+            b.contiguous().reshape(-1).view(torch.uint8),
+        )
+    )
 
 
 class AdversarialTransfer:

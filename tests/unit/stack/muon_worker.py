@@ -1,4 +1,5 @@
-"""Four gloo processes: Muon over parameters that are split in every way, beside the same parameters whole."""
+"""Four gloo processes: Muon over parameters that are split in every way, beside the same parameters
+whole."""
 
 import os
 import sys
@@ -10,11 +11,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, ParamKey, ProcessGroups, get_megatron_optimizer
+from mp_optim import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    ProcessGroups,
+    get_megatron_optimizer,
+)
 
-SHAPES = {"wide": (6, 10), "tall": (10, 6), "narrow": (2, 9), "fused": (32, 6), "embed": (7, 6), "bias": (9,),
-          "experts.up": (4, 6, 10), "experts.down": (3, 8, 6)}
-OVERRIDES = {ParamKey(name="fused"): {"qkv_split_shapes": (4, 2, 2)}, ParamKey(name="embed"): {"optimizer": "adam"}}
+SHAPES = {
+    "wide": (6, 10),
+    "tall": (10, 6),
+    "narrow": (2, 9),
+    "fused": (32, 6),
+    "embed": (7, 6),
+    "bias": (9,),
+    "experts.up": (4, 6, 10),
+    "experts.down": (3, 8, 6),
+}
+OVERRIDES = {
+    ParamKey(name="fused"): {"qkv_split_shapes": (4, 2, 2)},
+    ParamKey(name="embed"): {"optimizer": "adam"},
+}
 STEPS = 3
 FRACTIONS = (0.0, 0.5, 1.0)
 
@@ -22,7 +40,9 @@ FRACTIONS = (0.0, 0.5, 1.0)
 def values(step: int) -> dict[str, Tensor]:
     """Parameters at step -1, gradients at the others."""
     generator = torch.Generator().manual_seed(100 + step)
-    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()
+    }
 
 
 def model_of(params: dict[str, Tensor]) -> nn.Module:
@@ -34,16 +54,26 @@ def model_of(params: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def built(model: nn.Module, fraction: float, groups: ProcessGroups | None = None, **settings: object
-          ) -> MegatronOptimizer:
-    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
-    config = OptimizerConfig(optimizer="muon", lr=1e-2, weight_decay=0.1, bf16=True, **offload, **settings)
+def built(
+    model: nn.Module, fraction: float, groups: ProcessGroups | None = None, **settings: object
+) -> MegatronOptimizer:
+    offload = (
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
+    )
+    config = OptimizerConfig(
+        optimizer="muon", lr=1e-2, weight_decay=0.1, bf16=True, **offload, **settings
+    )
     return get_megatron_optimizer(config, model, OVERRIDES, process_groups=groups)
 
 
-def train(part: Callable[[str, Tensor], Tensor], whole: Callable[[str, Tensor], Tensor], fraction: float,
-          groups: ProcessGroups | None = None, mark: Callable[[str, Tensor], None] = lambda name, param: None,
-          **settings: object) -> dict[str, Tensor]:
+def train(
+    part: Callable[[str, Tensor], Tensor],
+    whole: Callable[[str, Tensor], Tensor],
+    fraction: float,
+    groups: ProcessGroups | None = None,
+    mark: Callable[[str, Tensor], None] = lambda name, param: None,
+    **settings: object,
+) -> dict[str, Tensor]:
     """Step parameters that are parts of the whole ones; their main params come back whole."""
     model = model_of({name: part(name, value) for name, value in values(-1).items()})
     named = dict(model.named_parameters())
@@ -59,7 +89,9 @@ def train(part: Callable[[str, Tensor], Tensor], whole: Callable[[str, Tensor], 
 
 def single(fraction: float = 0.0, **settings: object) -> dict[str, Tensor]:
     """The same in one process."""
-    return train(lambda name, value: value.clone(), lambda name, main: main.detach(), fraction, **settings)
+    return train(
+        lambda name, value: value.clone(), lambda name, main: main.detach(), fraction, **settings
+    )
 
 
 def _rows(name: str) -> Sequence[object]:
@@ -83,19 +115,30 @@ def _hybrid(name: str) -> Sequence[object]:
 
 
 CASES: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
-    "1 rank": ((1,), _rows), "2 ranks, rows": ((2,), _rows), "4 ranks, rows": ((4,), _rows),
-    "4 ranks, columns": ((4,), _columns), "2 ranks, middle": ((2,), _middle), "2 x 2, both": ((2, 2), _grid),
-    "2 x 2, copies": ((2, 2), _hybrid)}
+    "1 rank": ((1,), _rows),
+    "2 ranks, rows": ((2,), _rows),
+    "4 ranks, rows": ((4,), _rows),
+    "4 ranks, columns": ((4,), _columns),
+    "2 ranks, middle": ((2,), _middle),
+    "2 x 2, both": ((2, 2), _grid),
+    "2 x 2, copies": ((2, 2), _hybrid),
+}
 
 
-def on_mesh(mesh: DeviceMesh, layout: Callable[[str], Sequence[object]], fraction: float, **settings: object
-            ) -> dict[str, Tensor]:
-    return train(lambda name, value: distribute_tensor(value, mesh, layout(name)),
-                 lambda name, main: main.full_tensor() if isinstance(main, DTensor) else main, fraction, **settings)
+def on_mesh(
+    mesh: DeviceMesh, layout: Callable[[str], Sequence[object]], fraction: float, **settings: object
+) -> dict[str, Tensor]:
+    return train(
+        lambda name, value: distribute_tensor(value, mesh, layout(name)),
+        lambda name, main: main.full_tensor() if isinstance(main, DTensor) else main,
+        fraction,
+        **settings,
+    )
 
 
 def tensor_parallel() -> dict[str, Tensor]:
-    """Plain tensors with Megatron's attributes: matrices split by rows or columns, the others on every rank."""
+    """Plain tensors with Megatron's attributes: matrices split by rows or columns, the others on
+    every rank."""
     world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     dims = {"fused": 0, "experts.up": 0}  # what divides by four
 

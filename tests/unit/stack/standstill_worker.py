@@ -1,4 +1,5 @@
-"""Two pipeline stages: the first gets scaled gradients from the second, and never asks for the scale itself."""
+"""Two pipeline stages: the first gets scaled gradients from the second, and never asks for the
+scale itself."""
 
 import sys
 import warnings
@@ -16,8 +17,9 @@ def stage(rank: int, **settings: object) -> tuple[nn.Module, object]:
     model = nn.ParameterDict({f"stage{rank}": nn.Parameter(torch.ones(4, dtype=torch.float16))})
     overrides = {ParamKey(name="stage0"): {"max_lr": 1e-3}}  # matches on one rank only
     groups = ProcessGroups(grad_stats=dist.group.WORLD)
-    return model, get_megatron_optimizer(OptimizerConfig(lr=0.1, fp16=True, **settings), model, overrides,
-                                         process_groups=groups)
+    return model, get_megatron_optimizer(
+        OptimizerConfig(lr=0.1, fp16=True, **settings), model, overrides, process_groups=groups
+    )
 
 
 def main(folder: Path) -> None:
@@ -48,8 +50,11 @@ def main(folder: Path) -> None:
         stack.step()
     found["said"] = [str(warning.message) for warning in caught]
 
-    empty = get_megatron_optimizer(OptimizerConfig(lr=0.1), nn.Identity(),
-                                   process_groups=ProcessGroups(grad_stats=dist.group.WORLD))
+    empty = get_megatron_optimizer(
+        OptimizerConfig(lr=0.1),
+        nn.Identity(),
+        process_groups=ProcessGroups(grad_stats=dist.group.WORLD),
+    )
     found["stub"] = bool(empty.step().success)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -12,13 +12,19 @@ SETTINGS = [{}, {"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9)}, {"eps
 
 def model_of(count):
     generator = torch.Generator().manual_seed(0)
-    return nn.ParameterDict({f"p{index}": nn.Parameter(torch.randn(3 + index, generator=generator).bfloat16())
-                             for index in range(count)})
+    return nn.ParameterDict(
+        {
+            f"p{index}": nn.Parameter(torch.randn(3 + index, generator=generator).bfloat16())
+            for index in range(count)
+        }
+    )
 
 
 def groups_of(model):
-    return [{"params": [param], "param_names": [name], **settings}
-            for (name, param), settings in zip(model.items(), SETTINGS, strict=True)]
+    return [
+        {"params": [param], "param_names": [name], **settings}
+        for (name, param), settings in zip(model.items(), SETTINGS, strict=True)
+    ]
 
 
 def trained(start, fraction, **settings):
@@ -34,9 +40,14 @@ def trained(start, fraction, **settings):
         for param in model.values():
             param.grad = torch.randn(param.shape, generator=generator).bfloat16()
         optimizer.step()
-    plain = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    plain = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     state = optimizer.state_dict()["state"]
-    tensors = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}
+    tensors = {
+        f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()
+    }
     return plain, {**tensors, **{name: param.detach() for name, param in model.items()}}
 
 

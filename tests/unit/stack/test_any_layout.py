@@ -1,4 +1,5 @@
-"""Random layouts of ranks against one process: the first cases of ``tools/fuzz_ranks.py``, and that it sees faults."""
+"""Random layouts of ranks against one process: the first cases of ``tools/fuzz_ranks.py``, and that
+it sees faults."""
 
 from __future__ import annotations
 
@@ -17,8 +18,15 @@ from layout_fuzz.pool import Pool
 from layout_fuzz.trying import Verdict, attempt
 
 LAYOUTS = 60
-ADAM = Case(0, "processes", "adam", "bf16", (Layer("blocks.0", (Param("w", (300,)), Param("b", (6,)))),),
-            (Layout("copies", (("dp", 2),)),), streams=2)
+ADAM = Case(
+    0,
+    "processes",
+    "adam",
+    "bf16",
+    (Layer("blocks.0", (Param("w", (300,)), Param("b", (6,)))),),
+    (Layout("copies", (("dp", 2),)),),
+    streams=2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,31 +37,54 @@ def pool():
 
 @pytest.mark.parametrize("first", range(0, LAYOUTS, 10))
 def test_any_layout_trains_like_one_process(pool, first):
-    """Rules, dtypes, ZeRO, FSDP2, tensor, expert and pipeline parallelism, places, checkpoints between them, bad
-    gradients, ranks that disagree: ``python tools/fuzz_ranks.py --case NUMBER`` tries one again."""
+    """Rules, dtypes, ZeRO, FSDP2, tensor, expert and pipeline parallelism, places, checkpoints
+    between them, bad gradients, ranks that disagree: ``python tools/fuzz_ranks.py --case NUMBER``
+    tries one again."""
     for case in map(draw, range(first, first + 10)):
         verdict = attempt(pool, case)
         assert not verdict.faults, "\n".join((grouped(case), repr(case), *verdict.faults))
 
 
-@pytest.mark.parametrize("settings", [
-    {"data_parallel_sharding_strategy": "optim"}, {"data_parallel_sharding_strategy": "optim_grads"},
-    {"data_parallel_sharding_strategy": "no_shard"}, {"use_layer_wise_distributed_optimizer": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data_parallel_sharding_strategy": "optim"},
+        {"data_parallel_sharding_strategy": "optim_grads"},
+        {"data_parallel_sharding_strategy": "no_shard"},
+        {"use_layer_wise_distributed_optimizer": True},
+    ],
+    ids=str,
+)
 def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(pool, settings):
-    """Megatron's ``partition_dim`` is one of the parameter, not of the flat piece that a rank owns of it."""
-    layers = tuple(Layer(f"blocks.{dim}", (Param("w", (40, 20, 8), splits=dim),)) for dim in range(3))
-    case = Case(0, "threads", "adam", "bf16", layers, (Layout(
-        "copies", (("dp", 2), ("tp", 2)), settings=tuple(settings.items())),), streams=2)
+    """Megatron's ``partition_dim`` is one of the parameter, not of the flat piece that a rank owns
+    of it."""
+    layers = tuple(
+        Layer(f"blocks.{dim}", (Param("w", (40, 20, 8), splits=dim),)) for dim in range(3)
+    )
+    case = Case(
+        0,
+        "threads",
+        "adam",
+        "bf16",
+        layers,
+        (Layout("copies", (("dp", 2), ("tp", 2)), settings=tuple(settings.items())),),
+        streams=2,
+    )
     assert attempt(pool, case) == Verdict()
 
 
 @pytest.mark.parametrize("what", ["lr", "clip_grad"])
-@pytest.mark.parametrize("mesh", [(("dp_replicate", 2), ("dp_shard", 2)), (("dp", 2), ("tp", 2))], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(("dp_replicate", 2), ("dp_shard", 2)), (("dp", 2), ("tp", 2))], ids=str
+)
 def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
-    """HSDP, and what tensor parallelism does not cut: all ranks that hold a copy or a part hear of one that differs."""
+    """HSDP, and what tensor parallelism does not cut: all ranks that hold a copy or a part hear of
+    one that differs."""
     layer = Layer("blocks.0", (Param("w", (16, 24), splits=0), Param("b", (16,))))
     odd = Disagreement(what, 3, 1 if what == "lr" else -1)
-    case = ADAM.with_(layers=(layer,), layouts=(Layout("fsdp", mesh),), streams=4, clip=1.0, disagreement=odd)
+    case = ADAM.with_(
+        layers=(layer,), layouts=(Layout("fsdp", mesh),), streams=4, clip=1.0, disagreement=odd
+    )
     assert attempt(pool, case) == Verdict()
 
 
@@ -61,17 +92,26 @@ def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
 def test_remainders_saved_beside_whole_parameters_load_beside_parts(pool, kind):
     """The checksum of a whole parameter says nothing about a part of it."""
     layouts = (Layout("alone"), Layout(kind, (("dp", 2),)))
-    case = ADAM.with_(world="threads", precision="bf16-remainder", layouts=layouts,
-                      steps=3, change=2)
+    case = ADAM.with_(
+        world="threads", precision="bf16-remainder", layouts=layouts, steps=3, change=2
+    )
     assert attempt(pool, case) == Verdict()
 
 
 @pytest.mark.parametrize("precision", ["bf16-half", "bf16-8bit"])
 def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(pool, precision):
     """The scales of no elements have the shape of no rows."""
-    layout = Layout("copies", (("dp", 2),), settings=(("use_layer_wise_distributed_optimizer", True),))
-    case = ADAM.with_(world="threads", rule="muon", precision=precision, layouts=(Layout("alone"), layout), change=2,
-                      layers=(Layer("blocks.0", (Param("w", (16, 24)), Param("b", (8, 6)))),))
+    layout = Layout(
+        "copies", (("dp", 2),), settings=(("use_layer_wise_distributed_optimizer", True),)
+    )
+    case = ADAM.with_(
+        world="threads",
+        rule="muon",
+        precision=precision,
+        layouts=(Layout("alone"), layout),
+        change=2,
+        layers=(Layer("blocks.0", (Param("w", (16, 24)), Param("b", (8, 6)))),),
+    )
     assert attempt(pool, case) == Verdict()
 
 
@@ -80,7 +120,12 @@ def test_a_number_is_a_case():
     assert cases == [draw(number) for number in range(300)]
     assert eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math}) == cases[7]
     assert {case.world for case in cases} == {"threads", "processes"}
-    assert {layout.kind for case in cases for layout in case.layouts} == {"alone", "copies", "fsdp", "placed"}
+    assert {layout.kind for case in cases for layout in case.layouts} == {
+        "alone",
+        "copies",
+        "fsdp",
+        "placed",
+    }
 
 
 @pytest.mark.parametrize(("world", "rule"), [("threads", "adam"), ("processes", "sgd")])
@@ -91,8 +136,11 @@ def test_one_bit_too_many_is_seen(pool, world, rule, monkeypatch):
     case = ADAM.with_(world=world, rule=rule)
     assert not attempt(pool, case).faults
     config_of = alone.config_of
-    monkeypatch.setattr(alone, "config_of", lambda *given: dataclasses.replace(
-        config_of(*given), lr=2.0**-6 * (1 + 2.0**-22)))
+    monkeypatch.setattr(
+        alone,
+        "config_of",
+        lambda *given: dataclasses.replace(config_of(*given), lr=2.0**-6 * (1 + 2.0**-22)),
+    )
     assert any("differ" in fault for fault in attempt(pool, case).faults)
 
 

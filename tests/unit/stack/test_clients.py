@@ -3,7 +3,10 @@
 import pytest
 import torch
 from models import build, same_bits, tokens_of, train
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
@@ -45,7 +48,9 @@ def test_dcp_optimizer_state_dict(fraction, flatten):
     other_model, other = build("bf16", fraction, seed=4)
     other_model.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other_model, other, saved, options=options)
-    assert all(same_bits(a, b.detach()) for a, b in zip(expected, other_model.parameters(), strict=True))
+    assert all(
+        same_bits(a, b.detach()) for a, b in zip(expected, other_model.parameters(), strict=True)
+    )
     assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
 
 
@@ -72,16 +77,41 @@ def test_hf_trainer(tmp_path):
     from mp_optim import OptimizerConfig, get_megatron_optimizer
 
     torch.manual_seed(0)
-    model = MixtralForCausalLM(MixtralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=2, max_position_embeddings=32)).bfloat16()
-    optimizer = get_megatron_optimizer(OptimizerConfig(
-        lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5), model)
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=2,
+            max_position_embeddings=32,
+        )
+    ).bfloat16()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
+        ),
+        model,
+    )
     row = torch.arange(16) % 8
-    arguments = TrainingArguments(tmp_path, max_steps=12, per_device_train_batch_size=2, use_cpu=True,
-                                  report_to=[], save_steps=6, logging_steps=4, disable_tqdm=True)
-    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row}] * 24,
-                      optimizers=(optimizer, None))
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=12,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        save_steps=6,
+        logging_steps=4,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": row, "labels": row}] * 24,
+        optimizers=(optimizer, None),
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] and (tmp_path / "checkpoint-6" / "optimizer.pt").is_file()

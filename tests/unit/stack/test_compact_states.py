@@ -1,4 +1,5 @@
-"""Compact states through the stack: the same bits in every place, saved, loaded, converted only on request."""
+"""Compact states through the stack: the same bits in every place, saved, loaded, converted only on
+request."""
 
 import copy
 
@@ -9,8 +10,12 @@ from models import COMPACT, build, same_bits, train
 from mp_optim import HybridDeviceOptimizer, checkpoint
 from mp_optim.slots import Slot
 
-FORMS = [f"{base}-{form}" for base in ("bf16", "fp16", "fp32") for form in COMPACT
-         if base == "bf16" or form in ("bf16", "fp16", "8bit")]
+FORMS = [
+    f"{base}-{form}"
+    for base in ("bf16", "fp16", "fp32")
+    for form in COMPACT
+    if base == "bf16" or form in ("bf16", "fp16", "8bit")
+]
 
 
 def weights(model):
@@ -27,8 +32,11 @@ def assert_same(found, expected):
 
 
 def state_of(optimizer):
-    return {f"{slot}.{key}": value.clone() for slot in optimizer.slots()
-            for key, value in optimizer.slot_state(slot).items()}
+    return {
+        f"{slot}.{key}": value.clone()
+        for slot in optimizer.slots()
+        for key, value in optimizer.slot_state(slot).items()
+    }
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "lion", "sgd"])
@@ -47,7 +55,9 @@ def test_every_fraction_gives_the_same_bits_and_resumes(tmp_path, form, rule):
             checkpoint.save(tmp_path / str(index), model, optimizer)
             model, optimizer = build(form, 1.0 - fraction, seed=9, **settings)
             checkpoint.load(tmp_path / str(index), model, optimizer)
-        runs.append((losses + train(model, optimizer, 3, start=3), weights(model), state_of(optimizer)))
+        runs.append(
+            (losses + train(model, optimizer, 3, start=3), weights(model), state_of(optimizer))
+        )
     assert runs[0][0][-1] < runs[0][0][0]
     for losses, params, state in runs[1:]:
         assert losses == runs[0][0]
@@ -63,7 +73,8 @@ def test_remainders_give_the_main_params_that_float32_ones_have():
     state = optimizer.state[model.dense]
     assert state["remainder"].dtype == torch.int16 and "master_param" not in state
     assert sum(row.bytes for row in optimizer.describe().rows if row.place == "device") < sum(
-        row.bytes for row in wide.describe().rows)
+        row.bytes for row in wide.describe().rows
+    )
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
@@ -73,7 +84,8 @@ def test_compact_states_train_like_float32_ones(rule):
     for form in COMPACT:
         model, optimizer = build(f"bf16-{form}", optimizer=rule)
         losses = train(model, optimizer, 12)
-        # Weights of a few hundredths and an lr of a hundredth: a rounded moment moves the loss in the third digit.
+        # Weights of a few hundredths and an lr of a hundredth: a rounded moment moves the loss in
+        # the third digit.
         assert losses[-1] == pytest.approx(expected[-1], abs=0.05), form
 
 
@@ -83,21 +95,40 @@ def test_dtypes_and_shapes_of_what_is_kept():
     for param in (model.dense, model.embed, model.experts["up"]):
         state = optimizer.state[param]
         assert {key: value.dtype for key, value in state.items()} == {
-            "step": torch.float32, "exp_avg": torch.int8, "exp_avg_scale": torch.float32, "exp_avg_sq": torch.uint8,
-            "exp_avg_sq_scale": torch.float32, "remainder": torch.int8}
-        assert state["exp_avg"].shape == state["remainder"].shape == param.shape and state["exp_avg"].any()
+            "step": torch.float32,
+            "exp_avg": torch.int8,
+            "exp_avg_scale": torch.float32,
+            "exp_avg_sq": torch.uint8,
+            "exp_avg_sq_scale": torch.float32,
+            "remainder": torch.int8,
+        }
+        assert (
+            state["exp_avg"].shape == state["remainder"].shape == param.shape
+            and state["exp_avg"].any()
+        )
         assert state["exp_avg_scale"].shape == (-(-param.numel() // 256),)
-    assert set(optimizer.state[model.scale]) == {"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"}
+    assert set(optimizer.state[model.scale]) == {
+        "step",
+        "exp_avg",
+        "exp_avg_scale",
+        "exp_avg_sq",
+        "exp_avg_sq_scale",
+    }
 
 
-@pytest.mark.parametrize("form", ["bf16-8bit8", "bf16-fp16", "bf16-bf16", "fp16-8bit", "bf16-stochastic"])
+@pytest.mark.parametrize(
+    "form", ["bf16-8bit8", "bf16-fp16", "bf16-bf16", "fp16-8bit", "bf16-stochastic"]
+)
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_the_full_precision_form_loses_nothing(tmp_path, form, on_disk):
-    """FP32 on request; read back it is the same bits. Stochastic codes that miss their block's largest are rescaled."""
+    """FP32 on request; read back it is the same bits. Stochastic codes that miss their block's
+    largest are rescaled."""
     model, optimizer = build(form)
     train(model, optimizer, 3)
     full = optimizer.state_dict(full_precision=True)
-    assert all(value.dtype == torch.float32 for state in full["state"].values() for value in state.values())
+    assert all(
+        value.dtype == torch.float32 for state in full["state"].values() for value in state.values()
+    )
     assert ["master_param" in full["state"][i] for i in (0, 3)] == [True, True]
     before = state_of(optimizer)
     other_model, other = build(form, 0.5, seed=5)
@@ -116,7 +147,12 @@ def test_float32_states_become_compact_only_on_request(tmp_path):
     wide_model, wide = build("bf16")
     train(wide_model, wide, 3)
     checkpoint.save(tmp_path, wide_model, wide)
-    for form, loses in (("bf16-remainder", False), ("bf16-bf16", True), ("bf16-8bit", True), ("bf16-8bit8", True)):
+    for form, loses in (
+        ("bf16-remainder", False),
+        ("bf16-bf16", True),
+        ("bf16-8bit", True),
+        ("bf16-8bit8", True),
+    ):
         model, optimizer = build(form, 0.5, seed=4)
         if loses:
             before = state_of(optimizer)
@@ -124,9 +160,13 @@ def test_float32_states_become_compact_only_on_request(tmp_path):
                 checkpoint.load(tmp_path, model, optimizer)
             assert_same(state_of(optimizer), before)
         checkpoint.load(tmp_path, model, optimizer, convert=loses)
-        assert_same(mains(optimizer) if form != "bf16-8bit8" else {}, mains(wide) if form != "bf16-8bit8" else {})
+        assert_same(
+            mains(optimizer) if form != "bf16-8bit8" else {},
+            mains(wide) if form != "bf16-8bit8" else {},
+        )
         assert train(model, optimizer, 2, start=3) == pytest.approx(
-            train(*copy_of(tmp_path, "bf16"), 2, start=3), abs=0.02)
+            train(*copy_of(tmp_path, "bf16"), 2, start=3), abs=0.02
+        )
 
 
 def copy_of(path, form):
@@ -177,7 +217,9 @@ def test_weights_written_outside_are_trained_on(fraction, traceless):
         optimizer.reload_model_params()
         assert not any(main.any() for main in mains(optimizer).values())
     losses = train(model, optimizer, 2, start=2)
-    assert all(loss == loss for loss in losses) and all(bool(p.isfinite().all()) for p in model.parameters())
+    assert all(loss == loss for loss in losses) and all(
+        bool(p.isfinite().all()) for p in model.parameters()
+    )
 
 
 def test_replaced_tensors_keep_their_remainders():
@@ -187,7 +229,9 @@ def test_replaced_tensors_keep_their_remainders():
     param = torch.nn.Parameter(model.dense.detach().clone())
     model.dense = param
     for group in optimizer.param_groups:
-        group["params"] = [param if group_param.shape == (8, 8) else group_param for group_param in group["params"]]
+        group["params"] = [
+            param if group_param.shape == (8, 8) else group_param for group_param in group["params"]
+        ]
     assert_same(mains(optimizer), expected)
     train(model, optimizer, 1, start=2)
     assert not same_bits(dict(optimizer.named_main_params())["dense"], expected["dense"])
@@ -212,8 +256,12 @@ def test_stochastic_rounding_depends_on_seed_and_name_alone():
 
 
 def test_the_hybrid_optimizer_alone_keeps_remainders_too():
-    params = [torch.nn.Parameter(torch.full((300,), 0.5 + i, dtype=torch.bfloat16)) for i in range(2)]
-    optimizer = HybridDeviceOptimizer(params, 0.5, lr=1e-4, sub_optimizer_kwargs={"store_param_remainders": True})
+    params = [
+        torch.nn.Parameter(torch.full((300,), 0.5 + i, dtype=torch.bfloat16)) for i in range(2)
+    ]
+    optimizer = HybridDeviceOptimizer(
+        params, 0.5, lr=1e-4, sub_optimizer_kwargs={"store_param_remainders": True}
+    )
     for _ in range(3):
         for param in params:
             param.grad = torch.full_like(param, 0.1)

@@ -24,10 +24,16 @@ from mp_optim.placement.plan import plan_offload
 def test_outer_groups_are_live_and_hold_the_models_parameters():
     model, optimizer = build("bf16", 0.5)
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert isinstance(optimizer, torch.optim.Optimizer) and {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert isinstance(optimizer, torch.optim.Optimizer) and {id(p) for p in held} == {
+        id(p) for p in model.parameters()
+    }
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert all(p.main_param is not p and p.main_param.dtype == torch.float32 for p in held if p.dtype != torch.float32)
+    assert all(
+        p.main_param is not p and p.main_param.dtype == torch.float32
+        for p in held
+        if p.dtype != torch.float32
+    )
 
 
 def test_state_is_a_view_by_current_tensor():
@@ -88,7 +94,11 @@ def test_model_chunks_are_one_optimizer():
     chunks = [nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()]
     optimizer = get_megatron_optimizer(config_for("bf16", 0.5), chunks)
     assert {name for name, _ in optimizer.named_main_params()} == {
-        "0.weight", "0.bias", "1.weight", "1.bias"}
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    }
     chunks[1](chunks[0](torch.ones(1, 4).bfloat16())).sum().backward()
     assert optimizer.step().success
 
@@ -105,7 +115,9 @@ def test_a_chain_grows_by_kind_and_answers_for_its_parts():
     optimizer.reload_model_params()
     optimizer.offload_to_cpu()
     optimizer.restore_from_cpu()
-    assert dict(optimizer.named_main_params()).keys() == {n for n, _ in model.named_parameters()} | {"late"}
+    assert dict(optimizer.named_main_params()).keys() == {
+        n for n, _ in model.named_parameters()
+    } | {"late"}
     assert optimizer.device == torch.device("cpu") and not optimizer.is_stub_optimizer
     assert optimizer.init_state() is None and optimizer.has_separate_main(optimizer.slots()[0])
     with pytest.raises(AttributeError, match="chained_optimizers"):
@@ -117,7 +129,9 @@ def test_a_chain_grows_by_kind_and_answers_for_its_parts():
 
 def test_a_chain_needs_parts_of_one_config():
     def part(**settings):
-        return FP32Optimizer(FusedAdam([nn.Parameter(torch.ones(1))]), config_for("fp32", **settings))
+        return FP32Optimizer(
+            FusedAdam([nn.Parameter(torch.ones(1))]), config_for("fp32", **settings)
+        )
 
     with pytest.raises(ValueError, match="empty"):
         ChainedOptimizer([])
@@ -146,8 +160,12 @@ def test_timers_are_started_and_stopped():
         events.clear()
         model, optimizer = build("bf16", timers=timers, barrier_with_L1_time=barrier)
         train(model, optimizer, 1)
-        assert events == [("optimizer-clip-main-grad", "start", barrier), ("optimizer-clip-main-grad", "stop"),
-                          ("optimizer-inner-step", "start", barrier), ("optimizer-inner-step", "stop")]
+        assert events == [
+            ("optimizer-clip-main-grad", "start", barrier),
+            ("optimizer-clip-main-grad", "stop"),
+            ("optimizer-inner-step", "start", barrier),
+            ("optimizer-inner-step", "stop"),
+        ]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
@@ -197,12 +215,16 @@ def test_autograd_notices_the_step():
 
 def test_fp16_needs_a_loss_scale():
     with pytest.raises(ValueError, match="grad_scaler=None with fp16=True"):
-        Float16OptimizerWithFloat16Params(FusedAdam([nn.Parameter(torch.ones(2).half())]), config_for("fp16"))
+        Float16OptimizerWithFloat16Params(
+            FusedAdam([nn.Parameter(torch.ones(2).half())]), config_for("fp16")
+        )
 
 
 def test_defaults_that_differ_by_place_have_to_be_given():
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"weight_decay is 0\.0 by default on the device and 0\.01 on the host"):
+    with pytest.raises(
+        ValueError, match=r"weight_decay is 0\.0 by default on the device and 0\.01 on the host"
+    ):
         HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, lr=0.1)
     HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, lr=0.1, weight_decay=0.0)
 
@@ -223,8 +245,10 @@ def test_a_config_changed_since_and_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="param_groups="):
         get_megatron_optimizer(config_for("fp32"), nn.Linear(1, 1).parameters())
     with pytest.warns(UserWarning, match="offloads nothing"):
-        get_megatron_optimizer(config_for("fp32", optimizer_cpu_offload=True, optimizer_offload_fraction=0.0),
-                               nn.Linear(1, 1))
+        get_megatron_optimizer(
+            config_for("fp32", optimizer_cpu_offload=True, optimizer_offload_fraction=0.0),
+            nn.Linear(1, 1),
+        )
 
 
 def test_a_changed_shape_is_refused_by_name():
@@ -233,7 +257,9 @@ def test_a_changed_shape_is_refused_by_name():
     smaller = nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16))
     for group in optimizer.param_groups:
         group["params"] = [smaller if p is model.dense else p for p in group["params"]]
-    with pytest.raises(ValueError, match=r"dense: the parameter's local shape changed from \(8, 8\) to \(4, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"dense: the parameter's local shape changed from \(8, 8\) to \(4, 8\)"
+    ):
         optimizer.step()
 
 
@@ -260,18 +286,30 @@ def test_a_plan_holds_at_least_the_fraction_and_needs_its_last_choice(sizes, fra
         assert held - sizes[index] < fraction * sum(sizes) + 1e-9 * sum(sizes)
 
 
-shapes = st.lists(st.one_of(st.just(()), st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)),
-                  min_size=1, max_size=6)
+shapes = st.lists(
+    st.one_of(st.just(()), st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)),
+    min_size=1,
+    max_size=6,
+)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shapes, st.floats(0, 1), st.sampled_from(sorted(DTYPES)), st.sampled_from(["adam", "lamb", "sgd", "lion"]),
-       st.integers(0, 2**16))
+@given(
+    shapes,
+    st.floats(0, 1),
+    st.sampled_from(sorted(DTYPES)),
+    st.sampled_from(["adam", "lamb", "sgd", "lion"]),
+    st.integers(0, 2**16),
+)
 def test_any_shapes_give_the_same_bits_at_any_fraction(shapes, fraction, precision, rule, seed):
     def run(fraction):
         generator = torch.Generator().manual_seed(seed)
-        model = nn.ParameterDict({str(i): nn.Parameter(torch.randn(shape, generator=generator).to(DTYPES[precision]))
-                                  for i, shape in enumerate(shapes)})
+        model = nn.ParameterDict(
+            {
+                str(i): nn.Parameter(torch.randn(shape, generator=generator).to(DTYPES[precision]))
+                for i, shape in enumerate(shapes)
+            }
+        )
         optimizer = get_megatron_optimizer(config_for(precision, fraction, optimizer=rule), model)
         for _ in range(2):
             for param in model.values():

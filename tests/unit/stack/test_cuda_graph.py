@@ -19,14 +19,21 @@ from mp_optim.precision.graphed import MOST_CHANGES
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the tests marked gpu do this on the GPU"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 
 def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision.split("-")[0]]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
+        precision.split("-")[0]
+    ]
     values = torch.linspace(-1, 1, 300)
-    model = nn.ParameterDict({"whole": nn.Parameter(values.reshape(30, 10).to(dtype, copy=True)),
-                              "mtp": nn.Parameter(values[:40].to(dtype, copy=True))})
+    model = nn.ParameterDict(
+        {
+            "whole": nn.Parameter(values.reshape(30, 10).to(dtype, copy=True)),
+            "mtp": nn.Parameter(values[:40].to(dtype, copy=True)),
+        }
+    )
     model["mtp"].grad_norm_group = "mtp"
     for param in model.values():
         param.grad = torch.zeros_like(param)
@@ -34,7 +41,9 @@ def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, Megatron
     return model, get_megatron_optimizer(config, model, config_overrides={})
 
 
-def give_grads(model: nn.Module, optimizer: MegatronOptimizer, step: int, bad: float | None = None) -> None:
+def give_grads(
+    model: nn.Module, optimizer: MegatronOptimizer, step: int, bad: float | None = None
+) -> None:
     """New values in the same memory."""
     generator = torch.Generator().manual_seed(step)
     for param in model.values():
@@ -49,7 +58,8 @@ SHORT = {"moved": 5, "saved": 6, "loaded": 9, "added": 99, "end": 11}
 
 
 def story(precision: str, when: dict[str, int], **settings: Any) -> tuple[dict[str, Any], Any]:
-    """A run in which everything changes that may: rates, weight decay, gradient memory, loaded state, a new group."""
+    """A run in which everything changes that may: rates, weight decay, gradient memory, loaded
+    state, a new group."""
     model, optimizer = small(precision, **settings)
     results, replays, saved, weights = [], 0, {}, {}
     for step in range(when["end"]):
@@ -76,15 +86,24 @@ def story(precision: str, when: dict[str, int], **settings: Any) -> tuple[dict[s
         replays = optimizer.metrics().get("graph_replays", 0)
     state = optimizer.state_dict(full_precision=True)["state"]
     metrics = {k: v for k, v in optimizer.metrics().items() if not k.startswith("graph")}
-    return {"results": [tuple(result) for result in results], "metrics": metrics,
-            "state": {f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()},
-            "params": {name: p.detach().clone() for name, p in model.items()}}, (optimizer, replays)
+    return {
+        "results": [tuple(result) for result in results],
+        "metrics": metrics,
+        "state": {f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()},
+        "params": {name: p.detach().clone() for name, p in model.items()},
+    }, (optimizer, replays)
 
 
-@pytest.mark.parametrize(("precision", "settings", "when"), [
-    ("fp16", {"hysteresis": 1, "loss_scale_window": 4}, LONG), ("fp32", {"optimizer": "lamb"}, SHORT),
-    ("bf16-stochastic", {}, SHORT), ("bf16", {"optimizer": "sgd", "log_num_zeros_in_grad": True}, SHORT),
-    ("bf16", {"optimizer": "lion", "clip_grad": 0.0}, SHORT)])
+@pytest.mark.parametrize(
+    ("precision", "settings", "when"),
+    [
+        ("fp16", {"hysteresis": 1, "loss_scale_window": 4}, LONG),
+        ("fp32", {"optimizer": "lamb"}, SHORT),
+        ("bf16-stochastic", {}, SHORT),
+        ("bf16", {"optimizer": "sgd", "log_num_zeros_in_grad": True}, SHORT),
+        ("bf16", {"optimizer": "lion", "clip_grad": 0.0}, SHORT),
+    ],
+)
 def test_steps_equal_eager_ones(precision, settings, when, monkeypatch):
     graphs.allow(monkeypatch)
     eager, _ = story(precision, when, **settings)
@@ -112,11 +131,13 @@ def test_a_replay_reads_nothing_and_says_what_it_does(monkeypatch):
         else:
             optimizer.step()
         said.append(optimizer.describe().notes[0])
-    assert said == ["CUDA graph: eager: 1 of 2 steps alike; captured 0 times, replayed 0 times",
-                    "CUDA graph: eager: 2 of 2 steps alike; captured 0 times, replayed 0 times",
-                    "CUDA graph: replayed; captured 1 times, replayed 0 times",
-                    "CUDA graph: replayed; captured 1 times, replayed 1 times",
-                    "CUDA graph: replayed; captured 1 times, replayed 2 times"]
+    assert said == [
+        "CUDA graph: eager: 1 of 2 steps alike; captured 0 times, replayed 0 times",
+        "CUDA graph: eager: 2 of 2 steps alike; captured 0 times, replayed 0 times",
+        "CUDA graph: replayed; captured 1 times, replayed 0 times",
+        "CUDA graph: replayed; captured 1 times, replayed 1 times",
+        "CUDA graph: replayed; captured 1 times, replayed 2 times",
+    ]
 
 
 def test_gradients_that_move_every_time_are_stepped_eagerly_and_it_is_said(monkeypatch):
@@ -155,7 +176,9 @@ def test_replaced_parameters_and_missing_gradients_are_seen(monkeypatch):
                 new = nn.Parameter(model["whole"].detach().clone())
                 new.grad = model["whole"].grad
                 for group in optimizer.param_groups:
-                    group["params"] = [new if param is model["whole"] else param for param in group["params"]]
+                    group["params"] = [
+                        new if param is model["whole"] else param for param in group["params"]
+                    ]
                 model["whole"] = new
             if step == 9:
                 model["mtp"].grad = None
@@ -230,17 +253,27 @@ def test_a_step_that_cannot_be_captured_raises_and_leaves_everything_as_it_was(m
     with pytest.raises(RuntimeError, match="capturing"):
         optimizer.step()
     assert all(same_bits(param.detach(), before[name]) for name, param in model.items())
-    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [2.0, 2.0]
+    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [
+        2.0,
+        2.0,
+    ]
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"fused_backend": "apex"}, "fused_backend='apex' cannot be captured"),
-    ({"fused_backend": "torch"}, "fused_backend='torch' cannot be captured"),
-    ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, "a host part cannot be captured"),
-    ({"timers": lambda name, log_level: None}, "set timers=None")])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fused_backend": "apex"}, "fused_backend='apex' cannot be captured"),
+        ({"fused_backend": "torch"}, "fused_backend='torch' cannot be captured"),
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+            "a host part cannot be captured",
+        ),
+        ({"timers": lambda name, log_level: None}, "set timers=None"),
+    ],
+)
 def test_configs_that_contradict_it(settings, said):
     with pytest.raises(ValueError, match="optimizer_cuda_graph=True") as error:
         OptimizerConfig(lr=0.1, optimizer_cuda_graph=True, **settings)
@@ -248,12 +281,18 @@ def test_configs_that_contradict_it(settings, said):
 
 
 def test_without_a_gpu_and_where_the_host_has_to_know_it_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="optimizer_cuda_graph=True: the model's parameters are on cpu"):
+    with pytest.raises(
+        ValueError, match="optimizer_cuda_graph=True: the model's parameters are on cpu"
+    ):
         small(optimizer_cuda_graph=True)
     graphs.allow(monkeypatch)
-    with pytest.raises(ValueError, match="optimizer_cuda_graph=True: the step needs the verdict on the host"):
+    with pytest.raises(
+        ValueError, match="optimizer_cuda_graph=True: the step needs the verdict on the host"
+    ):
         build("bf16", optimizer_cuda_graph=True)
     params = [nn.Parameter(torch.ones(4))]
     config = OptimizerConfig(lr=0.1, fused_backend="triton", optimizer_cuda_graph=True)
     with pytest.raises(ValueError, match="max_grad_norm"):
-        Float16OptimizerWithFloat16Params(FusedLAMB(params, max_grad_norm=1.0, backend="triton"), config)
+        Float16OptimizerWithFloat16Params(
+            FusedLAMB(params, max_grad_norm=1.0, backend="triton"), config
+        )

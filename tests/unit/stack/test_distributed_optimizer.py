@@ -33,10 +33,19 @@ HERE = Path(__file__).parent
 def folder(tmp_path_factory):
     """Where the four processes left what they found."""
     folder = tmp_path_factory.mktemp("distributed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-               str(HERE / "distributed_worker.py"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        str(HERE / "distributed_worker.py"),
+        str(folder),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return folder
 
@@ -50,7 +59,9 @@ def ranks(folder):
 def kinds():
     found = defaultdict(list)
     for case in cases():
-        found[case.ranks, case.precision, case.rule, case.microbatches, case.fp32_reduce, case.clip].append(case)
+        found[
+            case.ranks, case.precision, case.rule, case.microbatches, case.fp32_reduce, case.clip
+        ].append(case)
     return found
 
 
@@ -62,7 +73,9 @@ def test_every_layout_and_placement_gives_the_same_bits(ranks, kind):
     for case in members:
         for rank in range(case.ranks):
             found, reference = ranks[rank][repr(case)], ranks[rank][repr(first)]
-            assert found["losses"] == reference["losses"] and found["params"] == reference["params"], case
+            assert (
+                found["losses"] == reference["losses"] and found["params"] == reference["params"]
+            ), case
             if "whole" in case.layout:  # other parts of the sum of squares: the last bits of FP64
                 assert found["norms"] == pytest.approx(reference["norms"], rel=1e-14)
             else:
@@ -71,11 +84,17 @@ def test_every_layout_and_placement_gives_the_same_bits(ranks, kind):
 
 
 def test_work_on_the_host_begins_before_the_step(ranks):
-    """Where nothing is clipped, what was stepped while gradients were reduced is what the step needs; with no_shard
-    they are only complete in the step."""
-    hits = {case: ranks[0][repr(case)]["hits"] for case in cases() if case.clip == 0.0 and case.rule == "adam"}
+    """Where nothing is clipped, what was stepped while gradients were reduced is what the step
+    needs; with no_shard they are only complete in the step."""
+    hits = {
+        case: ranks[0][repr(case)]["hits"]
+        for case in cases()
+        if case.clip == 0.0 and case.rule == "adam"
+    }
     assert len(hits) == 24 and sum(map(bool, hits.values())) == 4
-    assert all((hits[case] > 0) == (case.mode == "speculative" and "optim" in case.layout) for case in hits)
+    assert all(
+        (hits[case] > 0) == (case.mode == "speculative" and "optim" in case.layout) for case in hits
+    )
 
 
 def test_sums_of_gradients_are_averages_times_the_ranks(ranks):
@@ -85,7 +104,9 @@ def test_sums_of_gradients_are_averages_times_the_ranks(ranks):
 def test_ranks_agree_on_a_fraction(ranks):
     """The largest that one of them needs, or the reason why none is enough."""
     (fraction, text), *others = (rank["fraction"] for rank in ranks)
-    assert 0.0 < fraction < 1.0 and text.startswith("gpu_memory=1000: with the whole optimizer on the host")
+    assert 0.0 < fraction < 1.0 and text.startswith(
+        "gpu_memory=1000: with the whole optimizer on the host"
+    )
     assert others == [[fraction, text]] * 3
 
 
@@ -105,9 +126,13 @@ def test_it_trains_like_one_process(ranks, size):
         optimizer.zero_grad()
         losses = [model(tokens_of(step, rank, 0), rank % 2 == 1) for rank in range(size)]
         torch.stack(losses).mean().backward()
-        model.unused.grad = torch.zeros_like(model.unused)  # nobody's gradient is zero where gradients are reduced
+        model.unused.grad = torch.zeros_like(
+            model.unused
+        )  # nobody's gradient is zero where gradients are reduced
         norm = optimizer.step().grad_norm
-        assert ranks[0][repr(Case(size, "fp32", "optim"))]["norms"][step] == pytest.approx(norm, rel=1e-6)
+        assert ranks[0][repr(Case(size, "fp32", "optim"))]["norms"][step] == pytest.approx(
+            norm, rel=1e-6
+        )
         for rank, loss in enumerate(losses):
             sharded = ranks[rank][repr(Case(size, "fp32", "optim"))]["losses"][step]
             assert sharded == pytest.approx(loss.item(), rel=1e-5)
@@ -115,12 +140,16 @@ def test_it_trains_like_one_process(ranks, size):
 
 def test_experts_on_different_ranks_train_like_one_process(ranks):
     model = Layered([0, 1])
-    optimizer = get_megatron_optimizer(config_for("fp32", clip_grad=0.05), model, expert_predicate=is_expert)
+    optimizer = get_megatron_optimizer(
+        config_for("fp32", clip_grad=0.05), model, expert_predicate=is_expert
+    )
     norms = []
     for step in range(EXPERT_STEPS):
         optimizer.zero_grad()
-        sum(model.dense_loss(values) + model.expert_loss(0, values) + model.expert_loss(1, values)
-            for values in (features(rank, step) for rank in range(4))).div(4).backward()
+        sum(
+            model.dense_loss(values) + model.expert_loss(0, values) + model.expert_loss(1, values)
+            for values in (features(rank, step) for rank in range(4))
+        ).div(4).backward()
         norms.append(optimizer.step().grad_norm)
     whole = model.state_dict()
     for rank in ranks:
@@ -136,7 +165,10 @@ def test_experts_on_different_ranks_train_like_one_process(ranks):
 def test_experts_without_their_groups_are_refused(ranks):
     for rank in ranks:
         no_stats, no_dp = rank["forgotten groups"]
-        assert "expert_dp has 2 of the 4 ranks of dp" in no_stats and "set expert_grad_stats" in no_stats
+        assert (
+            "expert_dp has 2 of the 4 ranks of dp" in no_stats
+            and "set expert_grad_stats" in no_stats
+        )
         assert "expert_dp is None: set expert_dp" in no_dp
 
 
@@ -169,7 +201,10 @@ def test_one_process_loads_the_checkpoint_of_four(ranks, folder):
     for name, main in optimizer.named_main_params():
         param = model.get_parameter(name)
         assert torch.equal(main.detach().to(param.dtype), param), name
-    saved = [torch.load(folder / f"state-optim-{rank}.pt", weights_only=True)[1]["state"] for rank in range(4)]
+    saved = [
+        torch.load(folder / f"state-optim-{rank}.pt", weights_only=True)[1]["state"]
+        for rank in range(4)
+    ]
     shards = [state[0]["exp_avg"] for state in saved]
     whole = torch.cat([shard.local for shard in shards])
     name = optimizer.slot_name(optimizer.slots()[0])
@@ -177,8 +212,10 @@ def test_one_process_loads_the_checkpoint_of_four(ranks, folder):
 
 
 def test_state_of_other_ranges_is_refused_and_that_of_one_process_is_cut(ranks):
-    assert all("saved elements [" in rank["other ranges"] and "mp_optim.checkpoint" in rank["other ranges"]
-               for rank in ranks)
+    assert all(
+        "saved elements [" in rank["other ranges"] and "mp_optim.checkpoint" in rank["other ranges"]
+        for rank in ranks
+    )
     assert all(rank["whole state"] for rank in ranks)
 
 
@@ -188,9 +225,15 @@ def test_memory_and_traffic_follow_the_formula(ranks, layout, fp32):
     for rank in ranks:
         found = rank["bytes"][str((layout, fp32))]
         grads, n = 4 if fp32 else 2, 4
-        held = {"no_shard": 2 + grads + 12, "optim": 2 + grads + 12 / n, "optim_grads": 2 + grads / n + 12 / n}[layout]
+        held = {
+            "no_shard": 2 + grads + 12,
+            "optim": 2 + grads + 12 / n,
+            "optim_grads": 2 + grads / n + 12 / n,
+        }[layout]
         assert found["held"] == pytest.approx(held * found["params"], rel=0.02)
-        assert found["planned"] == pytest.approx(ranks[0]["bytes"][str((layout, fp32))]["held"], rel=0.005)
+        assert found["planned"] == pytest.approx(
+            ranks[0]["bytes"][str((layout, fp32))]["held"], rel=0.005
+        )
         assert found["bytes_reduced"] == pytest.approx(grads * found["params"], rel=0.02)
         sent = found["bytes_reduced"] + found["bytes_gathered"]
         back = grads if layout == "no_shard" else 2  # gradients come back, or parameters
@@ -202,7 +245,10 @@ def test_misuse_is_an_error_that_says_what_to_do(ranks):
         found = rank["misuse"]
         for how in ("second backward", "no zero_grad"):
             assert "got a gradient after the gradients of this step were reduced" in found[how]
-        assert "dense.weight was used without calling the module that holds it" in found["module not called"]
+        assert (
+            "dense.weight was used without calling the module that holds it"
+            in found["module not called"]
+        )
         assert found["waited by hand"] == "no error"
 
 
@@ -215,7 +261,10 @@ def test_every_backward_may_be_reduced_or_only_the_last(ranks):
 def test_ranks_that_disagree_are_named_on_every_rank(ranks):
     for rank in ranks:
         found = rank["disagree"]
-        assert "rank 1 has 'group 1 position 0: w40 (40,) torch.float32 trained' where rank 0 has" in found["model"]
+        assert (
+            "rank 1 has 'group 1 position 0: w40 (40,) torch.float32 trained' where rank 0 has"
+            in found["model"]
+        )
         assert "rank 2 has 'lr=0.2' where rank 0 has 'lr=0.1'" in found["config"]
         assert "rank 1 has 'group 0 position 0: w50 (50,)" in found["order"]
         assert "rank 2 has 'group 1: " in found["lr"] and "lr=0.3" in found["lr"]

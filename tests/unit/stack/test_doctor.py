@@ -16,8 +16,14 @@ from mp_optim.update.backends.native_library import native_library
 
 
 def run_doctor(**environment: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "mp_optim.doctor"], env={**os.environ, **environment}, timeout=120,
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "mp_optim.doctor"],
+        env={**os.environ, **environment},
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -33,7 +39,13 @@ def test_it_shows_every_backend_and_a_config_that_works() -> None:
         usable, exact = row_of(text, name)[2:4]
         assert (usable, exact) in {("yes", "yes"), ("yes", "no"), ("no", "-")}
     assert row_of(text, "reference")[2:4] == ["yes", "yes"]
-    for fact in ("torch ", "native kernels", "threads of torch", "pinned memory", "fused_backend='auto' takes"):
+    for fact in (
+        "torch ",
+        "native kernels",
+        "threads of torch",
+        "pinned memory",
+        "fused_backend='auto' takes",
+    ):
         assert fact in text
     names: dict[str, Any] = {}
     exec(text.split("A config for this machine:")[1], names)
@@ -49,7 +61,15 @@ def test_it_shows_the_instruction_set() -> None:
 
 def test_it_says_why_there_are_no_native_kernels() -> None:
     text = run_doctor(MP_OPTIM_NATIVE="off")
-    assert row_of(text, "native")[2:] == ["no", "-", "adam,", "lamb,", "sgd,", "lion", "MP_OPTIM_NATIVE=off"]
+    assert row_of(text, "native")[2:] == [
+        "no",
+        "-",
+        "adam,",
+        "lamb,",
+        "sgd,",
+        "lion",
+        "MP_OPTIM_NATIVE=off",
+    ]
     assert "none: MP_OPTIM_NATIVE=off" in text and "cpu  reference  auto:" in text
 
 
@@ -59,7 +79,9 @@ def test_fewer_cores_than_threads_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert ("host_threads=1," in doctor.examine().config) == (native_library().handle is not None)
 
 
-def test_it_prints_with_rich_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_with_rich_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     doctor.main()

@@ -20,10 +20,19 @@ HERE = Path(__file__).parent
 def ranks(tmp_path_factory):
     """What the two ranks of fsdp_worker.py found."""
     folder = tmp_path_factory.mktemp("fsdp")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               str(HERE / "fsdp_worker.py"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(HERE / "fsdp_worker.py"),
+        str(folder),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
@@ -33,8 +42,9 @@ def test_megatron_4623_fsdp2_trains_like_one_process(ranks, case):
     rule, precision, fraction = case
     sharded = ranks[0][str(case)]
     model, optimizer = build(precision, fraction, optimizer=rule)
-    # FSDP2 averages two equal gradients, which is exact. What is left is the order in which the norm is added up
-    # (an ulp of FP64, so at most an ulp of FP32 in the multiplier), and what the model's dtype makes of an ulp.
+    # FSDP2 averages two equal gradients, which is exact. What is left is the order in which the
+    # norm is added up (an ulp of FP64, so at most an ulp of FP32 in the multiplier), and what the
+    # model's dtype makes of an ulp.
     ulp = torch.finfo(next(model.parameters()).dtype).eps
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -44,7 +54,9 @@ def test_megatron_4623_fsdp2_trains_like_one_process(ranks, case):
         assert sharded["norms"][step] == pytest.approx(norm, rel=16 * ulp if step else 1e-12)
         assert sharded["losses"][step] == pytest.approx(loss.item(), rel=16 * ulp)
     for name, main in optimizer.named_main_params():
-        torch.testing.assert_close(sharded["mains"][name], main.detach(), rtol=0, atol=1e-2 * max(1e-4, 16 * ulp))
+        torch.testing.assert_close(
+            sharded["mains"][name], main.detach(), rtol=0, atol=1e-2 * max(1e-4, 16 * ulp)
+        )
 
 
 def test_eight_bit_shards_resume_bit_for_bit(ranks):
@@ -59,12 +71,16 @@ def test_ranks_agree_on_norm_and_skipping(ranks):
 
 
 def test_a_rank_without_experts_takes_part(ranks):
-    assert [rank["experts"] for rank in ranks] == [{"norm": 5.0, "stubs": [False, True]},
-                                                   {"norm": 5.0, "stubs": [True, False]}]
+    assert [rank["experts"] for rank in ranks] == [
+        {"norm": 5.0, "stubs": [False, True]},
+        {"norm": 5.0, "stubs": [True, False]},
+    ]
 
 
 def test_partial_parameters_are_refused(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         param = DTensor.from_local(torch.ones(2), mesh, [Partial()])

@@ -1,4 +1,5 @@
-"""Model parameters in 8 bits: an FP32 main param in every placement, and codes that are what it rounds to."""
+"""Model parameters in 8 bits: an FP32 main param in every placement, and codes that are what it
+rounds to."""
 
 from __future__ import annotations
 
@@ -24,17 +25,28 @@ from mp_optim.sharding.buckets import check_shardable
 E4M3 = torch.float8_e4m3fn
 
 
-def build(precision: str = "bf16", fraction: float = 0.0, *, rowwise: bool = False, dtype: torch.dtype = E4M3,
-          **settings: object) -> tuple[nn.Module, object]:
+def build(
+    precision: str = "bf16",
+    fraction: float = 0.0,
+    *,
+    rowwise: bool = False,
+    dtype: torch.dtype = E4M3,
+    **settings: object,
+) -> tuple[nn.Module, object]:
     model = TinyMoE(DTYPES[precision.split("-")[0]])
     quantize_weights(model, dtype, rowwise=rowwise)
-    return model, get_megatron_optimizer(config_for(precision, fraction, **settings), model,
-                                         expert_predicate=lambda param, name: is_expert(param, name))
+    return model, get_megatron_optimizer(
+        config_for(precision, fraction, **settings),
+        model,
+        expert_predicate=lambda param, name: is_expert(param, name),
+    )
 
 
 def everything(model: nn.Module, optimizer: object) -> dict[str, Tensor]:
     found = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return found | {f"main {name}": value.detach().clone() for name, value in optimizer.named_main_params()}
+    return found | {
+        f"main {name}": value.detach().clone() for name, value in optimizer.named_main_params()
+    }
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
@@ -51,20 +63,30 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("blocks", [(), (1, 1), (5, 1), (5, 7), (2, 3), (3, 2), (5, 3)])
-def test_scales_are_each_blocks_largest_magnitude(dtype: torch.dtype, blocks: tuple[int, ...]) -> None:
+def test_scales_are_each_blocks_largest_magnitude(
+    dtype: torch.dtype, blocks: tuple[int, ...]
+) -> None:
     values = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)) * 10
     values[0, 0], values[3, 4] = 1e-30, 0.0
     scale, codes = scaled_codes(values, blocks, dtype)
     assert scale.shape == blocks and codes.shape == values.shape and codes.dtype == dtype
-    heights, widths = (math.ceil(size / count) for size, count in zip((5, 7), blocks or (1, 1), strict=True))
+    heights, widths = (
+        math.ceil(size / count) for size, count in zip((5, 7), blocks or (1, 1), strict=True)
+    )
     top = torch.finfo(dtype).max
     for row in range(0, 5, heights):
         for column in range(0, 7, widths):
             block = values[row : row + heights, column : column + widths]
             here = scale.reshape(blocks or (1, 1))[row // heights, column // widths]
-            assert here == (torch.tensor(1.0) if block.abs().max() == 0 else (block.abs().max() / top).clamp(2.0**-126))
+            assert here == (
+                torch.tensor(1.0)
+                if block.abs().max() == 0
+                else (block.abs().max() / top).clamp(2.0**-126)
+            )
             expected = (block / here).clamp(-top, top).to(dtype)
-            assert same_bits(codes[row : row + heights, column : column + widths].float(), expected.float())
+            assert same_bits(
+                codes[row : row + heights, column : column + widths].float(), expected.float()
+            )
 
 
 def test_zeros_nothing_and_tiny_values() -> None:
@@ -88,12 +110,27 @@ def test_codes_that_are_quantised_again_do_not_change() -> None:
 # -- the stack ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "optimizer"), [
-    ("bf16", "adam"), ("bf16", "lamb"), ("bf16", "sgd"), ("bf16", "muon"), ("fp16", "adam"), ("fp16", "lion"),
-    ("bf16-8bit", "adam"), ("bf16-stochastic", "adam"), ("bf16-8bit", "lamb")])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        ("bf16", "adam"),
+        ("bf16", "lamb"),
+        ("bf16", "sgd"),
+        ("bf16", "muon"),
+        ("fp16", "adam"),
+        ("fp16", "lion"),
+        ("bf16-8bit", "adam"),
+        ("bf16-stochastic", "adam"),
+        ("bf16-8bit", "lamb"),
+    ],
+)
 def test_every_placement_gives_the_same_bits(precision: str, optimizer: str) -> None:
-    """Loss scale, skipped steps, compact states: codes, scales and main params agree for every offload fraction."""
-    settings = {"optimizer": optimizer, **({"initial_loss_scale": 2.0**20} if precision == "fp16" else {})}
+    """Loss scale, skipped steps, compact states: codes, scales and main params agree for every
+    offload fraction."""
+    settings = {
+        "optimizer": optimizer,
+        **({"initial_loss_scale": 2.0**20} if precision == "fp16" else {}),
+    }
     expected = None
     for fraction in (0.0, 0.5, 1.0):
         model, stack = build(precision, fraction, **settings)
@@ -105,7 +142,9 @@ def test_every_placement_gives_the_same_bits(precision: str, optimizer: str) -> 
         if param.dtype == E4M3:
             main = found[1][f"main {name}"]
             scale, codes = scaled_codes(main, param.fp8_scale.shape, E4M3)
-            assert torch.equal(scale, param.fp8_scale) and torch.equal(_bytes(codes), _bytes(param.detach()))
+            assert torch.equal(scale, param.fp8_scale) and torch.equal(
+                _bytes(codes), _bytes(param.detach())
+            )
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -122,7 +161,8 @@ def test_offload_modes_give_the_same_bits(mode: str, clip: float) -> None:
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
 def test_training_comes_near_that_of_16_bits(rowwise: bool, dtype: torch.dtype) -> None:
-    """Within 2 % of the bf16 model's loss after 40 steps: weights are rounded, updates are not lost."""
+    """Within 2 % of the bf16 model's loss after 40 steps: weights are rounded, updates are not
+    lost."""
     ends = []
     for quantised in (False, True):
         model = TinyMoE(torch.bfloat16)
@@ -139,8 +179,12 @@ def test_small_updates_add_up() -> None:
     nn.init.constant_(model.weight, 1.0)
     quantize_weights(model, rowwise=True)
     param = next(model.parameters())
-    stack = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1e-3, sgd_momentum=0.0, weight_decay=0.0,
-                                                   clip_grad=0.0, bf16=True), model)
+    stack = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="sgd", lr=1e-3, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, bf16=True
+        ),
+        model,
+    )
     before = dequantized(param)
     for _ in range(100):
         param.grad = torch.zeros(8, 8, dtype=torch.bfloat16)
@@ -212,7 +256,9 @@ def test_a_parameter_may_become_float8_later() -> None:
 
 
 @pytest.mark.parametrize("fractions", [(0.0, 1.0), (1.0, 0.5)])
-def test_a_checkpoint_continues_with_the_same_bits(tmp_path, fractions: tuple[float, float]) -> None:
+def test_a_checkpoint_continues_with_the_same_bits(
+    tmp_path, fractions: tuple[float, float]
+) -> None:
     model, stack = build("bf16", fractions[0])
     train(model, stack, 3)
     checkpoint.save(tmp_path, model, stack)
@@ -231,7 +277,9 @@ def test_the_planner_counts_it() -> None:
     assert planned.accelerator.model_params == sum(param.nbytes for param in params)
     assert planned.accelerator.grads == sum(param.grad.nbytes for param in params)
     assert (planned.accelerator.main_params, planned.accelerator.moments) == (
-        real.accelerator.main_params, real.accelerator.moments)
+        real.accelerator.main_params,
+        real.accelerator.moments,
+    )
     assert planned.pageable_host.moments == real.pageable_host.moments
 
 
@@ -239,10 +287,13 @@ def test_the_planner_counts_it() -> None:
 
 
 class SelfQuantized(Tensor):
-    """A stand-in: nominally bfloat16, with codes, a scale and no memory of its own; public methods only."""
+    """A stand-in: nominally bfloat16, with codes, a scale and no memory of its own; public methods
+    only."""
 
     def __new__(cls, codes: Tensor, scale: Tensor) -> SelfQuantized:
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16, device=codes.device)
+        return Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=torch.bfloat16, device=codes.device
+        )
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
         self.codes, self.own_scale, self.initial, self.quantised = codes, scale, None, 0
@@ -283,14 +334,23 @@ class SelfQuantized(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def self_quantised(keep: bool = False, fraction: float = 0.0, **settings: object) -> tuple[nn.Module, object]:
+def self_quantised(
+    keep: bool = False, fraction: float = 0.0, **settings: object
+) -> tuple[nn.Module, object]:
     model = TinyMoE(torch.bfloat16)
-    for module, name in ((model, "dense"), (model, "router"), (model.experts, "up"), (model.experts, "down")):
+    for module, name in (
+        (model, "dense"),
+        (model, "router"),
+        (model.experts, "up"),
+        (model.experts, "down"),
+    ):
         values = getattr(module, name).detach()
         param = nn.Parameter(SelfQuantized.make(values))
         param.initial = values.clone() if keep else None
         setattr(module, name, param)
-    return model, get_megatron_optimizer(config_for("bf16", fraction, **settings), model, expert_predicate=is_expert)
+    return model, get_megatron_optimizer(
+        config_for("bf16", fraction, **settings), model, expert_predicate=is_expert
+    )
 
 
 def ours(model: nn.Module) -> list[SelfQuantized]:
@@ -318,7 +378,9 @@ def test_main_params_start_from_the_values_that_were_quantised() -> None:
     assert torch.equal(dict(stack.named_main_params())["dense"], values.float())
     assert all(param.initial is None for param in ours(model))
     model, stack = self_quantised()
-    assert torch.equal(dict(stack.named_main_params())["dense"], model.dense.dequantize(dtype=torch.float32))
+    assert torch.equal(
+        dict(stack.named_main_params())["dense"], model.dense.dequantize(dtype=torch.float32)
+    )
 
 
 def test_self_quantised_values_written_from_outside_are_followed() -> None:
@@ -329,7 +391,9 @@ def test_self_quantised_values_written_from_outside_are_followed() -> None:
     stack.zero_grad()
     _replace(model, stack, same)
     stack.step()
-    assert differing({name: value.clone() for name, value in stack.named_main_params()}, before) == []
+    assert (
+        differing({name: value.clone() for name, value in stack.named_main_params()}, before) == []
+    )
     _replace(model, stack, SelfQuantized.make(torch.full((8, 8), 0.25)))
     stack.step()
     assert torch.equal(dict(stack.named_main_params())["dense"], torch.full((8, 8), 0.25))
@@ -351,12 +415,19 @@ def float8_param(*shape: int) -> nn.Parameter:
     return param
 
 
-@pytest.mark.parametrize(("scale", "text"), [
-    (None, "0 is torch.float8_e4m3fn and has no scale"),
-    (torch.ones((), dtype=torch.float64), "0.fp8_scale is torch.float64 on cpu: it must be float32 on cpu"),
-    (torch.ones(3), r"0.fp8_scale has shape \(3,\)"), (torch.ones(9, 1), r"each at most the parameter's \(8, 4\)"),
-    (torch.ones(0, 1), "the number of blocks along it"),
-])
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (None, "0 is torch.float8_e4m3fn and has no scale"),
+        (
+            torch.ones((), dtype=torch.float64),
+            "0.fp8_scale is torch.float64 on cpu: it must be float32 on cpu",
+        ),
+        (torch.ones(3), r"0.fp8_scale has shape \(3,\)"),
+        (torch.ones(9, 1), r"each at most the parameter's \(8, 4\)"),
+        (torch.ones(0, 1), "the number of blocks along it"),
+    ],
+)
 def test_a_scale_that_does_not_fit_is_named(scale: Tensor | None, text: str) -> None:
     param = float8_param(8, 4)
     param.fp8_scale = scale
@@ -367,9 +438,13 @@ def test_a_scale_that_does_not_fit_is_named(scale: Tensor | None, text: str) -> 
 def test_what_cannot_be_stepped_is_refused(tmp_path) -> None:
     with pytest.raises(TypeError, match="FP32Optimizer takes float32 parameters"):
         get_megatron_optimizer(config_for("fp32"), nn.ParameterList([float8_param(8, 4)]))
-    with pytest.raises(ValueError, match=r"p is a Parameter of torch\.float8_e4m3fn: buffers hold 16 and 32 bits"):
+    with pytest.raises(
+        ValueError, match=r"p is a Parameter of torch\.float8_e4m3fn: buffers hold 16 and 32 bits"
+    ):
         check_shardable([("p", float8_param(8, 4))])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         mesh = init_device_mesh("cpu", (1,))
         split = nn.Parameter(DTensor.from_local(torch.zeros(8, 4, dtype=E4M3), mesh, [Replicate()]))
@@ -384,8 +459,12 @@ def test_a_cuda_graph_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr(stack, "verdict_device", lambda: device)
     monkeypatch.setattr(graphed.graph, "graph_for", lambda device: None)
-    monkeypatch.setattr(graphed, "choose_backend", lambda name, device: (SimpleNamespace(capturable=True), ""))
-    with pytest.raises(ValueError, match="optimizer_cuda_graph=True: parameters in 8 bits are quantised outside"):
+    monkeypatch.setattr(
+        graphed, "choose_backend", lambda name, device: (SimpleNamespace(capturable=True), "")
+    )
+    with pytest.raises(
+        ValueError, match="optimizer_cuda_graph=True: parameters in 8 bits are quantised outside"
+    ):
         graphed.check_capturable(stack)
 
 
@@ -403,9 +482,15 @@ def test_a_copied_model_trains_like_the_first() -> None:
     copied = copy.deepcopy(model)
     copied(tokens_of(0))  # a parameter's own attributes are not copied; its module knows them
     both = (model, copied)
-    stacks = [get_megatron_optimizer(config_for("bf16"), which, expert_predicate=is_expert) for which in both]
+    stacks = [
+        get_megatron_optimizer(config_for("bf16"), which, expert_predicate=is_expert)
+        for which in both
+    ]
     losses = [train(which, stack, 3) for which, stack in zip(both, stacks, strict=True)]
-    assert losses[0] == losses[1] and differing(everything(model, stacks[0]), everything(copied, stacks[1])) == []
+    assert (
+        losses[0] == losses[1]
+        and differing(everything(model, stacks[0]), everything(copied, stacks[1])) == []
+    )
 
 
 def test_what_cannot_be_quantised_is_named() -> None:

@@ -1,4 +1,5 @@
-"""Writes from outside that can be mistaken for something else: memory at an old address, weights after a load."""
+"""Writes from outside that can be mistaken for something else: memory at an old address, weights
+after a load."""
 
 from __future__ import annotations
 

@@ -52,6 +52,8 @@ def test_parameters_that_change_places_leave_their_state_where_it_was(make, orde
     assert all(map(same_bits, moments(), before))
     step()
     assert all(float(optimizer.slot_state(slot)["step"]) == 2.0 for slot in optimizer.slots())
-    expected = [0.9 * moment + 0.1 * (1.0 + index) for moment, index in zip(before, order, strict=True)]
+    expected = [
+        0.9 * moment + 0.1 * (1.0 + index) for moment, index in zip(before, order, strict=True)
+    ]
     for found, wanted in zip(moments(), expected, strict=True):
         torch.testing.assert_close(found, wanted)

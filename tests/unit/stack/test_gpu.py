@@ -13,8 +13,11 @@ pytestmark = pytest.mark.gpu
 def run(precision, fraction, rule="adam", steps=50, **settings):
     torch.use_deterministic_algorithms(True)
     model = TinyMoE(DTYPES[precision]).cuda()
-    optimizer = get_megatron_optimizer(config_for(precision, fraction, optimizer=rule, **settings), model,
-                                       expert_predicate=is_expert)
+    optimizer = get_megatron_optimizer(
+        config_for(precision, fraction, optimizer=rule, **settings),
+        model,
+        expert_predicate=is_expert,
+    )
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -42,7 +45,9 @@ def test_float8_parameters_train_alike_at_every_fraction_on_a_gpu():
     for fraction in (0.0, 0.5, 1.0):
         model = TinyMoE(torch.bfloat16).cuda()
         quantize_weights(model)
-        optimizer = get_megatron_optimizer(config_for("bf16", fraction), model, expert_predicate=is_expert)
+        optimizer = get_megatron_optimizer(
+            config_for("bf16", fraction), model, expert_predicate=is_expert
+        )
         losses = []
         for step in range(6):
             optimizer.zero_grad()
@@ -56,14 +61,18 @@ def test_float8_parameters_train_alike_at_every_fraction_on_a_gpu():
 
 
 def test_one_gradient_stream_gives_the_same_bits_on_cpu_and_gpu():
-    weights = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 1000, 300_001)]
+    weights = [
+        torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 1000, 300_001)
+    ]
     results = []
     for device in ("cpu", "cuda"):
         params = [torch.nn.Parameter(w.to(device, copy=True)) for w in weights]
         optimizer = FusedAdam(params, lr=1e-2, weight_decay=0.1)
         for step in range(20):
             for p in params:
-                p.grad = torch.randn(p.numel(), generator=torch.Generator().manual_seed(step)).to(device)
+                p.grad = torch.randn(p.numel(), generator=torch.Generator().manual_seed(step)).to(
+                    device
+                )
             optimizer.step()
         results.append([p.detach().cpu() for p in params])
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
@@ -84,26 +93,45 @@ def test_offload_to_cpu_empties_the_accelerator():
     _, _, optimizer = run("bf16", 0.5, steps=1)
     before = {k: v.clone() for s in optimizer.state_dict()["state"].values() for k, v in s.items()}
     optimizer.offload_to_cpu()
-    assert all(v.device.type == "cpu" for s in optimizer.state_dict()["state"].values() for v in s.values())
+    assert all(
+        v.device.type == "cpu" for s in optimizer.state_dict()["state"].values() for v in s.values()
+    )
     with pytest.raises(RuntimeError, match="restore_from_cpu"):
         optimizer.step()
     optimizer.restore_from_cpu()
     after = {k: v for s in optimizer.state_dict()["state"].values() for k, v in s.items()}
-    assert all(same_bits(before[k].cpu(), after[k].cpu()) and before[k].device == after[k].device for k in before)
+    assert all(
+        same_bits(before[k].cpu(), after[k].cpu()) and before[k].device == after[k].device
+        for k in before
+    )
 
 
-KINDS = {"bf16": {}, "fp16": {}, "bf16-8bit": {}, "bf16-lamb": {"optimizer": "lamb"}, "bf16-zeros": {
-    "log_num_zeros_in_grad": True}}
+KINDS = {
+    "bf16": {},
+    "fp16": {},
+    "bf16-8bit": {},
+    "bf16-lamb": {"optimizer": "lamb"},
+    "bf16-zeros": {"log_num_zeros_in_grad": True},
+}
 
 
 def steady(kind, **settings):
-    """Gradients in memory that stays; 20 steps, some of which overflow; results are looked at only in the end."""
+    """Gradients in memory that stays; 20 steps, some of which overflow; results are looked at only
+    in the end."""
     precision = kind if kind in ("bf16", "fp16", "bf16-8bit") else "bf16"
     model = TinyMoE(DTYPES[precision.split("-")[0]]).cuda()
-    optimizer = get_megatron_optimizer(config_for(precision, fused_backend="triton", **KINDS[kind], **settings), model,
-                                       expert_predicate=is_expert)
-    streams = [[torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).cuda() for p in model.parameters()]
-               for step in range(20)]
+    optimizer = get_megatron_optimizer(
+        config_for(precision, fused_backend="triton", **KINDS[kind], **settings),
+        model,
+        expert_predicate=is_expert,
+    )
+    streams = [
+        [
+            torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).cuda()
+            for p in model.parameters()
+        ]
+        for step in range(20)
+    ]
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     results = []
@@ -122,7 +150,11 @@ def steady(kind, **settings):
             results.append(optimizer.step())
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return [tuple(result) for result in results], {n: p.detach().cpu() for n, p in model.named_parameters()}, optimizer
+    return (
+        [tuple(result) for result in results],
+        {n: p.detach().cpu() for n, p in model.named_parameters()},
+        optimizer,
+    )
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -1,4 +1,5 @@
-"""A step that is broken off, by a signal at any moment or by an error, is finished, undone, or not gone on from."""
+"""A step that is broken off, by a signal at any moment or by an error, is finished, undone, or not
+gone on from."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ STACKS: dict[str, dict[str, Any]] = {
     "overlap": {"fraction": 0.6, "offload_mode": "overlap"},
     "speculative": {"fraction": 0.6, "offload_mode": "speculative", "clip_grad": 0.0},
     "clipped": {"fraction": 1.0, "offload_mode": "speculative", "clip_grad": 0.05},
-    "remainders": {"precision": "bf16-8bit", "fraction": 1.0, "offload_mode": "speculative", "clip_grad": 0.0},
+    "remainders": {
+        "precision": "bf16-8bit",
+        "fraction": 1.0,
+        "offload_mode": "speculative",
+        "clip_grad": 0.0,
+    },
 }
 STEPS = 40
 
@@ -46,7 +52,10 @@ def backward(model: nn.Module, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(step)
     scale = 1e4 if step % 7 == 3 else 1.0  # in fp16 an overflow
-    loss = sum((param.float() * torch.randn(param.shape, generator=generator)).sum() for param in model.parameters())
+    loss = sum(
+        (param.float() * torch.randn(param.shape, generator=generator)).sum()
+        for param in model.parameters()
+    )
     optimizer.scale_loss(loss * scale).backward()
 
 
@@ -64,7 +73,8 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.fixture
 def interruptible():
-    """A timer's signal does what Ctrl-C does; not while coverage, if it measures, holds its own lock."""
+    """A timer's signal does what Ctrl-C does; not while coverage, if it measures, holds its own
+    lock."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if any("coverage" in one.f_code.co_filename for one, _ in traceback.walk_stack(frame)):
@@ -91,7 +101,9 @@ def interrupted_step(optimizer: Any, seconds: float) -> bool:
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a signal in a finalizer is nobody's
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a signal in a finalizer is nobody's
 def test_after_a_signal_the_step_is_finished_or_undone_or_the_next_use_says_so(stack):
     """Beside one that is never interrupted."""
     model, optimizer = built(STACKS[stack])
@@ -134,6 +146,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Have a kernel raise at its n-th call."""
     calls = iter(range(1000))
     for backend in (NativeBackend, ReferenceBackend):
+
         def adam(self: Any, *args: Any, original: Any = backend.adam) -> None:
             original(self, *args)
             if next(calls) == call:
@@ -155,9 +168,15 @@ def test_a_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypa
         backward(model, optimizer, 1)
         with pytest.raises(RuntimeError, match="the kernels failed"):
             optimizer.step()
-    for use in (optimizer.step, optimizer.state_dict, lambda: checkpoint.save(tmp_path, model, optimizer),
-                lambda: list(optimizer.named_main_params())):
-        with pytest.raises(BrokenOffError, match=r"broken off half-way by RuntimeError.*the kernels failed.*Load"):
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: checkpoint.save(tmp_path, model, optimizer),
+        lambda: list(optimizer.named_main_params()),
+    ):
+        with pytest.raises(
+            BrokenOffError, match=r"broken off half-way by RuntimeError.*the kernels failed.*Load"
+        ):
             use()
     checkpoint.load(tmp_path, model, optimizer)
     assert alike(everything(model, optimizer), was)
@@ -165,15 +184,21 @@ def test_a_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypa
     assert optimizer.step().success
 
 
-@pytest.mark.parametrize("make", [FusedAdam, lambda params: HybridDeviceOptimizer(params, offload_fraction=0.5)],
-                         ids=["FusedAdam", "Hybrid"])
+@pytest.mark.parametrize(
+    "make",
+    [FusedAdam, lambda params: HybridDeviceOptimizer(params, offload_fraction=0.5)],
+    ids=["FusedAdam", "Hybrid"],
+)
 def test_optimizers_by_themselves_are_not_gone_on_from(make, monkeypatch):
     params = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(7))]
     optimizer = make([{"params": [param], "lr": 1e-3} for param in params])
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    state, values = copy.deepcopy(optimizer.state_dict()), [param.detach().clone() for param in params]
+    state, values = (
+        copy.deepcopy(optimizer.state_dict()),
+        [param.detach().clone() for param in params],
+    )
     with monkeypatch.context() as patch:
         failing(patch, 1)
         with pytest.raises(RuntimeError, match="the kernels failed"):
@@ -210,8 +235,17 @@ def test_a_load_that_is_broken_off_is_not_gone_on_from(monkeypatch):
     assert optimizer.step().success
 
 
-NONSENSE = [("lr", "x"), ("lr", float("nan")), ("lr", float("inf")), ("lr", -1.0), ("betas", 3), ("betas", (0.9, 2.0)),
-            ("eps", None), ("weight_decay", torch.ones(2)), ("lr", torch.tensor(float("nan")))]
+NONSENSE = [
+    ("lr", "x"),
+    ("lr", float("nan")),
+    ("lr", float("inf")),
+    ("lr", -1.0),
+    ("betas", 3),
+    ("betas", (0.9, 2.0)),
+    ("eps", None),
+    ("weight_decay", torch.ones(2)),
+    ("lr", torch.tensor(float("nan"))),
+]
 
 
 @pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "speculative", "reference"])
@@ -242,5 +276,8 @@ def test_a_tensor_setting_that_was_written_in_place_is_looked_at_again():
     optimizer.step()
     rate.fill_(-1.0)
     backward(model, optimizer, 1)
-    with pytest.raises(ValueError, match=r"param_groups\[\d\]: lr=.*must be a finite number >= 0.*nothing was stepped"):
+    with pytest.raises(
+        ValueError,
+        match=r"param_groups\[\d\]: lr=.*must be a finite number >= 0.*nothing was stepped",
+    ):
         optimizer.step()

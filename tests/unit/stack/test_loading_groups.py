@@ -14,14 +14,18 @@ def build(split, **second):
     groups = [{"params": [param], "param_names": [name]} for name, param in model.items()]
     groups[1] |= second
     joint = [{"params": list(model.values()), "param_names": list(model)}]
-    optimizer = get_megatron_optimizer(config_for("fp32"), model, param_groups=groups if split else joint)
+    optimizer = get_megatron_optimizer(
+        config_for("fp32"), model, param_groups=groups if split else joint
+    )
     for param in model.values():
         param.grad = torch.ones(3)
     optimizer.step()
     return model, optimizer
 
 
-@pytest.mark.parametrize("differing", [{"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9)}, {"eps": 1e-3}])
+@pytest.mark.parametrize(
+    "differing", [{"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9)}, {"eps": 1e-3}]
+)
 def test_a_group_made_of_groups_with_other_settings_is_refused(differing):
     """Whose settings would hold? Nothing is loaded."""
     _, saved = build(True, **differing)
@@ -33,4 +37,6 @@ def test_a_group_made_of_groups_with_other_settings_is_refused(differing):
         optimizer.load_state_dict(saved.state_dict())
     assert all(map(same_bits, model.values(), before))
     assert all(map(same_bits, [state["exp_avg"] for state in optimizer.state.values()], moments))
-    assert settings == {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    assert settings == {
+        key: value for key, value in optimizer.param_groups[0].items() if key != "params"
+    }

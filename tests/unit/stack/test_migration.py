@@ -1,4 +1,5 @@
-"""State of other libraries, in and out, bit for bit: their real objects where they can be had, else their layout."""
+"""State of other libraries, in and out, bit for bit: their real objects where they can be had, else
+their layout."""
 
 import importlib.util
 import json
@@ -24,19 +25,31 @@ def tree_equal(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and same_bits(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(tree_equal(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict)
+            and a.keys() == b.keys()
+            and all(tree_equal(a[key], b[key]) for key in a)
+        )
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(tree_equal, a, b))
     return a == b
 
 
 def same_state(a, b):
-    return tree_equal({n: dict(s) for n, s in a.state.items()}, {n: dict(s) for n, s in b.state.items()})
+    return tree_equal(
+        {n: dict(s) for n, s in a.state.items()}, {n: dict(s) for n, s in b.state.items()}
+    )
 
 
 def cloned(state):
-    return foreign.ForeignState(state.groups, {name: {key: value.clone() for key, value in found.items()}
-                                               for name, found in state.state.items()}, state.grad_scaler)
+    return foreign.ForeignState(
+        state.groups,
+        {
+            name: {key: value.clone() for key, value in found.items()}
+            for name, found in state.state.items()
+        },
+        state.grad_scaler,
+    )
 
 
 def bf16_run(optimizer_cls, steps=3, named=False, groups=1):
@@ -49,7 +62,9 @@ def bf16_run(optimizer_cls, steps=3, named=False, groups=1):
     optimizer = optimizer_cls([{"params": part} for part in split], lr=1e-2, weight_decay=0.1)
     for step in range(steps):
         model.zero_grad()
-        model(torch.arange(11)[torch.randperm(11, generator=torch.Generator().manual_seed(step))]).backward()
+        model(
+            torch.arange(11)[torch.randperm(11, generator=torch.Generator().manual_seed(step))]
+        ).backward()
         for name, param in named_params:
             masters[name].grad = param.grad.float()
         optimizer.step()
@@ -92,9 +107,15 @@ def test_torch_state_is_imported(precision, fraction):
     state = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
     model, optimizer = build(precision, fraction, seed=5)
     foreign.import_state(optimizer, state)
-    assert_imported(optimizer, model, {n: {k: v for k, v in s.items() if k != "master_param"}
-                                       for n, s in state.state.items()}, masters)
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}, "hyperparameters are ours"
+    assert_imported(
+        optimizer,
+        model,
+        {n: {k: v for k, v in s.items() if k != "master_param"} for n, s in state.state.items()},
+        masters,
+    )
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}, (
+        "hyperparameters are ours"
+    )
     losses = train(model, optimizer, 2)
     assert optimizer.metrics()["skipped_steps"] == 0 and len(losses) == 2
 
@@ -103,10 +124,16 @@ def test_exported_state_is_what_torch_continues_from():
     model, optimizer = build("fp32")
     train(model, optimizer, 3)
     state = foreign.export_state(optimizer)
-    copies = {name: nn.Parameter(value.clone()) for name, value in foreign.fp32_params(state).items()}
-    adamw = torch.optim.AdamW([{"params": [(name, copies[name]) for name in group.names]} for group in state.groups])
+    copies = {
+        name: nn.Parameter(value.clone()) for name, value in foreign.fp32_params(state).items()
+    }
+    adamw = torch.optim.AdamW(
+        [{"params": [(name, copies[name]) for name in group.names]} for group in state.groups]
+    )
     adamw.load_state_dict(foreign.to_torch(cloned(state)))
-    assert [group["weight_decay"] for group in adamw.param_groups] == [g.settings["weight_decay"] for g in state.groups]
+    assert [group["weight_decay"] for group in adamw.param_groups] == [
+        g.settings["weight_decay"] for g in state.groups
+    ]
     model.zero_grad()
     model(torch.arange(11)).backward()
     for name, param in model.named_parameters():
@@ -135,7 +162,10 @@ def test_out_and_in_again_continues_bit_for_bit(tmp_path, precision, way):
         assert back.groups == state.groups
     assert same_state(back, state)
     scale = optimizer.get_loss_scale().clone()
-    expected = train(model, optimizer, 3, start=3), {n: p.detach().clone() for n, p in model.named_parameters()}
+    expected = (
+        train(model, optimizer, 3, start=3),
+        {n: p.detach().clone() for n, p in model.named_parameters()},
+    )
     other, fresh = build(precision, 0.5, seed=8)
     foreign.import_state(fresh, back)
     if way == "file":
@@ -155,7 +185,9 @@ def test_a_checkpoint_of_ours_is_exported_without_its_model(tmp_path):
     with pytest.raises(ValueError, match=r"compact state .*full_precision=True"):
         foreign.from_checkpoint(tmp_path / "compact")
     checkpoint.save(tmp_path / "compact", compact, optimizer, full_precision=True)
-    assert same_state(foreign.from_checkpoint(tmp_path / "compact"), foreign.export_state(optimizer))
+    assert same_state(
+        foreign.from_checkpoint(tmp_path / "compact"), foreign.export_state(optimizer)
+    )
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         foreign.from_checkpoint(tmp_path / "nothing")
 
@@ -165,8 +197,12 @@ def test_momentum_of_sgd_and_muon_is_state_like_any_other():
     state = foreign.from_torch(sgd.state_dict(), list(masters), masters=masters, step=3)
     model, optimizer = build("bf16", optimizer="sgd")
     foreign.import_state(optimizer, state)
-    assert_imported(optimizer, model, {n: {"momentum_buffer": s["momentum_buffer"]} for n, s in state.state.items()},
-                    masters)
+    assert_imported(
+        optimizer,
+        model,
+        {n: {"momentum_buffer": s["momentum_buffer"]} for n, s in state.state.items()},
+        masters,
+    )
     with pytest.raises(ValueError, match=r"the state of embed has no step.*pass step="):
         foreign.from_torch(sgd.state_dict(), list(masters))
 
@@ -209,21 +245,31 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_written():
     before = cloned(foreign.export_state(optimizer))
 
     def changed(name, **new):
-        return foreign.ForeignState(state.groups, {**state.state, name: {**state.state[name], **new}})
+        return foreign.ForeignState(
+            state.groups, {**state.state, name: {**state.state[name], **new}}
+        )
 
-    for wrong, reason in ((changed("dense", exp_avg=torch.ones(3, 3)), r"dense\.exp_avg: saved shape \(3, 3\)"),
-                          (changed("dense", max_exp_avg_sq=torch.ones(8, 8)), r"unknown \['max_exp_avg_sq'\]"),
-                          (changed("dense", exp_avg=torch.ones(8, 8).double() / 3), r"torch\.float64")):
+    for wrong, reason in (
+        (changed("dense", exp_avg=torch.ones(3, 3)), r"dense\.exp_avg: saved shape \(3, 3\)"),
+        (changed("dense", max_exp_avg_sq=torch.ones(8, 8)), r"unknown \['max_exp_avg_sq'\]"),
+        (changed("dense", exp_avg=torch.ones(8, 8).double() / 3), r"torch\.float64"),
+    ):
         with pytest.raises(ValueError, match=reason):
             foreign.import_state(optimizer, wrong)
     bare = foreign.from_torch(adamw.state_dict(), list(masters))
     with pytest.raises(ValueError, match=r"embed is torch\.bfloat16, .*main_from_model=True"):
         foreign.import_state(optimizer, bare)
     assert same_state(foreign.export_state(optimizer), before)
-    assert all(same_bits(p.detach(), before.state[n]["master_param"].to(p.dtype)) for n, p in model.named_parameters())
+    assert all(
+        same_bits(p.detach(), before.state[n]["master_param"].to(p.dtype))
+        for n, p in model.named_parameters()
+    )
     foreign.import_state(optimizer, bare, main_from_model=True)
     after = foreign.export_state(optimizer)
-    assert all(same_bits(after.state[n]["master_param"], before.state[n]["master_param"]) for n in after.names)
+    assert all(
+        same_bits(after.state[n]["master_param"], before.state[n]["master_param"])
+        for n in after.names
+    )
     assert same_bits(after.state["dense"]["exp_avg"], state.state["dense"]["exp_avg"])
 
 
@@ -234,7 +280,9 @@ def test_a_parameter_that_was_never_stepped_starts_from_zero():
     model, optimizer = build("bf16")
     train(model, optimizer, 1)
     value = model.dense.detach().clone() if list(masters)[1] == "dense" else None
-    foreign.import_state(optimizer, foreign.from_torch(saved, list(masters), masters=None), main_from_model=True)
+    foreign.import_state(
+        optimizer, foreign.from_torch(saved, list(masters), masters=None), main_from_model=True
+    )
     state = foreign.export_state(optimizer).state["dense"]
     assert float(state["step"]) == 0.0 and not state["exp_avg"].any()
     assert value is not None and same_bits(model.dense.detach(), value)
@@ -244,13 +292,23 @@ def test_a_parameter_that_was_never_stepped_starts_from_zero():
 
 
 def megatron_like(parts):
-    """The layout of Float16OptimizerWithFloat16Params.state_dict: the FP32 copies beside the inner state."""
-    return {"optimizer": {"state": {i: {"exp_avg": torch.randn(s), "exp_avg_sq": torch.rand(s)} for i, (_, s, _)
-                                    in enumerate(parts)},
-                          "param_groups": [{"lr": 1e-3, "step": 4, "params": list(range(len(parts)))}]},
-            "grad_scaler": {"scale": torch.tensor([2.0**9]), "growth_tracker": torch.tensor([3], dtype=torch.int32),
-                            "hysteresis_tracker": torch.tensor([2], dtype=torch.int32)},
-            "fp32_from_fp16_params": [[torch.randn(s) for _, s, half in parts if half]]}
+    """The layout of Float16OptimizerWithFloat16Params.state_dict: the FP32 copies beside the inner
+    state."""
+    return {
+        "optimizer": {
+            "state": {
+                i: {"exp_avg": torch.randn(s), "exp_avg_sq": torch.rand(s)}
+                for i, (_, s, _) in enumerate(parts)
+            },
+            "param_groups": [{"lr": 1e-3, "step": 4, "params": list(range(len(parts)))}],
+        },
+        "grad_scaler": {
+            "scale": torch.tensor([2.0**9]),
+            "growth_tracker": torch.tensor([3], dtype=torch.int32),
+            "hysteresis_tracker": torch.tensor([2], dtype=torch.int32),
+        },
+        "fp32_from_fp16_params": [[torch.randn(s) for _, s, half in parts if half]],
+    }
 
 
 def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
@@ -263,7 +321,9 @@ def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
     chain = torch.load(tmp_path / "chain.pt", weights_only=True)
     names = [n for n, *_ in (*dense, *experts)]
     state = foreign.from_megatron(chain, names, fp32_names={"scale"})
-    assert same_state(foreign.from_megatron([chain[0], chain[1]], names, fp32_names={"scale"}), state)
+    assert same_state(
+        foreign.from_megatron([chain[0], chain[1]], names, fp32_names={"scale"}), state
+    )
     foreign.import_state(optimizer, state)
     assert float(optimizer.get_loss_scale()) == 2.0**9
     found = foreign.export_state(optimizer).state
@@ -272,7 +332,9 @@ def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
         assert float(found[name]["step"]) == 4.0
         if not half:
             assert same_bits(found[name]["master_param"], model.get_parameter(name).detach())
-    with pytest.raises(ValueError, match=r"has 4 FP32 copies for 5 16-bit parameters; name those .*fp32_names="):
+    with pytest.raises(
+        ValueError, match=r"has 4 FP32 copies for 5 16-bit parameters; name those .*fp32_names="
+    ):
         foreign.from_megatron(chain, names)
     with pytest.raises(ValueError, match="8 names for parts of"):
         foreign.from_megatron(chain, [*names, "more"])
@@ -280,58 +342,89 @@ def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
         foreign.from_megatron({"optimizer": {"param_groups": []}}, [])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+)
 def test_real_megatron_state_is_imported(tmp_path):
     sys.path.insert(0, str(ROOT / "tools"))
     from benchmarks import megatron
 
     generator = torch.Generator().manual_seed(0)
     shapes = {"up": (6, 4), "down": (4, 6), "bias": (6,)}
-    params = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    params = {
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+    }
     with megatron.job_ended():
         grads = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes.values()]
         step = megatron.megatron_step(list(params.values()), grads, fused=True)
         for _ in range(3):
             step()
-        theirs = next(cell.cell_contents for cell in step.__closure__
-                      if hasattr(cell.cell_contents, "state_dict"))
+        theirs = next(
+            cell.cell_contents
+            for cell in step.__closure__
+            if hasattr(cell.cell_contents, "state_dict")
+        )
         saved = theirs.state_dict()
     torch.save(saved, tmp_path / "megatron.pt")
     saved = torch.load(tmp_path / "megatron.pt", weights_only=True)
     state = foreign.from_megatron(saved, list(shapes))  # the order of the only group
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape).bfloat16()) for name, shape in shapes.items()})
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(shape).bfloat16()) for name, shape in shapes.items()}
+    )
     optimizer = get_megatron_optimizer(config_for("bf16"), model)
     foreign.import_state(optimizer, state)
     masters = dict(zip(shapes, saved["fp32_from_fp16_params"][0], strict=True))
     assert {float(s["step"]) for s in state.state.values()} == {3.0}
-    assert_imported(optimizer, model, {n: {k: s[k] for k in ("exp_avg", "exp_avg_sq", "step")}
-                                       for n, s in state.state.items()}, masters)
-    assert all(same_bits(model[name].detach(), params[name]) for name in shapes), "their parameters, from their masters"
+    assert_imported(
+        optimizer,
+        model,
+        {n: {k: s[k] for k in ("exp_avg", "exp_avg_sq", "step")} for n, s in state.state.items()},
+        masters,
+    )
+    assert all(same_bits(model[name].detach(), params[name]) for name in shapes), (
+        "their parameters, from their masters"
+    )
 
 
 # -- apex -----------------------------------------------------------------------------------------
 
 
 def apex_like():
-    """The layout of apex's FusedAdam with master_weights: step in the group, FP32 copies in param_groups_master."""
+    """The layout of apex's FusedAdam with master_weights: step in the group, FP32 copies in
+    param_groups_master."""
     shapes = [[(4, 6), (6,)], [(3, 3)]]
     state, index = {}, 0
     for group in shapes:
         for shape in group:
             state[index] = {"exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
             index += 1
-    groups = [{"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay,
-               "step": torch.tensor([7], dtype=torch.int32) if decay else 7, "params": params}
-              for decay, params in ((0.1, [0, 1]), (0.0, [2]))]
-    return {"state": state, "param_groups": groups}, [[torch.randn(s) for s in group] for group in shapes]
+    groups = [
+        {
+            "lr": 1e-3,
+            "bias_correction": True,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": decay,
+            "step": torch.tensor([7], dtype=torch.int32) if decay else 7,
+            "params": params,
+        }
+        for decay, params in ((0.1, [0, 1]), (0.0, [2]))
+    ]
+    return {"state": state, "param_groups": groups}, [
+        [torch.randn(s) for s in group] for group in shapes
+    ]
 
 
 def test_apex_state_and_its_masters_are_imported():
     saved, masters = apex_like()
     names = ["w", "b", "v"]
     state = foreign.from_apex(saved, masters, names)
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros_like(value).bfloat16())
-                              for name, value in zip(names, [*masters[0], *masters[1]], strict=True)})
+    model = nn.ParameterDict(
+        {
+            name: nn.Parameter(torch.zeros_like(value).bfloat16())
+            for name, value in zip(names, [*masters[0], *masters[1]], strict=True)
+        }
+    )
     optimizer = get_megatron_optimizer(config_for("bf16"), model)
     foreign.import_state(optimizer, state)
     of = dict(zip(names, [*masters[0], *masters[1]], strict=True))
@@ -346,12 +439,15 @@ def test_apex_state_and_its_masters_are_imported():
 
 
 def write_universal(folder, params, step=5, flat=False):
-    """What ds_to_universal.py writes: {"param": tensor} and a bare step; from ZeRO-3 bare flat tensors, no step."""
+    """What ds_to_universal.py writes: {"param": tensor} and a bare step; from ZeRO-3 bare flat
+    tensors, no step."""
     for name, states in params.items():
         path = folder / "zero" / name
         path.mkdir(parents=True)
         for key, value in states.items():
-            torch.save(value.flatten() if flat else {"param": value, "cat_dim": 0}, path / f"{key}.pt")
+            torch.save(
+                value.flatten() if flat else {"param": value, "cat_dim": 0}, path / f"{key}.pt"
+            )
         if not flat:
             torch.save(step, path / "step.pt")
 
@@ -359,16 +455,26 @@ def write_universal(folder, params, step=5, flat=False):
 @pytest.mark.parametrize("flat", [False, True], ids=["zero 1 and 2", "zero 3"])
 def test_universal_checkpoints_are_imported(tmp_path, flat):
     model, optimizer = build("bf16")
-    params = {name: {"fp32": torch.randn(p.shape), "exp_avg": torch.randn(p.shape), "exp_avg_sq": torch.rand(p.shape)}
-              for name, p in model.named_parameters()}
+    params = {
+        name: {
+            "fp32": torch.randn(p.shape),
+            "exp_avg": torch.randn(p.shape),
+            "exp_avg_sq": torch.rand(p.shape),
+        }
+        for name, p in model.named_parameters()
+    }
     write_universal(tmp_path, params, flat=flat)
     if flat:
         with pytest.raises(ValueError, match=r"step\.pt is missing .*pass step="):
             foreign.from_deepspeed(tmp_path)
     state = foreign.from_deepspeed(tmp_path, step=5 if flat else None)
     foreign.import_state(optimizer, state)
-    assert_imported(optimizer, model, {n: {k: v for k, v in s.items() if k != "fp32"} for n, s in params.items()},
-                    {n: s["fp32"] for n, s in params.items()})
+    assert_imported(
+        optimizer,
+        model,
+        {n: {k: v for k, v in s.items() if k != "fp32"} for n, s in params.items()},
+        {n: s["fp32"] for n, s in params.items()},
+    )
     assert {float(s["step"]) for s in foreign.export_state(optimizer).state.values()} == {5.0}
 
 
@@ -401,9 +507,12 @@ def test_universal_round_trips_and_lists_what_is_missing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
 def test_real_deepspeed_reads_what_is_written(tmp_path):
-    """With its own load_hp_checkpoint_state, which ZeRO 1 and 2 call for each parameter with load_universal."""
+    """With its own load_hp_checkpoint_state, which ZeRO 1 and 2 call for each parameter with
+    load_universal."""
     code = f"""
 import sys, types, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -417,7 +526,9 @@ root = foreign.to_deepspeed(state, {str(tmp_path)!r})
 for name, param in model.named_parameters():
     fp32 = torch.zeros(param.numel())
     address = types.SimpleNamespace(start=0, numel=param.numel())
-    param._hp_mapping = types.SimpleNamespace(lp_fragment_address=address, get_hp_fragment=lambda fp32=fp32: fp32)
+    param._hp_mapping = types.SimpleNamespace(
+            lp_fragment_address=address, get_hp_fragment=lambda fp32=fp32: fp32
+        )
     assert load_hp_checkpoint_state(param, str(root / name), 0, 1) == 2
     assert torch.equal(fp32.view(param.shape), state.state[name]["master_param"])
     for key, value in param._hp_mapping.optim_fragment.items():
@@ -425,8 +536,14 @@ for name, param in model.named_parameters():
     assert set(param._hp_mapping.optim_fragment) == {{"exp_avg", "exp_avg_sq"}}
 print("read")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False,
-                          cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0 and "read" in done.stdout, done.stderr[-3000:]
 
 
@@ -434,14 +551,24 @@ print("read")
 
 
 def test_sharded_parameters_take_their_part(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         whole = torch.randn(4, 6)
-        model = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4, 6).bfloat16(), mesh, [Shard(0)]))})
+        model = nn.ParameterDict(
+            {"w": nn.Parameter(distribute_tensor(torch.zeros(4, 6).bfloat16(), mesh, [Shard(0)]))}
+        )
         optimizer = get_megatron_optimizer(config_for("bf16"), model)
-        moments = {"step": torch.tensor(3.0), "exp_avg": torch.randn(4, 6), "exp_avg_sq": torch.rand(4, 6)}
-        state = foreign.ForeignState((foreign.ForeignGroup(("w",)),), {"w": {**moments, "master_param": whole}})
+        moments = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.randn(4, 6),
+            "exp_avg_sq": torch.rand(4, 6),
+        }
+        state = foreign.ForeignState(
+            (foreign.ForeignGroup(("w",)),), {"w": {**moments, "master_param": whole}}
+        )
         foreign.import_state(optimizer, state)
         assert isinstance(optimizer.state[model["w"]]["exp_avg"], DTensor)
         assert same_state(foreign.export_state(optimizer), state)
@@ -464,19 +591,59 @@ def test_the_command_goes_round(tmp_path, capsys):
     torch.save({"step": 3, "optimizer": adamw.state_dict()}, tmp_path / "adamw.pt")
     torch.save(masters, tmp_path / "masters.pt")
     (tmp_path / "names.json").write_text(json.dumps([f"module.{name}" for name in masters]))
-    torch.save({f"module.{name}": value for name, value in masters.items()}, tmp_path / "masters.pt")
-    command("--source-format", "torch", "--source", tmp_path / "adamw.pt", "--key", "optimizer", "--names",
-            tmp_path / "names.json", "--masters", tmp_path / "masters.pt", "--strip-prefix", "module.",
-            "--target", tmp_path / "a.pt")
+    torch.save(
+        {f"module.{name}": value for name, value in masters.items()}, tmp_path / "masters.pt"
+    )
+    command(
+        "--source-format",
+        "torch",
+        "--source",
+        tmp_path / "adamw.pt",
+        "--key",
+        "optimizer",
+        "--names",
+        tmp_path / "names.json",
+        "--masters",
+        tmp_path / "masters.pt",
+        "--strip-prefix",
+        "module.",
+        "--target",
+        tmp_path / "a.pt",
+    )
     assert "7 parameters" in capsys.readouterr().out
-    command("--source-format", "mp_optim", "--source", tmp_path / "a.pt", "--target-format", "deepspeed", "--target",
-            tmp_path / "universal")
-    command("--source-format", "deepspeed", "--source", tmp_path / "universal", "--target", tmp_path / "b.pt")
-    command("--source-format", "mp_optim", "--source", tmp_path / "b.pt", "--target-format", "torch", "--target",
-            tmp_path / "torch")
+    command(
+        "--source-format",
+        "mp_optim",
+        "--source",
+        tmp_path / "a.pt",
+        "--target-format",
+        "deepspeed",
+        "--target",
+        tmp_path / "universal",
+    )
+    command(
+        "--source-format",
+        "deepspeed",
+        "--source",
+        tmp_path / "universal",
+        "--target",
+        tmp_path / "b.pt",
+    )
+    command(
+        "--source-format",
+        "mp_optim",
+        "--source",
+        tmp_path / "b.pt",
+        "--target-format",
+        "torch",
+        "--target",
+        tmp_path / "torch",
+    )
     assert same_state(foreign.from_file(tmp_path / "a.pt"), foreign.from_file(tmp_path / "b.pt"))
-    last = foreign.from_torch(torch.load(tmp_path / "torch/optimizer.pt", weights_only=True),
-                              masters=torch.load(tmp_path / "torch/fp32_params.pt", weights_only=True))
+    last = foreign.from_torch(
+        torch.load(tmp_path / "torch/optimizer.pt", weights_only=True),
+        masters=torch.load(tmp_path / "torch/fp32_params.pt", weights_only=True),
+    )
     first = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
     assert same_state(last, first)
 
@@ -485,16 +652,41 @@ def test_the_command_takes_apex_and_megatron(tmp_path):
     saved, masters = apex_like()
     torch.save({"optimizer": saved, "masters": masters}, tmp_path / "apex.pt")
     (tmp_path / "names.txt").write_text("w\nb\nv\n")
-    command("--source-format", "apex", "--source", tmp_path / "apex.pt", "--names", tmp_path / "names.txt", "--target",
-            tmp_path / "apex-out.pt")
-    assert same_state(foreign.from_file(tmp_path / "apex-out.pt"), foreign.from_apex(saved, masters, ["w", "b", "v"]))
+    command(
+        "--source-format",
+        "apex",
+        "--source",
+        tmp_path / "apex.pt",
+        "--names",
+        tmp_path / "names.txt",
+        "--target",
+        tmp_path / "apex-out.pt",
+    )
+    assert same_state(
+        foreign.from_file(tmp_path / "apex-out.pt"),
+        foreign.from_apex(saved, masters, ["w", "b", "v"]),
+    )
     parts = [("w", (4, 6), True), ("b", (6,), True), ("v", (3, 3), False)]
     megatron = megatron_like(parts)
     torch.save({"optimizer": megatron}, tmp_path / "megatron.pt")
-    command("--source-format", "megatron", "--source", tmp_path / "megatron.pt", "--key", "optimizer", "--names",
-            tmp_path / "names.txt", "--fp32-names", "v", "--target", tmp_path / "megatron-out.pt")
-    assert same_state(foreign.from_file(tmp_path / "megatron-out.pt"),
-                      foreign.from_megatron(megatron, ["w", "b", "v"], fp32_names={"v"}))
+    command(
+        "--source-format",
+        "megatron",
+        "--source",
+        tmp_path / "megatron.pt",
+        "--key",
+        "optimizer",
+        "--names",
+        tmp_path / "names.txt",
+        "--fp32-names",
+        "v",
+        "--target",
+        tmp_path / "megatron-out.pt",
+    )
+    assert same_state(
+        foreign.from_file(tmp_path / "megatron-out.pt"),
+        foreign.from_megatron(megatron, ["w", "b", "v"], fp32_names={"v"}),
+    )
     with pytest.raises(ValueError, match="no file that"):
         foreign.from_file(tmp_path / "apex.pt")
 
@@ -506,5 +698,12 @@ class Code:
 def test_code_in_a_file_is_not_run(tmp_path):
     torch.save({"optimizer": Code()}, tmp_path / "evil.pt")
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        command("--source-format", "torch", "--source", tmp_path / "evil.pt", "--target", tmp_path / "out.pt")
+        command(
+            "--source-format",
+            "torch",
+            "--source",
+            tmp_path / "evil.pt",
+            "--target",
+            tmp_path / "out.pt",
+        )
     assert not (tmp_path / "out.pt").exists()

@@ -1,4 +1,5 @@
-"""Muon in the stack: one verdict for both rules, every placement, precision, layout and checkpoint."""
+"""Muon in the stack: one verdict for both rules, every placement, precision, layout and
+checkpoint."""
 
 import os
 import subprocess
@@ -27,8 +28,12 @@ def one_thread():
 
 def build(precision="bf16", fraction=0.0, seed=0, **settings):
     settings = {"optimizer": "muon", "muon_scale_mode": "shape_scaling", **settings}
-    model = TinyMoE({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision.split("-")[0]],
-                    seed=seed)
+    model = TinyMoE(
+        {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
+            precision.split("-")[0]
+        ],
+        seed=seed,
+    )
     model.embed.is_embedding_or_output_parameter = True
     config = config_for(precision, fraction, **settings)
     return model, get_megatron_optimizer(config, model, expert_predicate=is_expert)
@@ -57,20 +62,38 @@ def test_matrices_are_stepped_during_backward_with_the_same_bits(precision, mode
 
 def test_matrices_are_muons_and_the_rest_is_adams():
     _, optimizer = build()
-    rules = {name: group["optimizer"] for group in optimizer.param_groups
-             for name in group["param_names"]}
-    assert rules == {"embed": "adam", "dense": "muon", "router": "muon", "bias": "adam", "scale": "adam",
-                     "experts.up": "muon", "experts.down": "muon"}
-    keys = {name: set(state) for name, state in zip(
-        (n for g in optimizer.param_groups for n in g["param_names"]), optimizer.state.values(), strict=True)}
+    rules = {
+        name: group["optimizer"]
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert rules == {
+        "embed": "adam",
+        "dense": "muon",
+        "router": "muon",
+        "bias": "adam",
+        "scale": "adam",
+        "experts.up": "muon",
+        "experts.down": "muon",
+    }
+    keys = {
+        name: set(state)
+        for name, state in zip(
+            (n for g in optimizer.param_groups for n in g["param_names"]),
+            optimizer.state.values(),
+            strict=True,
+        )
+    }
     assert keys["dense"] == {"step", "momentum_buffer", "master_param"}
     assert keys["embed"] == {"step", "exp_avg", "exp_avg_sq", "master_param"}
     text = str(optimizer.describe())
     assert "products of matrices are torch's" in text and "native" in text
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "bf16-remainder", "bf16-bf16", "bf16-8bit8",
-                                       "bf16-stochastic"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", "fp16", "fp32", "bf16-remainder", "bf16-bf16", "bf16-8bit8", "bf16-stochastic"],
+)
 def test_every_fraction_gives_the_same_bits(precision):
     runs = [outcome(*build(precision, fraction)) for fraction in (0.0, 0.5, 1.0)]
     assert runs[0][0][-1] < runs[0][0][0]
@@ -97,8 +120,10 @@ def test_a_checkpoint_loads_at_any_fraction(tmp_path, precision):
 def test_a_skipped_step_touches_neither_rule():
     model, optimizer = build()
     train(model, optimizer, 2)
-    before = {name: [v.clone() for v in state.values()] for name, state in
-              zip(range(99), optimizer.state.values(), strict=False)}
+    before = {
+        name: [v.clone() for v in state.values()]
+        for name, state in zip(range(99), optimizer.state.values(), strict=False)
+    }
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(tokens_of(5)).backward()
     model.bias.grad[0] = float("nan")  # in a parameter of Adam's; the matrices must not move either
@@ -126,21 +151,27 @@ def test_state_of_another_scalar_optimizer_is_refused():
 def test_overrides_choose_the_rule_and_the_scale():
     model = TinyMoE(torch.float32)
     config = config_for("fp32", optimizer="muon")
-    overrides = {**get_standard_config_overrides(config), ParamKey(name="embed"): {"optimizer": "adam", "max_lr": 1e-3},
-                 ParamKey(name="router"): {"scale_mode": "unit_rms_norm"}}
+    overrides = {
+        **get_standard_config_overrides(config),
+        ParamKey(name="embed"): {"optimizer": "adam", "max_lr": 1e-3},
+        ParamKey(name="router"): {"scale_mode": "unit_rms_norm"},
+    }
     optimizer = get_megatron_optimizer(config, model, overrides)
     of = {name: group for group in optimizer.param_groups for name in group["param_names"]}
     assert (of["embed"]["optimizer"], of["embed"]["lr"]) == ("adam", 1e-3)
     assert (of["router"]["scale_mode"], of["dense"]["scale_mode"]) == ("unit_rms_norm", "spectral")
-    for override, reason in (({"optimizer": "lion"}, "optimizer='lion' differs"),
-                             ({"optimizer": "muon"}, r"bias has shape \(8,\): override optimizer='muon'"),
-                             ({"sacle_mode": "spectral"}, "did you mean 'scale_mode'")):
+    for override, reason in (
+        ({"optimizer": "lion"}, "optimizer='lion' differs"),
+        ({"optimizer": "muon"}, r"bias has shape \(8,\): override optimizer='muon'"),
+        ({"sacle_mode": "spectral"}, "did you mean 'scale_mode'"),
+    ):
         with pytest.raises(ValueError, match=reason):
             get_megatron_optimizer(config, model, {ParamKey(name="bias"): override})
 
 
 class Megatron(nn.Module):
-    """A fused QKV weight with the config that says how it is laid out, and an embedding told by its module."""
+    """A fused QKV weight with the config that says how it is laid out, and an embedding told by its
+    module."""
 
     def __init__(self, **sizes):
         super().__init__()
@@ -156,11 +187,17 @@ def test_fused_qkv_weights_are_cut_by_the_models_config():
     of = {name: group for group in optimizer.param_groups for name in group["param_names"]}
     assert of["table.weight"]["optimizer"] == "adam"
     assert of["linear_qkv.weight"]["qkv_split_shapes"] == (4, 2, 2)
-    with pytest.raises(ValueError, match=r"linear_qkv\.weight is a fused QKV weight and muon_split_qkv=True"):
+    with pytest.raises(
+        ValueError, match=r"linear_qkv\.weight is a fused QKV weight and muon_split_qkv=True"
+    ):
         get_megatron_optimizer(config, Megatron())
     with pytest.raises(ValueError, match="16 rows, which is no multiple"):
-        get_megatron_optimizer(config, Megatron(num_attention_heads=4, num_query_groups=2, kv_channels=3))
-    unsplit = get_megatron_optimizer(config_for("fp32", optimizer="muon", muon_split_qkv=False), Megatron())
+        get_megatron_optimizer(
+            config, Megatron(num_attention_heads=4, num_query_groups=2, kv_channels=3)
+        )
+    unsplit = get_megatron_optimizer(
+        config_for("fp32", optimizer="muon", muon_split_qkv=False), Megatron()
+    )
     assert all(group["qkv_split_shapes"] is None for group in unsplit.param_groups)
 
 
@@ -171,10 +208,19 @@ def test_fused_qkv_weights_are_cut_by_the_models_config():
 def ranks(tmp_path_factory):
     """What the four ranks of muon_worker.py found."""
     folder = tmp_path_factory.mktemp("muon")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-               str(HERE / "muon_worker.py"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        str(HERE / "muon_worker.py"),
+        str(folder),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
 
@@ -192,7 +238,9 @@ def test_ranks_have_the_bits_of_one_process(ranks, case, fraction):
 def test_tensor_parallel_parts_have_the_bits_of_one_process(ranks):
     expected = muon_worker.single()
     for rank in ranks:
-        assert [n for n, value in expected.items() if not same_bits(rank["tensor parallel"][n], value)] == []
+        assert [
+            n for n, value in expected.items() if not same_bits(rank["tensor parallel"][n], value)
+        ] == []
 
 
 def test_a_part_without_a_partition_dim_is_refused(ranks):
@@ -201,6 +249,8 @@ def test_a_part_without_a_partition_dim_is_refused(ranks):
 
 def test_blockwise_orthogonalises_each_part(ranks):
     expected = muon_worker.single()
-    differing = {n for n, value in expected.items() if not same_bits(ranks[0]["blockwise"][n], value)}
+    differing = {
+        n for n, value in expected.items() if not same_bits(ranks[0]["blockwise"][n], value)
+    }
     assert {"wide", "tall", "narrow"} <= differing
     assert differing.isdisjoint({"experts.up", "experts.down", "embed", "bias"})

@@ -79,11 +79,14 @@ def eager(module: nn.Module) -> Any:
 
 
 WRAPS = {
-    "plain": plain, "compiled in place": compiled_in_place,
+    "plain": plain,
+    "compiled in place": compiled_in_place,
     "compiled": lambda: eager(plain()),
     "a compiled layer": lambda: layer_wrapped(eager),
     "a checkpointed layer": lambda: layer_wrapped(checkpoint_wrapper),
-    "compiled and checkpointed": lambda: layer_wrapped(lambda layer: eager(checkpoint_wrapper(layer))),
+    "compiled and checkpointed": lambda: layer_wrapped(
+        lambda layer: eager(checkpoint_wrapper(layer))
+    ),
     "DataParallel": lambda: nn.DataParallel(plain()),
     "DDP": lambda: nn.parallel.DistributedDataParallel(plain()),
     "compiled DDP": lambda: eager(nn.parallel.DistributedDataParallel(plain())),
@@ -116,11 +119,19 @@ def test_a_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: P
     stack, expected = trained(model), trained(bare)
     assert names_of(stack) == sorted(NAMES) == sorted(name for name, _ in stack.named_main_params())
     seen: list[str] = []
-    grouped = get_megatron_optimizer(CONFIG, WRAPS[wrap](), {ParamKey(name="layers.0.*"): {"max_lr": 1e-4}},
-                                     expert_predicate=lambda _, name: bool(seen.append(name)))
+    grouped = get_megatron_optimizer(
+        CONFIG,
+        WRAPS[wrap](),
+        {ParamKey(name="layers.0.*"): {"max_lr": 1e-4}},
+        expert_predicate=lambda _, name: bool(seen.append(name)),
+    )
     assert set(seen) == set(NAMES)
-    assert sorted(name for group in grouped.param_groups if group["lr"] == 1e-4 for name in group["param_names"]) == [
-        name for name in sorted(NAMES) if name.startswith("layers.0.")]
+    assert sorted(
+        name
+        for group in grouped.param_groups
+        if group["lr"] == 1e-4
+        for name in group["param_names"]
+    ) == [name for name in sorted(NAMES) if name.startswith("layers.0.")]
 
     for saved, wanted in ((model, bare), (bare, model)):
         mine, others = (stack, expected) if saved is model else (expected, stack)
@@ -129,20 +140,31 @@ def test_a_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: P
         fresh = get_megatron_optimizer(CONFIG, fresh_model)
         mp_optim.checkpoint.load(tmp_path / str(saved is model), fresh_model, fresh)
         others.load_state_dict(mine.state_dict())
-        assert all(torch.equal(a, b) for a, b in zip(fresh_model.parameters(), saved.parameters(), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(fresh_model.buffers(), saved.buffers(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(fresh_model.parameters(), saved.parameters(), strict=True)
+        )
+        assert all(
+            torch.equal(a, b) for a, b in zip(fresh_model.buffers(), saved.buffers(), strict=True)
+        )
         step_on(fresh_model, fresh)
         step_on(saved, mine)
-        assert all(torch.equal(a, b) for a, b in zip(fresh_model.parameters(), saved.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(fresh_model.parameters(), saved.parameters(), strict=True)
+        )
 
     (file,) = mp_optim.checkpoint.export_safetensors(tmp_path / "export", stack)
     with safe_open(file, "pt") as found:
         assert sorted(found.keys()) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("wrap", ["compiled", "compiled and checkpointed", "compiled DDP", "DDP of a layer"])
-def test_names_that_versions_before_wrote_are_understood(wrap: str, tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "wrap", ["compiled", "compiled and checkpointed", "compiled DDP", "DDP of a layer"]
+)
+def test_names_that_versions_before_wrote_are_understood(
+    wrap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = WRAPS[wrap]()
     with monkeypatch.context() as before:
         before.setattr("mp_optim.names.canonical_name", lambda module, name: name)
@@ -158,17 +180,30 @@ def test_names_that_versions_before_wrote_are_understood(wrap: str, tmp_path: Pa
         again_model.load_state_dict(fresh_model.state_dict())
         again = get_megatron_optimizer(CONFIG, again_model)
         again.load_state_dict(state)
-        assert all(torch.equal(a, b) for a, b in zip(fresh_model.parameters(), model.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(fresh_model.parameters(), model.parameters(), strict=True)
+        )
         for mine in (fresh, again):
             assert names_of(mine) == sorted(NAMES)
-            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(sorted(mine.named_main_params()), sorted(
-                (NAMES[index], main) for index, main in enumerate(by_model(model, stack))), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for (_, a), (_, b) in zip(
+                    sorted(mine.named_main_params()),
+                    sorted(
+                        (NAMES[index], main) for index, main in enumerate(by_model(model, stack))
+                    ),
+                    strict=True,
+                )
+            )
 
 
 def by_model(model: nn.Module, stack: Any) -> list[Tensor]:
     """Main params in the order of the model's parameters."""
-    main_of = {id(param): main for param, (_, main) in zip(stack.get_parameters(), stack.named_main_params(),
-                                                           strict=True)}
+    main_of = {
+        id(param): main
+        for param, (_, main) in zip(stack.get_parameters(), stack.named_main_params(), strict=True)
+    }
     return [main_of[id(param)] for param in model.parameters()]
 
 
@@ -184,12 +219,18 @@ def test_model_chunks_have_their_number_before_canonical_names(tmp_path: Path) -
 def test_groups_of_the_callers_have_the_models_names() -> None:
     model = eager(plain())
     named = list(model.named_parameters())
-    for groups in ([{"params": [param for _, param in named]}], [{"params": named}],
-                   [{"params": [param for _, param in named], "param_names": [name for name, _ in named]}],
-                   [{"params": (param for _, param in named[:3])}, {"params": named[3:], "lr": 1e-3}]):
+    for groups in (
+        [{"params": [param for _, param in named]}],
+        [{"params": named}],
+        [{"params": [param for _, param in named], "param_names": [name for name, _ in named]}],
+        [{"params": (param for _, param in named[:3])}, {"params": named[3:], "lr": 1e-3}],
+    ):
         assert names_of(get_megatron_optimizer(CONFIG, model, param_groups=groups)) == sorted(NAMES)
     own = [(f"mine.{index}", param) for index, (_, param) in enumerate(named)]
-    assert names_of(get_megatron_optimizer(CONFIG, model, param_groups=[{"params": own}]))[0] == "mine.0"
+    assert (
+        names_of(get_megatron_optimizer(CONFIG, model, param_groups=[{"params": own}]))[0]
+        == "mine.0"
+    )
 
 
 def test_a_group_that_is_added_without_names_gets_the_models() -> None:
@@ -206,14 +247,22 @@ def test_a_group_that_is_added_without_names_gets_the_models() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_an_optimizer_that_begins_with_nothing_takes_groups_with_and_without_names(fraction: float) -> None:
-    settings = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
+def test_an_optimizer_that_begins_with_nothing_takes_groups_with_and_without_names(
+    fraction: float,
+) -> None:
+    settings = (
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
+    )
     for named in (True, False):
         model = plain().requires_grad_(False)
-        stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True, **settings), model, param_groups=[])
+        stack = get_megatron_optimizer(
+            OptimizerConfig(lr=1e-2, bf16=True, **settings), model, param_groups=[]
+        )
         assert stack.is_stub_optimizer
         model.requires_grad_(True)
-        stack.add_param_group({"params": list(model.named_parameters() if named else model.parameters())})
+        stack.add_param_group(
+            {"params": list(model.named_parameters() if named else model.parameters())}
+        )
         before = model.embed.weight.detach().clone()
         step_on(model, stack)
         assert not torch.equal(model.embed.weight, before)
@@ -223,9 +272,16 @@ def test_an_optimizer_that_begins_with_nothing_takes_groups_with_and_without_nam
 
 def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(caplog: Any) -> None:
     for key, message in (
-            (ParamKey(name="layer.0.module.weight"), r"name='layer.0.*matches no.*'layers.0.module.weight'"),
-            (ParamKey(attr="is_special"), "attr='is_special'"),
-            (ParamKey(with_name_predicate=ParamWithNamePredicate("never", lambda _, name: False)), "'never'")):
+        (
+            ParamKey(name="layer.0.module.weight"),
+            r"name='layer.0.*matches no.*'layers.0.module.weight'",
+        ),
+        (ParamKey(attr="is_special"), "attr='is_special'"),
+        (
+            ParamKey(with_name_predicate=ParamWithNamePredicate("never", lambda _, name: False)),
+            "'never'",
+        ),
+    ):
         with pytest.raises(ValueError, match=message):
             get_megatron_optimizer(CONFIG, plain(), {key: {"wd_mult": 0.0}})
     config = OptimizerConfig(lr=1e-2, decoupled_lr=1e-3)
@@ -237,20 +293,33 @@ def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(capl
     get_megatron_optimizer(CONFIG, frozen, {ParamKey(name="embed.*"): {"wd_mult": 0.0}})
 
 
-@pytest.mark.parametrize("groups, message", [
-    (lambda params: params, r"param_groups\[0\] is a Parameter"),
-    (lambda params: iter(params), r"param_groups\[0\] is a Parameter"),
-    (lambda params: [{"parameters": params}], r"param_groups\[0\] is \['parameters'\]: give dicts"),
-    (lambda params: [{"params": params, "learning_rate": 1e-3}], "did you mean 'lr'"),
-    (lambda params: [{"params": params, "weight_decy": 0.1}], "did you mean 'weight_decay'"),
-    (lambda params: [{"params": params, "lr": "1e-3"}], "lr='1e-3' must be"),
-    (lambda params: [{"params": params, "lr": float("nan")}], "lr=nan must be"),
-    (lambda params: [{"params": params, "betas": (2, 3)}], r"betas=\(2, 3\) must be"),
-    (lambda params: [{"params": params, "eps": -1}], "eps=-1 must be"),
-])
+@pytest.mark.parametrize(
+    "groups, message",
+    [
+        (lambda params: params, r"param_groups\[0\] is a Parameter"),
+        (lambda params: iter(params), r"param_groups\[0\] is a Parameter"),
+        (
+            lambda params: [{"parameters": params}],
+            r"param_groups\[0\] is \['parameters'\]: give dicts",
+        ),
+        (lambda params: [{"params": params, "learning_rate": 1e-3}], "did you mean 'lr'"),
+        (lambda params: [{"params": params, "weight_decy": 0.1}], "did you mean 'weight_decay'"),
+        (lambda params: [{"params": params, "lr": "1e-3"}], "lr='1e-3' must be"),
+        (lambda params: [{"params": params, "lr": float("nan")}], "lr=nan must be"),
+        (lambda params: [{"params": params, "betas": (2, 3)}], r"betas=\(2, 3\) must be"),
+        (lambda params: [{"params": params, "eps": -1}], "eps=-1 must be"),
+    ],
+)
 def test_a_group_that_is_none_or_misspelt_is_refused(groups: Any, message: str) -> None:
     model = plain()
     with pytest.raises((TypeError, ValueError), match=message):
         get_megatron_optimizer(CONFIG, model, param_groups=groups(list(model.parameters())))
-    fine = [{"params": list(model.parameters()), "lr_scale": 0.5, "name": "mine", "lr": torch.tensor(1e-3)}]
+    fine = [
+        {
+            "params": list(model.parameters()),
+            "lr_scale": 0.5,
+            "name": "mine",
+            "lr": torch.tensor(1e-3),
+        }
+    ]
     get_megatron_optimizer(CONFIG, model, param_groups=fine)

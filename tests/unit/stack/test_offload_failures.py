@@ -26,12 +26,15 @@ each_early = pytest.mark.parametrize("mode", MODES[1:])
 
 
 def ready(mode, **settings):
-    """A model and its optimizer, three steps on, and another that is as far and stays with ``sync``."""
+    """A model and its optimizer, three steps on, and another that is as far and stays with
+    ``sync``."""
     pairs = [build_mode(which, **{"clip_grad": 0.0, **settings}) for which in (mode, "sync")]
     for model, optimizer in pairs:
         run(model, optimizer, 3)
         optimizer.zero_grad()
-        optimizer.before = snapshot(model, optimizer)  # not later: who reads state during a step has it done again
+        optimizer.before = snapshot(
+            model, optimizer
+        )  # not later: who reads state during a step has it done again
     return pairs
 
 
@@ -88,7 +91,8 @@ def test_a_kernel_that_raises_in_the_worker(monkeypatch):
 
 
 def test_a_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
-    """The clip fires, buckets are stepped again in step(), and one of them fails: none is stepped."""
+    """The clip fires, buckets are stepped again in step(), and one of them fails: none is
+    stepped."""
     pair, other = ready("speculative", fraction=1.0, experts=False)
     for model, _ in (pair, other):
         model(tokens_of(50)).backward()
@@ -184,7 +188,9 @@ def test_a_full_queue(mode, monkeypatch):
         started = time.monotonic()
         pair[0](tokens_of(50)).backward()  # does not raise, and does not hang
         assert time.monotonic() - started < SECONDS
-        fails_in_time(*pair, "the queue of the host worker is full: 1 jobs wait and none was finished")
+        fails_in_time(
+            *pair, "the queue of the host worker is full: 1 jobs wait and none was finished"
+        )
     schedule.worker._queue.capacity = 64
     goes_on_like(pair, other)  # on another thread: the one that is stuck is left alone
     assert stuck.is_alive()
@@ -246,7 +252,8 @@ def test_a_closed_worker_starts_again():
 
 
 def test_two_thousand_steps_leave_nothing_behind():
-    """Steps, discarded work, replaced parameters, new optimizers: threads, tensors and host blocks stay bounded."""
+    """Steps, discarded work, replaced parameters, new optimizers: threads, tensors and host blocks
+    stay bounded."""
     blocks = []
 
     class Counted(ImmediateTransfer):
@@ -262,7 +269,9 @@ def test_two_thousand_steps_leave_nothing_behind():
 
     def churn(builds, steps):
         for build in range(builds):
-            model, optimizer = build_mode("speculative", experts=False, fraction=1.0, clip_grad=0.0, seed=build)
+            model, optimizer = build_mode(
+                "speculative", experts=False, fraction=1.0, clip_grad=0.0, seed=build
+            )
             hybrids(optimizer)[0].use_transfer(Counted())
             for step in range(steps):
                 optimizer.zero_grad()
@@ -274,7 +283,9 @@ def test_two_thousand_steps_leave_nothing_behind():
                 elif step % 5 == 3:
                     fresh = nn.Parameter(model.dense.detach().clone())
                     for group in optimizer.param_groups:
-                        group["params"] = [fresh if p is model.dense else p for p in group["params"]]
+                        group["params"] = [
+                            fresh if p is model.dense else p for p in group["params"]
+                        ]
                     model.dense = fresh
                 optimizer.step()
             del optimizer, model
@@ -283,7 +294,10 @@ def test_two_thousand_steps_leave_nothing_behind():
     before = live()
     churn(8, 250)
     after = live()
-    assert after[0] <= before[0] + 10 and after[1] <= before[1] and after[2] <= before[2], (before, after)
+    assert after[0] <= before[0] + 10 and after[1] <= before[1] and after[2] <= before[2], (
+        before,
+        after,
+    )
 
 
 SCRIPT = """
@@ -305,9 +319,15 @@ print("ready", flush=True)
 ENDS = {
     "sys.exit": ("sys.exit(3)", 3),
     "Ctrl-C in step": (
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
-        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); optimizer.step()", -2),
-    "a child": ("pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nassert os.waitpid(pid, 0)[1] == 0", 0),
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs "
+        "ignore it\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); optimizer.step()",
+        -2,
+    ),
+    "a child": (
+        "pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nassert os.waitpid(pid, 0)[1] == 0",
+        0,
+    ),
 }
 
 
@@ -315,8 +335,13 @@ ENDS = {
 def test_the_interpreter_ends_in_the_middle_of_work(end):
     code, status = ENDS[end]
     script = SCRIPT.format(here=str(Path(__file__).parent), end=code)
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "ready\n", process.stderr.read()
     _, errors = process.communicate(timeout=240)  # a hang; torch itself may take long to end
     assert process.returncode in (status, 130 if status == -2 else status), errors

@@ -58,20 +58,36 @@ LONG = {
     "clip off": {"settings": {"clip_grad": 0.0}},
     "clip never, 7 groups": {"groups": 7, "settings": {"clip_grad": 1e6}},
     "clip sometimes": {"settings": {"clip_grad": 0.16}, "scale": spikes},
-    "clip sometimes, 7 groups, 4 micro-batches": {"groups": 7, "settings": {"clip_grad": 0.16}, "scale": spikes,
-                                                  "micro": 4, "use_no_sync": True},
+    "clip sometimes, 7 groups, 4 micro-batches": {
+        "groups": 7,
+        "settings": {"clip_grad": 0.16},
+        "scale": spikes,
+        "micro": 4,
+        "use_no_sync": True,
+    },
     "clip always, 4 micro-batches": {"settings": {"clip_grad": 1e-3}, "micro": 4},
-    "skip threshold": {"groups": 7, "settings": {"clip_grad": 0.0, "grad_norm_skip_threshold": 0.3}, "scale": spikes},
-    "fp16, overflows": {"precision": "fp16", "scale": lambda step: 1e30 if step in (5, 6, 70) else spikes(step),
-                        "settings": {"clip_grad": 0.16, "loss_scale_window": 20, "hysteresis": 1},
-                        "after_backward": overflow_at(20, 21, 120)},
+    "skip threshold": {
+        "groups": 7,
+        "settings": {"clip_grad": 0.0, "grad_norm_skip_threshold": 0.3},
+        "scale": spikes,
+    },
+    "fp16, overflows": {
+        "precision": "fp16",
+        "scale": lambda step: 1e30 if step in (5, 6, 70) else spikes(step),
+        "settings": {"clip_grad": 0.16, "loss_scale_window": 20, "hysteresis": 1},
+        "after_backward": overflow_at(20, 21, 120),
+    },
 }
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_two_hundred_steps_are_the_same_bits(name):
     case = dict(LONG[name])
-    settings, precision, groups = case.pop("settings"), case.pop("precision", "bf16"), case.pop("groups", 0)
+    settings, precision, groups = (
+        case.pop("settings"),
+        case.pop("precision", "bf16"),
+        case.pop("groups", 0),
+    )
     expected, outcomes = None, None
     for mode in MODES:
         model, optimizer = build_mode(mode, precision, groups=groups, lr=1e-3, **settings)
@@ -89,10 +105,17 @@ def test_two_hundred_steps_are_the_same_bits(name):
         assert counts(optimizer, "paused") > 180
     else:
         assert counts(optimizer, "hits") > 200
-    assert (counts(optimizer, "redone") > 0) == (name.split(",")[0] in ("clip sometimes", "clip always", "fp16"))
+    assert (counts(optimizer, "redone") > 0) == (
+        name.split(",")[0] in ("clip sometimes", "clip always", "fp16")
+    )
 
 
-FORMS = ["bf16", "fp16", "fp32", *(f"bf16-{form}" for form in COMPACT if form not in ("fp16", "bf16"))]
+FORMS = [
+    "bf16",
+    "fp16",
+    "fp32",
+    *(f"bf16-{form}" for form in COMPACT if form not in ("fp16", "bf16")),
+]
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion"])
@@ -101,7 +124,11 @@ def test_every_rule_and_form_of_state(precision, rule):
     """Half of the steps clip, so that halves are flipped, redone and stepped in place in turn."""
     settings = {"optimizer": rule, "clip_grad": 0.16, "lr": 1e-3 if rule == "lion" else 1e-2}
     if "-" in precision and rule in ("sgd", "lion"):
-        form = {key: value for key, value in COMPACT[precision.split("-")[1]].items() if key != "exp_avg_sq_dtype"}
+        form = {
+            key: value
+            for key, value in COMPACT[precision.split("-")[1]].items()
+            if key != "exp_avg_sq_dtype"
+        }
         if precision == "bf16-stochastic":
             form = {**form, "param_remainder_bits": 8}
         precision, settings = "bf16", {**settings, "use_precision_aware_optimizer": True, **form}
@@ -116,7 +143,7 @@ def test_every_rule_and_form_of_state(precision, rule):
     assert counts(optimizer, "hits") > 0 and counts(optimizer, "redone") > 0
 
 
-# -- what may happen between backward and step ---------------------------------------------------------------
+# -- what may happen between backward and step ----------------------------------------------------
 
 
 def between(model, optimizer, what):
@@ -175,9 +202,27 @@ def between(model, optimizer, what):
         assert what == "nothing"
 
 
-EVENTS = ["nothing", "lower the rate", "other betas", "scale gradients", "gradients of their own", "drop a gradient",
-          "replace a parameter", "write a parameter", "read state", "write state", "load state", "zero and again",
-          "backward again", "zero in place and again", "zero", "move out and in", "discard", "step twice", "reload"]
+EVENTS = [
+    "nothing",
+    "lower the rate",
+    "other betas",
+    "scale gradients",
+    "gradients of their own",
+    "drop a gradient",
+    "replace a parameter",
+    "write a parameter",
+    "read state",
+    "write state",
+    "load state",
+    "zero and again",
+    "backward again",
+    "zero in place and again",
+    "zero",
+    "move out and in",
+    "discard",
+    "step twice",
+    "reload",
+]
 
 
 def run_events(mode, events, waits=(), precision="bf16", **settings):
@@ -206,13 +251,19 @@ def test_between_backward_and_step(event, precision):
     assert counts(found[2], "hits") > 0
 
 
-@given(events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=8),
-       waits=st.lists(st.floats(0.0, 0.003), max_size=7), precision=st.sampled_from(["bf16", "fp16", "fp32"]),
-       groups=st.sampled_from([0, 7]), clip_grad=st.sampled_from([0.0, 0.02, 1.0]),
-       fraction=st.sampled_from([0.3, 0.7, 1.0]), bucket_bytes=st.sampled_from([64, 256, 1 << 20]))
+@given(
+    events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=8),
+    waits=st.lists(st.floats(0.0, 0.003), max_size=7),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
+    groups=st.sampled_from([0, 7]),
+    clip_grad=st.sampled_from([0.0, 0.02, 1.0]),
+    fraction=st.sampled_from([0.3, 0.7, 1.0]),
+    bucket_bytes=st.sampled_from([64, 256, 1 << 20]),
+)
 @settings(max_examples=25, deadline=None)
 def test_any_schedule(events, waits, **settings):
-    """Any order of events, with any delays of the worker, with clipping that fires never, now and then or always."""
+    """Any order of events, with any delays of the worker, with clipping that fires never, now and
+    then or always."""
     expected = run_events("sync", events, **settings)
     for mode in EARLY:
         found = run_events(mode, events, waits, **settings)
@@ -226,6 +277,7 @@ def test_closures(mode):
     for which in ("sync", mode):
         model, optimizer = build_mode(which)
         for step in range(6):
+
             def closure(model=model, optimizer=optimizer, step=step):
                 optimizer.zero_grad()
                 loss = model(tokens_of(step))
@@ -237,7 +289,7 @@ def test_closures(mode):
     assert differing(*results) == []
 
 
-# -- gradients: what comes, what does not, what is reduced later ---------------------------------------------
+# -- gradients: what comes, what does not, what is reduced later ----------------------------------
 
 
 def test_an_expert_without_gradient_does_not_stop_its_bucket():
@@ -249,19 +301,30 @@ def test_an_expert_without_gradient_does_not_stop_its_bucket():
             hidden = model.embed[tokens_of(step)]
             if step % 3 == 0:
                 hidden = torch.tanh(hidden @ model.dense + model.bias)
-            (hidden @ model.embed.t()).float().square().mean().backward()  # scale never has a gradient
+            (
+                hidden @ model.embed.t()
+            ).float().square().mean().backward()  # scale never has a gradient
             optimizer.step()
         results.append(snapshot(model, optimizer))
-        assert optimizer.state[model.scale]["step"] == 0 and optimizer.state[model.dense]["step"] == 4
+        assert (
+            optimizer.state[model.scale]["step"] == 0 and optimizer.state[model.dense]["step"] == 4
+        )
     assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
     assert counts(optimizer, "hits") >= 3
 
 
 def test_what_backward_left_behind_is_handed_over():
-    """One parameter of a bucket gets no gradient; when later buckets are complete, the rest of it is stepped early."""
+    """One parameter of a bucket gets no gradient; when later buckets are complete, the rest of it
+    is stepped early."""
     model = nn.ParameterList(torch.randn(600).bfloat16() for _ in range(4))
-    config = OptimizerConfig(lr=1e-3, bf16=True, clip_grad=0.0, optimizer_cpu_offload=True,
-                             optimizer_offload_fraction=1.0, offload_mode="speculative")
+    config = OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        clip_grad=0.0,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode="speculative",
+    )
     optimizer = get_megatron_optimizer(config, model)
     (schedule,) = schedules(optimizer)
     schedule._bucket_bytes = 4800
@@ -270,14 +333,19 @@ def test_what_backward_left_behind_is_handed_over():
     schedule._bucket_bytes = 2400
     for step in range(3):
         optimizer.zero_grad()
-        sum((param * (1 + at)).float().sum() for at, param in enumerate(model) if step < 2 or at != 3).backward()
+        sum(
+            (param * (1 + at)).float().sum()
+            for at, param in enumerate(model)
+            if step < 2 or at != 3
+        ).backward()
         optimizer.step()
     assert counts(optimizer, "hits") >= 2
 
 
 @each_early
 def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
-    """In a job of several ranks what backward leaves is not final; whoever reduces it says when it is."""
+    """In a job of several ranks what backward leaves is not final; whoever reduces it says when it
+    is."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
     results = []
@@ -287,7 +355,11 @@ def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
             optimizer.zero_grad()
             model(tokens_of(step)).backward()
             if which == mode:
-                assert all(bucket.job is None for schedule in schedules(optimizer) for bucket in schedule._buckets)
+                assert all(
+                    bucket.job is None
+                    for schedule in schedules(optimizer)
+                    for bucket in schedule._buckets
+                )
             for param in model.parameters():
                 param.grad.data.mul_(0.5)  # as a reduction into the same memory, without a trace
             if step > 2:
@@ -306,15 +378,21 @@ def test_only_the_last_micro_batch_starts_work(mode):
     with optimizer.no_sync():
         assert not optimizer.is_last_microbatch
         model(tokens_of(0)).backward()
-    assert all(bucket.job is None for schedule in schedules(optimizer) for bucket in schedule._buckets)
+    assert all(
+        bucket.job is None for schedule in schedules(optimizer) for bucket in schedule._buckets
+    )
     assert optimizer.is_last_microbatch
     model(tokens_of(1)).backward()
-    assert any(bucket.job is not None for schedule in schedules(optimizer) for bucket in schedule._buckets)
+    assert any(
+        bucket.job is not None for schedule in schedules(optimizer) for bucket in schedule._buckets
+    )
     optimizer.step()
     optimizer.is_last_microbatch = False
     optimizer.zero_grad()
     model(tokens_of(0)).backward()
-    assert all(bucket.job is None for schedule in schedules(optimizer) for bucket in schedule._buckets)
+    assert all(
+        bucket.job is None for schedule in schedules(optimizer) for bucket in schedule._buckets
+    )
 
 
 def test_main_grads_are_seen_too():
@@ -357,13 +435,18 @@ def test_one_bad_element_under_speculation_changes_nothing(precision, bad):
     run(model, optimizer, 3)
     before = snapshot(model, optimizer)
     optimizer.zero_grad()
-    handle = model.embed.register_hook(lambda grad: grad.index_put((torch.tensor(0), torch.tensor(0)),
-                                                                   torch.tensor(bad, dtype=grad.dtype)))
+    handle = model.embed.register_hook(
+        lambda grad: grad.index_put(
+            (torch.tensor(0), torch.tensor(0)), torch.tensor(bad, dtype=grad.dtype)
+        )
+    )
     optimizer.scale_loss(model(tokens_of(9))).backward()
     handle.remove()
     for schedule in schedules(optimizer):
         schedule.worker.drain()
-    stepped = [bucket.job.stepped for schedule in schedules(optimizer) for bucket in schedule._buckets]
+    stepped = [
+        bucket.job.stepped for schedule in schedules(optimizer) for bucket in schedule._buckets
+    ]
     assert True in stepped and False in stepped  # the others had been stepped before it arrived
     assert optimizer.step() == (False, None, None)
     assert differing(snapshot(model, optimizer), before) == []
@@ -396,7 +479,9 @@ def test_a_huge_finite_gradient_that_is_skipped_leaves_no_trace():
     (model(tokens_of(9)) * 1e9).backward()
     for schedule in schedules(optimizer):
         schedule.worker.drain()
-    assert any(bucket.job.stepped for schedule in schedules(optimizer) for bucket in schedule._buckets)
+    assert any(
+        bucket.job.stepped for schedule in schedules(optimizer) for bucket in schedule._buckets
+    )
     success, norm, _ = optimizer.step()
     assert not success and norm > 1e6 and counts(optimizer, "hits") == hits
     assert differing(snapshot(model, optimizer), before) == []
@@ -406,11 +491,20 @@ def test_empty_and_frozen_parameters():
     results = []
     for mode in MODES:
         torch.manual_seed(0)
-        model = nn.ParameterDict({"a": torch.randn(300), "empty": torch.zeros(0, 4), "frozen": torch.randn(5),
-                                  "thawed": torch.randn(7), "b": torch.randn(40, 10)}).bfloat16()
+        model = nn.ParameterDict(
+            {
+                "a": torch.randn(300),
+                "empty": torch.zeros(0, 4),
+                "frozen": torch.randn(5),
+                "thawed": torch.randn(7),
+                "b": torch.randn(40, 10),
+            }
+        ).bfloat16()
         model["frozen"].requires_grad_(False)
         model["thawed"].requires_grad_(False)
-        optimizer = get_megatron_optimizer(config_for("bf16", 1.0, offload_mode=mode, clip_grad=0.0), model)
+        optimizer = get_megatron_optimizer(
+            config_for("bf16", 1.0, offload_mode=mode, clip_grad=0.0), model
+        )
         for step in range(6):
             if step == 2:
                 model["thawed"].requires_grad_(True)
@@ -424,15 +518,21 @@ def test_empty_and_frozen_parameters():
 
 
 def test_every_hyperparameter_of_every_group_reaches_the_worker():
-    """Each differs from the default in one group of its own; a step that lost one would have other bits."""
+    """Each differs from the default in one group of its own; a step that lost one would have other
+    bits."""
     expected = None
     for mode in MODES:
         model, optimizer = build_mode(mode, groups=7, fraction=1.0, clip_grad=0.0)
         for step in range(8):
             for index, group in enumerate(optimizer.param_groups):
                 rate = 1e-3 * (1 + index) / (1 + step)
-                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
-                group["betas"], group["weight_decay"] = (0.9 - step / 100, 0.99 - index / 100), 0.01 * step
+                group["lr"] = (
+                    group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+                )
+                group["betas"], group["weight_decay"] = (
+                    (0.9 - step / 100, 0.99 - index / 100),
+                    0.01 * step,
+                )
                 group["eps"], group["bias_correction"] = 1e-8 * (1 + step), (step + index) % 2 == 0
             run(model, optimizer, 1, start=step)
         expected = expected or snapshot(model, optimizer)
@@ -440,7 +540,7 @@ def test_every_hyperparameter_of_every_group_reaches_the_worker():
     assert counts(optimizer, "hits") > 0 and counts(optimizer, "redone") == 0
 
 
-# -- checkpoints, memory, what is reported -------------------------------------------------------------------
+# -- checkpoints, memory, what is reported --------------------------------------------------------
 
 
 def test_a_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
@@ -459,7 +559,9 @@ def test_a_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
         checkpoint.load(tmp_path / mode, other, fresh)
         assert differing(snapshot(other, fresh), moments[-1]) == []
     for mode in EARLY:
-        assert [differing(a, b) for a, b in zip(found[mode], found["sync"], strict=True)] == [[]] * 8
+        assert [differing(a, b) for a, b in zip(found[mode], found["sync"], strict=True)] == [
+            []
+        ] * 8
 
 
 def test_tensors_stay_the_same_objects_when_halves_are_exchanged():
@@ -482,9 +584,17 @@ def test_metrics_and_description(mode):
     model, optimizer = build_mode(mode, fraction=1.0, clip_grad=0.0)
     run(model, optimizer, 5)
     metrics = optimizer.metrics()
-    assert {"copy_wait_ms", "worker_wait_ms", "host_ms", "hidden_ms", "bytes_down", "bytes_up"} <= metrics.keys()
+    assert {
+        "copy_wait_ms",
+        "worker_wait_ms",
+        "host_ms",
+        "hidden_ms",
+        "bytes_down",
+        "bytes_up",
+    } <= metrics.keys()
     assert metrics["host_ms"] > 0 and metrics["bytes_down"] == metrics["bytes_up"] == sum(
-        param.nbytes for param in model.parameters())
+        param.nbytes for param in model.parameters()
+    )
     if mode == "sync":
         assert metrics["hidden_ms"] == 0 and "speculation_hits" not in metrics
         return
@@ -495,13 +605,19 @@ def test_metrics_and_description(mode):
     assert (planned > 0) == (mode == "speculative")
     if mode == "speculative":
         assert f"{hybrids(optimizer)[0].double_buffer_bytes():,} bytes double buffer" in text
-        assert 0.9 * planned < sum(schedule.double_buffer_bytes for schedule in schedules(optimizer)) <= planned
+        assert (
+            0.9 * planned
+            < sum(schedule.double_buffer_bytes for schedule in schedules(optimizer))
+            <= planned
+        )
 
 
 def test_compact_states_halve_the_double_buffer():
     def size(precision):
         model = nn.ParameterList([torch.zeros(1 << 16, dtype=torch.bfloat16)])
-        optimizer = get_megatron_optimizer(config_for(precision, 1.0, offload_mode="speculative"), model)
+        optimizer = get_megatron_optimizer(
+            config_for(precision, 1.0, offload_mode="speculative"), model
+        )
         return hybrids(optimizer)[0].double_buffer_bytes()
 
     assert size("bf16-8bit") < 0.55 * size("bf16") == 0.55 * 12 * (1 << 16)
@@ -538,7 +654,9 @@ def test_speculation_pauses_and_resumes():
 def test_the_rule_of_pausing():
     always, never = [True] * WINDOW, [False] * WINDOW
     assert speculates_next(True, never[1:]) and not speculates_next(True, never)
-    assert speculates_next(True, [*always, *never[2:]]) and not speculates_next(False, [*always, *never[3:]])
+    assert speculates_next(True, [*always, *never[2:]]) and not speculates_next(
+        False, [*always, *never[3:]]
+    )
     assert speculates_next(False, [*never, *always[4:]]) and not speculates_next(False, never)
 
 
@@ -548,7 +666,7 @@ def test_buckets_hold_every_slot_once():
     assert plan_buckets([], [], 6).buckets == ()
 
 
-# -- alone, and what cannot be ---------------------------------------------------------------------------------
+# -- alone, and what cannot be --------------------------------------------------------------------
 
 
 @each_early
@@ -559,10 +677,14 @@ def test_without_a_wrapper(mode, rule):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
         limit = {"max_grad_norm": 1e4} if rule is FusedLAMB else {}
-        optimizer = HybridDeviceOptimizer(model.parameters(), 0.8, rule, rule, offload_mode=which, lr=1e-2, **limit)
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), 0.8, rule, rule, offload_mode=which, lr=1e-2, **limit
+        )
         for step in range(6):
             optimizer.zero_grad()
-            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            model(
+                torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            ).square().sum().backward()
             optimizer.step()
         results.append(params_of(model))
     assert differing(*results) == []
@@ -574,25 +696,58 @@ def test_foreign_optimizers_overlap_and_do_not_speculate():
     for mode in ("sync", "overlap"):
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
-        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, torch.optim.AdamW, torch.optim.AdamW, lr=1e-2,
-                                          offload_mode=mode)
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(),
+            1.0,
+            torch.optim.AdamW,
+            torch.optim.AdamW,
+            lr=1e-2,
+            offload_mode=mode,
+        )
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(2, 8)).square().sum().backward()
             optimizer.step()
         results.append(params_of(model))
     assert differing(*results) == []
-    with pytest.raises(ValueError, match="offload_mode='speculative': AdamW cannot step into other memory"):
-        HybridDeviceOptimizer(nn.Linear(2, 2).parameters(), 1.0, torch.optim.AdamW, torch.optim.AdamW, lr=1e-2,
-                              offload_mode="speculative")
+    with pytest.raises(
+        ValueError, match="offload_mode='speculative': AdamW cannot step into other memory"
+    ):
+        HybridDeviceOptimizer(
+            nn.Linear(2, 2).parameters(),
+            1.0,
+            torch.optim.AdamW,
+            torch.optim.AdamW,
+            lr=1e-2,
+            offload_mode="speculative",
+        )
 
 
-@pytest.mark.parametrize("settings, text", [
-    ({"offload_mode": "speculative"}, "offload_mode='speculative': has no effect without optimizer_cpu_offload=True"),
-    ({"offload_mode": "overlap", "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0}, "fraction > 0"),
-    ({"offload_mode": "superoffload", "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
-     "must be one of"),
-])
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        (
+            {"offload_mode": "speculative"},
+            "offload_mode='speculative': has no effect without optimizer_cpu_offload=True",
+        ),
+        (
+            {
+                "offload_mode": "overlap",
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": 0.0,
+            },
+            "fraction > 0",
+        ),
+        (
+            {
+                "offload_mode": "superoffload",
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": 1.0,
+            },
+            "must be one of",
+        ),
+    ],
+)
 def test_settings_without_effect_are_refused(settings, text):
     with pytest.raises(ValueError, match=text):
         OptimizerConfig(lr=1e-3, bf16=True, **settings)
@@ -602,7 +757,14 @@ def test_the_worker_leaves_cores_to_others(monkeypatch):
     from mp_optim.placement.cores import occupy, threads_beside_backward
     from mp_optim.update.backends import native
 
-    assert [threads_beside_backward(count) for count in (1, 2, 4, 8, 16, 64)] == [1, 1, 2, 6, 12, 48]
+    assert [threads_beside_backward(count) for count in (1, 2, 4, 8, 16, 64)] == [
+        1,
+        1,
+        2,
+        6,
+        12,
+        48,
+    ]
     before, found = torch.get_num_threads(), []
 
     def look():

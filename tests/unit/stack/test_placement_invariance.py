@@ -17,7 +17,11 @@ def final(model):
 
 
 def hybrids(optimizer):
-    return [part.inner for part in optimizer.chained_optimizers if isinstance(part.inner, HybridDeviceOptimizer)]
+    return [
+        part.inner
+        for part in optimizer.chained_optimizers
+        if isinstance(part.inner, HybridDeviceOptimizer)
+    ]
 
 
 def assert_same(result, expected):
@@ -32,7 +36,9 @@ def assert_same(result, expected):
 def test_every_fraction_gives_the_same_bits(precision, experts, rule):
     runs = []
     for fraction in (0.0, 0.3, 0.5, 1.0):
-        model, optimizer = build(precision, fraction, experts, optimizer=rule, lr=1e-3 if rule == "lion" else 1e-2)
+        model, optimizer = build(
+            precision, fraction, experts, optimizer=rule, lr=1e-3 if rule == "lion" else 1e-2
+        )
         runs.append((train(model, optimizer, STEPS), final(model)))
     assert runs[0][0][-1] < runs[0][0][0]
     for run in runs[1:]:
@@ -89,15 +95,21 @@ def test_what_cannot_be_loaded_is_refused_at_save(tmp_path):
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 1})
     with pytest.raises(ValueError, match="numbers, strings, tensors"):
         checkpoint.save(tmp_path, model, optimizer, extra={"where": tmp_path})
-    with (torch.serialization.safe_globals([type(tmp_path)]),  # trusted here, and perhaps not where it is loaded
-          pytest.raises(ValueError, match="numbers, strings, tensors")):
+    with (
+        torch.serialization.safe_globals(
+            [type(tmp_path)]
+        ),  # trusted here, and perhaps not where it is loaded
+        pytest.raises(ValueError, match="numbers, strings, tensors"),
+    ):
         checkpoint.save(tmp_path, model, optimizer, extra={"where": tmp_path})
     assert checkpoint.load(tmp_path, *build("bf16")) == {"step": 1}
 
 
 def test_a_refused_load_changes_nothing(tmp_path):
     def schedule(optimizer, **settings):
-        return OptimizerParamScheduler(optimizer, 0.0, 1e-2, 0.0, 0, 10, "cosine", 0.0, 0.0, 0, "constant", **settings)
+        return OptimizerParamScheduler(
+            optimizer, 0.0, 1e-2, 0.0, 0, 10, "cosine", 0.0, 0.0, 0, "constant", **settings
+        )
 
     model, optimizer = build("bf16")
     train(model, optimizer, 2)
@@ -134,7 +146,9 @@ def test_the_plan_reaches_the_fraction_with_little_excess(fraction):
     total = sum(sizes[i] for i in chosen)
     assert total >= fraction * sum(sizes)
     assert chosen == plan_offload(sizes, fraction)
-    assert all(total - sizes[i] < fraction * sum(sizes) for i in chosen)  # nothing in it is unnecessary
+    assert all(
+        total - sizes[i] < fraction * sum(sizes) for i in chosen
+    )  # nothing in it is unnecessary
     if fraction == 0.0:
         assert not chosen
     if fraction == 1.0:
@@ -152,7 +166,11 @@ def test_only_16_bit_values_travel():
 def test_main_params_are_born_on_the_host_once():
     _, optimizer = build("bf16", 1.0)
     for hybrid in hybrids(optimizer):
-        mains = sorted((p for g in hybrid.param_groups for p in g["params"]), key=torch.Tensor.data_ptr)
+        mains = sorted(
+            (p for g in hybrid.param_groups for p in g["params"]), key=torch.Tensor.data_ptr
+        )
         assert all(main.dtype == torch.float32 for main in mains)
-        for before, after in itertools.pairwise(mains):  # side by side in one allocation, 64 bytes aligned
+        for before, after in itertools.pairwise(
+            mains
+        ):  # side by side in one allocation, 64 bytes aligned
             assert after.data_ptr() == before.data_ptr() + -(-before.nbytes // 64) * 64

@@ -24,7 +24,9 @@ class Bag(nn.Module):
     def __init__(self, specs: list[ParamSpec]) -> None:
         super().__init__()
         for index, spec in enumerate(specs):
-            param = nn.Parameter(torch.zeros(spec.shape, dtype=spec.dtype), requires_grad=spec.trainable)
+            param = nn.Parameter(
+                torch.zeros(spec.shape, dtype=spec.dtype), requires_grad=spec.trainable
+            )
             if spec.is_expert:
                 param.allreduce = False
             self.register_parameter(f"p{index}", param)
@@ -34,19 +36,41 @@ class Bag(nn.Module):
 def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
     kind = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
     half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-    shapes = draw(st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8))
-    dtypes = [half if kind == "fp32" else draw(st.sampled_from([half, half, torch.float32])) for _ in shapes]
-    specs = [ParamSpec(f"p{index}", shape, dtype, draw(st.booleans()), index == 0 or draw(st.integers(0, 4)) > 0)
-             for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
+    shapes = draw(
+        st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8)
+    )
+    dtypes = [
+        half if kind == "fp32" else draw(st.sampled_from([half, half, torch.float32]))
+        for _ in shapes
+    ]
+    specs = [
+        ParamSpec(
+            f"p{index}",
+            shape,
+            dtype,
+            draw(st.booleans()),
+            index == 0 or draw(st.integers(0, 4)) > 0,
+        )
+        for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
     rule = draw(st.sampled_from(["adam", "lamb", "lion", "sgd"]))
-    settings_of: dict[str, object] = {"optimizer": rule, "lr": 1e-3, "bf16": kind == "bf16", "fp16": kind == "fp16"}
+    settings_of: dict[str, object] = {
+        "optimizer": rule,
+        "lr": 1e-3,
+        "bf16": kind == "bf16",
+        "fp16": kind == "fp16",
+    }
     if draw(st.booleans()) and kind != "fp32":
         moment = st.sampled_from(["float32", "bfloat16", "float16", "uint8"])
         settings_of |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": draw(moment)}
         if rule in ("adam", "lamb"):
             settings_of["exp_avg_sq_dtype"] = draw(moment)
         if kind == "bf16":
-            settings_of |= draw(st.sampled_from([{}, {"param_remainder_bits": 8}, {"store_param_remainders": False}]))
+            settings_of |= draw(
+                st.sampled_from(
+                    [{}, {"param_remainder_bits": 8}, {"store_param_remainders": False}]
+                )
+            )
     config = OptimizerConfig(**settings_of)
     fraction = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
     return specs, with_fraction(config, fraction)
@@ -54,7 +78,9 @@ def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
 
 @given(models())
 @settings(max_examples=40, deadline=None)
-def test_planned_bytes_are_those_of_the_real_tensors(case: tuple[list[ParamSpec], OptimizerConfig]) -> None:
+def test_planned_bytes_are_those_of_the_real_tensors(
+    case: tuple[list[ParamSpec], OptimizerConfig],
+) -> None:
     specs, config = case
     model = Bag(specs)
     optimizer = get_megatron_optimizer(config, model)
@@ -68,7 +94,9 @@ def test_planned_bytes_are_those_of_the_real_tensors(case: tuple[list[ParamSpec]
     assert without == real.accelerator
     assert planned.pinned_host == real.pinned_host and planned.pageable_host == real.pageable_host
     assert planned.accelerator.model_params == sum(param.nbytes for param in model.parameters())
-    assert planned.accelerator.grads == sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    assert planned.accelerator.grads == sum(
+        param.nbytes for param in model.parameters() if param.requires_grad
+    )
 
 
 def test_a_plan_of_a_module_of_its_specs_and_of_the_module_on_meta_is_one() -> None:
@@ -77,13 +105,18 @@ def test_a_plan_of_a_module_of_its_specs_and_of_the_module_on_meta_is_one() -> N
     expected = plan(model, config)
     assert plan(specs_of(model), config) == expected
     assert plan(model.to("meta"), config) == expected
-    assert expected.accelerator.main_params == 4 * sum(param.numel() for param in model.parameters())
+    assert expected.accelerator.main_params == 4 * sum(
+        param.numel() for param in model.parameters()
+    )
 
 
 def test_layouts_divide_what_they_should() -> None:
     config = OptimizerConfig(lr=1e-3, bf16=True)
-    specs = [ParamSpec("dense.weight", (64, 32)), ParamSpec("norm.weight", (64,)),
-             ParamSpec("mlp.experts.down", (8, 16, 32), is_expert=True)]
+    specs = [
+        ParamSpec("dense.weight", (64, 32)),
+        ParamSpec("norm.weight", (64,)),
+        ParamSpec("mlp.experts.down", (8, 16, 32), is_expert=True),
+    ]
 
     def params(**sizes: object) -> int:
         return plan(specs, config, Layout(**sizes)).accelerator.model_params // 2  # type: ignore[arg-type]
@@ -103,8 +136,14 @@ def test_experts_by_number_are_divided_too() -> None:
         plan(specs, config, Layout(dp=3, ep=3))
 
 
-@pytest.mark.parametrize(("sizes", "message"), [
-    ({"dp": 0}, "dp=0"), ({"dp": 4, "ep": 3}, "ep=3: must divide dp=4"), ({"sharding": "zero"}, "sharding='zero'")])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp": 0}, "dp=0"),
+        ({"dp": 4, "ep": 3}, "ep=3: must divide dp=4"),
+        ({"sharding": "zero"}, "sharding='zero'"),
+    ],
+)
 def test_a_layout_that_cannot_be_is_refused(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(**sizes)  # type: ignore[arg-type]
@@ -139,8 +178,14 @@ def test_what_is_no_model_is_refused() -> None:
 
 @pytest.mark.parametrize("pins", [True, False])
 def test_other_halves_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
-    config = OptimizerConfig(lr=1e-3, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0,
-                             offload_mode="speculative", pin_cpu_params=pins)
+    config = OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode="speculative",
+        pin_cpu_params=pins,
+    )
     found = plan(nn.Linear(32, 32, bias=False).bfloat16(), config)
     pinned, pageable = found.pinned_host.double_buffers, found.pageable_host.double_buffers
     assert (pinned, pageable) == ((4096, 8192) if pins else (0, 12288))
@@ -150,8 +195,13 @@ def test_other_halves_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
 
 
 def auto(**settings: object) -> OptimizerConfig:
-    return OptimizerConfig(lr=1e-3, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction="auto",
-                           **settings)
+    return OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction="auto",
+        **settings,
+    )
 
 
 def linears(count: int = 16) -> nn.Module:
@@ -163,8 +213,11 @@ def linears(count: int = 16) -> nn.Module:
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.4])
 def test_auto_keeps_as_much_on_the_accelerator_as_fits(share: float) -> None:
     everything = plan(linears(), OptimizerConfig(lr=1e-3, bf16=True)).accelerator
-    limit = everything.model_params + everything.grads + int(share * (everything.total - everything.model_params
-                                                                     - everything.grads))
+    limit = (
+        everything.model_params
+        + everything.grads
+        + int(share * (everything.total - everything.model_params - everything.grads))
+    )
     optimizer = get_megatron_optimizer(auto(gpu_memory=limit), linears())
     chosen = optimizer.config
     assert chosen.optimizer_cpu_offload == (share < 1.0)
@@ -208,10 +261,14 @@ def test_auto_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"gpu_memory=1000: with the whole optimizer on the host"):
         get_megatron_optimizer(auto(gpu_memory=1000), linears())
     with pytest.raises(ValueError, match="param_groups="):
-        get_megatron_optimizer(auto(), linears(), param_groups=[{"params": list(linears().parameters())}])
+        get_megatron_optimizer(
+            auto(), linears(), param_groups=[{"params": list(linears().parameters())}]
+        )
     with pytest.raises(ValueError, match="a plan is of a number"):
         plan(linears(), auto())
     with pytest.raises(ValueError, match="gpu_memory=1000: has no effect"):
         OptimizerConfig(lr=1e-3, gpu_memory=1000)
-    with pytest.raises(ValueError, match="optimizer_offload_fraction='half': must be between 0 and 1, or 'auto'"):
+    with pytest.raises(
+        ValueError, match="optimizer_offload_fraction='half': must be between 0 and 1, or 'auto'"
+    ):
         OptimizerConfig(lr=1e-3, optimizer_cpu_offload=True, optimizer_offload_fraction="half")

@@ -1,4 +1,5 @@
-"""Parameters of every kind in flat buckets, on one rank; and the stand-in for Megatron's DistributedDataParallel."""
+"""Parameters of every kind in flat buckets, on one rank; and the stand-in for Megatron's
+DistributedDataParallel."""
 
 import copy
 import gc
@@ -15,7 +16,12 @@ from models import config_for
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mp_optim import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from mp_optim import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    MegatronOptimizer,
+    get_megatron_optimizer,
+)
 from mp_optim.sharding.ranges import ALIGNMENT
 
 
@@ -31,8 +37,15 @@ def alone(tmp_path_factory):
 STRATEGIES = ("no_shard", "optim", "optim_grads")
 
 
-def sharded(model: nn.Module, precision: str = "fp32", strategy: str = "optim", **settings) -> MegatronOptimizer:
-    config = config_for(precision, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy, **settings)
+def sharded(
+    model: nn.Module, precision: str = "fp32", strategy: str = "optim", **settings
+) -> MegatronOptimizer:
+    config = config_for(
+        precision,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=strategy,
+        **settings,
+    )
     return get_megatron_optimizer(config, model)
 
 
@@ -49,10 +62,17 @@ def test_parameters_and_gradients_are_aligned_views_of_new_memory():
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name][0]) and param.data_ptr() != before[name][1]
         assert param.untyped_storage().data_ptr() == bucket.params.untyped_storage().data_ptr()
-        assert param.main_grad.untyped_storage().data_ptr() == bucket.grads.untyped_storage().data_ptr()
-        assert (param.data_ptr() - bucket.params.data_ptr()) % (ALIGNMENT * 4) == 0 and param.grad is None
+        assert (
+            param.main_grad.untyped_storage().data_ptr()
+            == bucket.grads.untyped_storage().data_ptr()
+        )
+        assert (param.data_ptr() - bucket.params.data_ptr()) % (
+            ALIGNMENT * 4
+        ) == 0 and param.grad is None
     model(torch.ones(1, 5)).sum().backward()
-    assert all(param.grad is None and param.main_grad.abs().sum() > 0 for param in model.parameters())
+    assert all(
+        param.grad is None and param.main_grad.abs().sum() > 0 for param in model.parameters()
+    )
     optimizer.zero_grad()
     assert not bucket.grads.any()
 
@@ -70,11 +90,22 @@ def test_a_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dtypes_keep_to_themselves(strategy):
     """DeepSpeed takes the dtype of the first: one FP32 parameter makes all of a group FP32."""
-    model = nn.ParameterDict({name: nn.Parameter(torch.full((8,), 1.25, dtype=dtype)) for name, dtype in
-                              {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}.items()})
+    model = nn.ParameterDict(
+        {
+            name: nn.Parameter(torch.full((8,), 1.25, dtype=dtype))
+            for name, dtype in {
+                "a": torch.bfloat16,
+                "b": torch.float32,
+                "c": torch.bfloat16,
+            }.items()
+        }
+    )
     optimizer = sharded(model, "bf16", strategy)
     assert [model[name].dtype for name in "abc"] == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert sorted(str(b.params.dtype) for b in optimizer._transport.buckets) == ["torch.bfloat16", "torch.float32"]
+    assert sorted(str(b.params.dtype) for b in optimizer._transport.buckets) == [
+        "torch.bfloat16",
+        "torch.float32",
+    ]
     sum(param.float().sum() for param in model.values()).backward()
     optimizer.step()
     mains = [main.detach() for _, main in optimizer.named_main_params()]
@@ -82,11 +113,14 @@ def test_dtypes_keep_to_themselves(strategy):
     assert all(value.dtype == torch.float32 and torch.equal(value, values[0]) for value in values)
 
 
-@pytest.mark.parametrize("param, name", [
-    (torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), "channels_last"),
-    (torch.zeros(4, 3).t(), "transposed"),
-    (torch.zeros(8, 8)[:, :4], "sliced"),
-])
+@pytest.mark.parametrize(
+    "param, name",
+    [
+        (torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), "channels_last"),
+        (torch.zeros(4, 3).t(), "transposed"),
+        (torch.zeros(8, 8)[:, :4], "sliced"),
+    ],
+)
 def test_memory_formats_are_refused_and_not_lost(param, name):
     model = nn.ParameterDict({name: nn.Parameter(param)})
     strides = model[name].stride()
@@ -106,29 +140,43 @@ def test_two_parameters_in_one_memory_are_refused():
 
 def test_a_dtensor_is_refused():
     mesh = dist.init_device_mesh("cpu", (1,))
-    model = nn.ParameterDict({"w": nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))})
+    model = nn.ParameterDict(
+        {"w": nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))}
+    )
     with pytest.raises(ValueError, match="w is a DTensor: FSDP2 shards it already"):
         sharded(model)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_zero_sized_parameters_keep_their_shape(strategy):
-    model = nn.ParameterDict({"empty": nn.Parameter(torch.zeros(0, 8)), "some": nn.Parameter(torch.ones(3))})
+    model = nn.ParameterDict(
+        {"empty": nn.Parameter(torch.zeros(0, 8)), "some": nn.Parameter(torch.ones(3))}
+    )
     optimizer = sharded(model, strategy=strategy)
     (model["some"].sum() + model["empty"].sum()).backward()
     assert optimizer.step().success and model["empty"].shape == (0, 8)
     assert optimizer.state[model["empty"]]["exp_avg"].numel() == 0
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    nothing = sharded(nn.ParameterDict({"empty": nn.Parameter(torch.zeros(0, 8))}), strategy=strategy)
+    nothing = sharded(
+        nn.ParameterDict({"empty": nn.Parameter(torch.zeros(0, 8))}), strategy=strategy
+    )
     assert nothing.step().grad_norm == 0.0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
-    model = nn.ParameterDict({"frozen": nn.Parameter(torch.ones(3), requires_grad=False),
-                              "some": nn.Parameter(torch.ones(3))})
-    groups = [{"params": [model[name]], "param_names": [name], "lr": 0.1} for name in ("frozen", "some")]
-    config = config_for("fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy)
+    model = nn.ParameterDict(
+        {
+            "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
+            "some": nn.Parameter(torch.ones(3)),
+        }
+    )
+    groups = [
+        {"params": [model[name]], "param_names": [name], "lr": 0.1} for name in ("frozen", "some")
+    ]
+    config = config_for(
+        "fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy
+    )
     optimizer = get_megatron_optimizer(config, model, param_groups=groups)
     before = model["frozen"].data_ptr()
     (model["some"] * model["frozen"]).sum().backward()
@@ -150,13 +198,22 @@ def test_a_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_unused_parameter_does_not_get_its_last_gradient_again(strategy):
     model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
-    optimizer = sharded(model, strategy=strategy, optimizer="sgd", lr=0.125, weight_decay=0.0, sgd_momentum=0.0,
-                        clip_grad=0.0)
+    optimizer = sharded(
+        model,
+        strategy=strategy,
+        optimizer="sgd",
+        lr=0.125,
+        weight_decay=0.0,
+        sgd_momentum=0.0,
+        clip_grad=0.0,
+    )
     for uses_b in (True, False, False):
         optimizer.zero_grad()
         (model["a"].sum() + (model["b"].sum() if uses_b else 0.0)).backward()
         optimizer.step()
-    assert torch.equal(model["b"], torch.full((3,), 0.875)) and torch.equal(model["a"], torch.full((3,), 0.625))
+    assert torch.equal(model["b"], torch.full((3,), 0.875)) and torch.equal(
+        model["a"], torch.full((3,), 0.625)
+    )
 
 
 class Tied(nn.Module):
@@ -175,11 +232,15 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_deepspeed_7948_steps_on_flat_views_do_not_meet_autograd(strategy):
-    """A flat buffer made with autograd watching makes its views non-leaves, and in-place steps on them raise."""
+    """A flat buffer made with autograd watching makes its views non-leaves, and in-place steps on
+    them raise."""
     torch.manual_seed(0)
     model = Tied()
     plain = copy.deepcopy(model)
-    optimizer, reference = sharded(model, strategy=strategy), get_megatron_optimizer(config_for("fp32"), plain)
+    optimizer, reference = (
+        sharded(model, strategy=strategy),
+        get_megatron_optimizer(config_for("fp32"), plain),
+    )
     tokens = torch.tensor([1, 2, 3])
     for _ in range(3):
         for net, stepper in ((model, optimizer), (plain, reference)):
@@ -214,7 +275,10 @@ def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
         assert torch.equal(model["w"], value) and norm == pytest.approx(3**0.5)
         main = dict(optimizer.named_main_params())["w"]
         assert torch.equal(getattr(main, "local", main).float(), value.float())
-        assert model["w"].untyped_storage().data_ptr() == bucket_of(optimizer).params.untyped_storage().data_ptr()
+        assert (
+            model["w"].untyped_storage().data_ptr()
+            == bucket_of(optimizer).params.untyped_storage().data_ptr()
+        )
 
     with torch.no_grad():
         model["w"].copy_(values[0])
@@ -264,27 +328,44 @@ def test_groups_cannot_be_added_and_hyperparameters_flow_down():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert torch.equal(model.weight, before)
-    assert torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).get_last_lr() == [0.0, 0.0]
+    assert torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).get_last_lr() == [
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("owner", [DistributedOptimizer, ChainedOptimizer])
 def test_nothing_inherited_looks_for_parts_that_are_elsewhere(owner):
-    """Both have no main params of their own: whatever of a precision wrapper uses them has to be passed on."""
-    inherited = {name: method for kind in reversed(MegatronOptimizer.__mro__) if kind.__module__.startswith("mp_optim")
-                 for name, method in vars(kind).items() if inspect.isfunction(method)}
+    """Both have no main params of their own: whatever of a precision wrapper uses them has to be
+    passed on."""
+    inherited = {
+        name: method
+        for kind in reversed(MegatronOptimizer.__mro__)
+        if kind.__module__.startswith("mp_optim")
+        for name, method in vars(kind).items()
+        if inspect.isfunction(method)
+    }
     own = ("self.inner", "self._seen", "self._parking", "self._reloaded")
-    needy = {name for name, method in inherited.items() if (not name.startswith("_") or name == "_sync")
-             and any(part in inspect.getsource(method) for part in own)}
+    needy = {
+        name
+        for name, method in inherited.items()
+        if (not name.startswith("_") or name == "_sync")
+        and any(part in inspect.getsource(method) for part in own)
+    }
     for_parts = {"measure_grads", "norm_key", "fit_slot_state"}
-    captured = {"carry_out", "graph_key"} if owner is DistributedOptimizer else set()  # refused by the config
+    captured = (
+        {"carry_out", "graph_key"} if owner is DistributedOptimizer else set()
+    )  # refused by the config
     assert needy - for_parts - captured - vars(owner).keys() == set()
 
 
 def test_one_process_has_to_say_so():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="DistributedDataParallel, which reduces gradients"):
-        get_megatron_optimizer(config_for("fp32", use_distributed_optimizer=True),
-                               nn.parallel.DistributedDataParallel(model))
+        get_megatron_optimizer(
+            config_for("fp32", use_distributed_optimizer=True),
+            nn.parallel.DistributedDataParallel(model),
+        )
 
 
 def test_what_is_shown():
@@ -295,16 +376,19 @@ def test_what_is_shown():
     assert state["exp_avg"].shape == (3, 3) and state["exp_avg"].local.shape == (9,)
 
 
-# -- Megatron's DistributedDataParallel, as far as its buffers are concerned ------------------------------------------
+# -- Megatron's DistributedDataParallel, as far as its buffers are concerned ----------------------
 
 
 class MegatronDDP(nn.Module):
-    """Buffers laid out as Megatron's: two buckets in one buffer, 64 elements between starts, gradients in FP32."""
+    """Buffers laid out as Megatron's: two buckets in one buffer, 64 elements between starts,
+    gradients in FP32."""
 
     def __init__(self, module: nn.Module, overlap: bool = False) -> None:
         super().__init__()
         self.module, self.calls = module, []
-        self.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=overlap)
+        self.ddp_config = SimpleNamespace(
+            use_distributed_optimizer=True, overlap_param_gather=overlap
+        )
         params = [param for param in module.parameters() if param.requires_grad][::-1]
         half, index_map, buckets, start = len(params) // 2, {}, [], 0
         for number, members in enumerate((params[:half], params[half:])):
@@ -313,16 +397,30 @@ class MegatronDDP(nn.Module):
                 index_map[param] = (start, start + param.numel(), number)
                 start += -(-param.numel() // 64) * 64
             buckets.append((offset, start, members))
-        self.param_data, self.grad_data = torch.zeros(start, dtype=params[0].dtype), torch.zeros(start)
+        self.param_data, self.grad_data = (
+            torch.zeros(start, dtype=params[0].dtype),
+            torch.zeros(start),
+        )
         for param, (first, last, _) in index_map.items():
             view = self.param_data[first:last].view(param.shape)
             view.copy_(param.detach())
             param.data, param.main_grad = view, self.grad_data[first:last].view(param.shape)
             param.register_post_accumulate_grad_hook(self._arrived)
-        self.__dict__["buffers"] = [SimpleNamespace(
-            param_index_map=index_map, data_parallel_group=dist.group.WORLD,
-            buckets=[SimpleNamespace(param_data=self.param_data[a:b], grad_data=self.grad_data[a:b], offset=a,
-                                     params_list=members) for a, b, members in buckets])]
+        self.__dict__["buffers"] = [
+            SimpleNamespace(
+                param_index_map=index_map,
+                data_parallel_group=dist.group.WORLD,
+                buckets=[
+                    SimpleNamespace(
+                        param_data=self.param_data[a:b],
+                        grad_data=self.grad_data[a:b],
+                        offset=a,
+                        params_list=members,
+                    )
+                    for a, b, members in buckets
+                ],
+            )
+        ]
 
     def _arrived(self, param) -> None:
         param.main_grad.add_(param.grad)
@@ -353,7 +451,8 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     optimizer = sharded(model, precision)
     reference = sharded(plain, precision, grad_reduce_in_fp32=True)
     assert [bucket.params.data_ptr() for bucket in optimizer._transport.buckets] == [
-        bucket.param_data.data_ptr() for bucket in model.__dict__["buffers"][0].buckets]
+        bucket.param_data.data_ptr() for bucket in model.__dict__["buffers"][0].buckets
+    ]
     for _ in range(3):
         for net, stepper in ((model, optimizer), (plain, reference)):
             stepper.zero_grad()
@@ -364,15 +463,23 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     for ours, theirs in zip(bare.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert model.calls == ["no_sync", "start_param_sync"] * 3
-    assert {name for name, _ in optimizer.named_main_params()} == {f"module.{n}" for n, _ in plain.named_parameters()}
+    assert {name for name, _ in optimizer.named_main_params()} == {
+        f"module.{n}" for n, _ in plain.named_parameters()
+    }
 
 
 def test_what_megatrons_buffers_decide_cannot_be_set_here():
     model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
-    for settings in ({"bucket_size": 5}, {"grad_reduce_in_fp32": True}, {"strategy": "optim_grads"}):
+    for settings in (
+        {"bucket_size": 5},
+        {"grad_reduce_in_fp32": True},
+        {"strategy": "optim_grads"},
+    ):
         with pytest.raises(ValueError, match="DistributedDataParallel"):
             sharded(model, **settings)
-    with pytest.raises(ValueError, match=r"overlap_param_gather=True differs from the model's ddp_config"):
+    with pytest.raises(
+        ValueError, match=r"overlap_param_gather=True differs from the model's ddp_config"
+    ):
         sharded(model, overlap_param_gather=True)
     model.module.append(nn.Linear(3, 3))
     with pytest.raises(ValueError, match=r"module\.2\.weight is in no buffer"):
@@ -381,5 +488,7 @@ def test_what_megatrons_buffers_decide_cannot_be_set_here():
     optimizer = sharded(model)
     model.module[0].weight = nn.Parameter(torch.ones(9, 5))
     optimizer.param_groups[0]["params"][0] = model.module[0].weight
-    with pytest.raises(RuntimeError, match=r"was replaced after Megatron's DistributedDataParallel"):
+    with pytest.raises(
+        RuntimeError, match=r"was replaced after Megatron's DistributedDataParallel"
+    ):
         optimizer.step()

@@ -54,15 +54,19 @@ def test_whole_shards_own_parameters_and_are_balanced(sizes, ranks):
             assert (0, item.numel) in [plan.fragment(item, rank) for rank in range(ranks)]
         filled = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
         assert plan.numel == filled  # no shard is padded to another's size
-        assert plan.shard <= filled / ranks + (1 - 1 / ranks) * max(-(-s // ALIGNMENT) * ALIGNMENT for s in sizes)
+        assert plan.shard <= filled / ranks + (1 - 1 / ranks) * max(
+            -(-s // ALIGNMENT) * ALIGNMENT for s in sizes
+        )
 
 
 def test_beyond_what_doubles_count_exactly():
     """DeepSpeed divides with ``/``: a float partition size is not exact beyond 2**53 elements."""
     huge = 2**53 + 1
     (plan,) = plan_flat([huge], 3)
-    assert [plan.fragment(plan.placed[0], rank)[1] - plan.fragment(plan.placed[0], rank)[0] for rank in range(3)] == [
-        plan.shard, plan.shard, huge - 2 * plan.shard]
+    assert [
+        plan.fragment(plan.placed[0], rank)[1] - plan.fragment(plan.placed[0], rank)[0]
+        for rank in range(3)
+    ] == [plan.shard, plan.shard, huge - 2 * plan.shard]
 
 
 @pytest.mark.parametrize("ranks, bucket_size", [(0, None), (2, 0)])

@@ -32,8 +32,12 @@ def test_what_is_over_when_the_step_begins_to_wait_is_hidden(clock):
     assert set(stages.metrics().values()) == {0.0}  # the round is not complete
     clock[0] = 110.0
     stages.end_step()
-    assert stages.metrics() == {"copy_wait_ms": 500.0, "worker_wait_ms": 2000.0, "host_ms": 7000.0,
-                                "hidden_ms": 4000.0}
+    assert stages.metrics() == {
+        "copy_wait_ms": 500.0,
+        "worker_wait_ms": 2000.0,
+        "host_ms": 7000.0,
+        "hidden_ms": 4000.0,
+    }
     assert [span.label for span in stages.last] == ["a bucket"] * 5
 
 

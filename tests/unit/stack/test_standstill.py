@@ -1,4 +1,5 @@
-"""Training that stands still says so: gradients that were not scaled, that are not there, that are never finite."""
+"""Training that stands still says so: gradients that were not scaled, that are not there, that are
+never finite."""
 
 import copy
 import math
@@ -35,7 +36,7 @@ def fp16(**settings: Any) -> tuple[nn.Module, Any]:
     return model, get_megatron_optimizer(OptimizerConfig(lr=1e-2, fp16=True, **settings), model)
 
 
-# -- FP16: the gradients are those of the scaled loss ------------------------------------------------
+# -- FP16: the gradients are those of the scaled loss ---------------------------------------------
 
 WAYS = {
     "scale_loss": lambda stack, loss: stack.scale_loss(loss),
@@ -65,17 +66,32 @@ def test_the_live_scale_may_be_kept() -> None:
         assert stack.step().success
 
 
-@pytest.mark.parametrize("settings", [{}, {"loss_scale": 128.0}, {
-    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "offload_mode": "speculative"}])
-def test_unscaled_gradients_are_refused_before_anything_is_stepped(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"loss_scale": 128.0},
+        {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+            "offload_mode": "speculative",
+        },
+    ],
+)
+def test_unscaled_gradients_are_refused_before_anything_is_stepped(
+    settings: dict[str, Any],
+) -> None:
     model, stack = fp16(**settings)
     before = copy.deepcopy(stack.state_dict())
     loss_of(model).backward()
     assert stack.metrics()["loss_scale"] > 1.0  # whoever looks does not scale
     with pytest.raises(RuntimeError, match=NOT_SCALED):
         stack.step()
-    assert all(torch.equal(value, stack.state_dict()["state"][index][key])
-               for index, state in before["state"].items() for key, value in state.items())
+    assert all(
+        torch.equal(value, stack.state_dict()["state"][index][key])
+        for index, state in before["state"].items()
+        for key, value in state.items()
+    )
     stack.zero_grad()
     stack.scale_loss(loss_of(model)).backward()
     stack.step()
@@ -136,10 +152,22 @@ def test_the_trainer_is_told_that_it_does_not_scale(tmp_path) -> None:
     def losses(**settings: Any) -> list[float]:
         model = Model()
         stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2, fp16=True, **settings), model)
-        arguments = TrainingArguments(tmp_path, max_steps=6, per_device_train_batch_size=4, report_to=[],
-                                      logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True)
-        trainer = Trainer(model, arguments, train_dataset=[{"inputs": torch.ones(8)}] * 24,
-                          optimizers=(stack, torch.optim.lr_scheduler.ConstantLR(stack, 1.0)))
+        arguments = TrainingArguments(
+            tmp_path,
+            max_steps=6,
+            per_device_train_batch_size=4,
+            report_to=[],
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=[{"inputs": torch.ones(8)}] * 24,
+            optimizers=(stack, torch.optim.lr_scheduler.ConstantLR(stack, 1.0)),
+        )
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -154,7 +182,10 @@ def test_fabric_and_accelerate_are_told_and_take_the_scaled_loss() -> None:
     from lightning_fabric import Fabric
 
     fabric, accelerator = Fabric(accelerator="cpu", devices=1), Accelerator(cpu=True)
-    for backward, setup in ((fabric.backward, fabric.setup), (accelerator.backward, accelerator.prepare)):
+    for backward, setup in (
+        (fabric.backward, fabric.setup),
+        (accelerator.backward, accelerator.prepare),
+    ):
         model, stack = fp16(initial_loss_scale=2.0**10)
         wrapped, theirs = setup(model, stack)
         backward(loss_of(wrapped))
@@ -166,7 +197,7 @@ def test_fabric_and_accelerate_are_told_and_take_the_scaled_loss() -> None:
         assert stack.metrics()["steps"] == 1 and stack.metrics()["grad_norm"] > 1e-3
 
 
-# -- no gradient at all ------------------------------------------------------------------------------
+# -- no gradient at all ---------------------------------------------------------------------------
 
 
 def warned(work: Any) -> list[str]:
@@ -188,7 +219,10 @@ def test_steps_of_a_copy_that_is_not_trained_are_said_once(precision: str) -> No
 
     count = sum(len(group["params"]) for group in stack.param_groups)
     messages = warned(work)
-    assert len(messages) == 1 and f"none of the optimizer's {count} parameters has a gradient" in messages[0]
+    assert (
+        len(messages) == 1
+        and f"none of the optimizer's {count} parameters has a gradient" in messages[0]
+    )
 
 
 def test_adapters_that_came_after_the_optimizer_are_named() -> None:
@@ -198,8 +232,10 @@ def test_adapters_that_came_after_the_optimizer_are_named() -> None:
     stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2), model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0", "2"]))
     loss_of(adapted).backward()
-    message, = warned(stack.step)
-    assert "4 trainable parameters that the optimizer does not know" in message and "lora_A" in message
+    (message,) = warned(stack.step)
+    assert (
+        "4 trainable parameters that the optimizer does not know" in message and "lora_A" in message
+    )
     fresh = get_megatron_optimizer(OptimizerConfig(lr=1e-2), adapted)
     assert warned(fresh.step) == [] and fresh.metrics()["grad_norm"] > 0
 
@@ -211,7 +247,7 @@ def test_an_expert_part_without_tokens_is_nothing_to_warn_of() -> None:
     assert warned(stack.step) == []
 
 
-# -- skipped again and again -------------------------------------------------------------------------
+# -- skipped again and again ----------------------------------------------------------------------
 
 
 def skipped(stack: Any, model: nn.Module, steps: int, look: bool = False) -> list[str]:
@@ -227,16 +263,25 @@ def skipped(stack: Any, model: nn.Module, steps: int, look: bool = False) -> lis
     return warned(work)
 
 
-@pytest.mark.parametrize("dtype, settings, count", [
-    (torch.bfloat16, {"bf16": True}, 3), (torch.float32, {}, 3), (torch.float16, {"fp16": True, "loss_scale": 8.0}, 3),
-    (torch.float16, {"fp16": True, "initial_loss_scale": 4.0, "min_loss_scale": 4.0}, 3),
-    (torch.float16, {"fp16": True}, 1),  # at its minimum of 1 after 33 of them
-])
-def test_the_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(dtype, settings, count) -> None:
+@pytest.mark.parametrize(
+    "dtype, settings, count",
+    [
+        (torch.bfloat16, {"bf16": True}, 3),
+        (torch.float32, {}, 3),
+        (torch.float16, {"fp16": True, "loss_scale": 8.0}, 3),
+        (torch.float16, {"fp16": True, "initial_loss_scale": 4.0, "min_loss_scale": 4.0}, 3),
+        (torch.float16, {"fp16": True}, 1),  # at its minimum of 1 after 33 of them
+    ],
+)
+def test_the_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(
+    dtype, settings, count
+) -> None:
     model = regression(dtype)
     stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2, **settings), model)
     messages = skipped(stack, model, 105)
-    assert len(messages) == count and all("the gradient of 2.weight holds an inf or nan" in text for text in messages)
+    assert len(messages) == count and all(
+        "the gradient of 2.weight holds an inf or nan" in text for text in messages
+    )
     assert "100 steps in a row" in messages[-1]
 
 
@@ -254,34 +299,49 @@ def test_a_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence
 
 def test_a_threshold_that_skips_everything_is_said() -> None:
     model = regression()
-    stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True, grad_norm_skip_threshold=1e-9), model)
+    stack = get_megatron_optimizer(
+        OptimizerConfig(lr=1e-2, bf16=True, grad_norm_skip_threshold=1e-9), model
+    )
 
     def work() -> None:
         for _ in range(12):
             loss_of(model).backward()
             stack.step()
 
-    message, = warned(work)
+    (message,) = warned(work)
     assert "10 steps in a row" in message and "over grad_norm_skip_threshold=1e-09" in message
 
 
-# -- ranks -------------------------------------------------------------------------------------------
+# -- ranks ----------------------------------------------------------------------------------------
 
 
 def test_stages_of_a_pipeline_compare_notes(tmp_path: Path) -> None:
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               str(here / "standstill_worker.py"), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(here / "standstill_worker.py"),
+        str(tmp_path),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}:{here.parents[2]}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     for rank, found in enumerate(torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)):
-        assert found["norm"] == pytest.approx(math.sqrt(8)) and found["refused"] is True and found["stub"] is True
+        assert (
+            found["norm"] == pytest.approx(math.sqrt(8))
+            and found["refused"] is True
+            and found["stub"] is True
+        )
         culprit = "the gradient of stage1 holds" if rank == 1 else "on another rank"
         assert len(found["said"]) == 1 and culprit in found["said"][0]
 
 
-# -- what is said before the first step --------------------------------------------------------------
+# -- what is said before the first step -----------------------------------------------------------
 
 
 def step_without_values() -> None:
@@ -294,22 +354,46 @@ def step_without_values() -> None:
 
 
 def test_mixed_precision_of_a_model_without_any_is_said() -> None:
-    message, = warned(lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), regression(torch.float32)))
+    (message,) = warned(
+        lambda: get_megatron_optimizer(
+            OptimizerConfig(lr=1e-2, bf16=True), regression(torch.float32)
+        )
+    )
     assert "all parameters are float32" in message
     adapters = regression().requires_grad_(False)
     adapters.append(nn.Linear(4, 4))
-    assert warned(lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), adapters)) == []
+    assert (
+        warned(lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), adapters)) == []
+    )
 
 
-@pytest.mark.parametrize("work, message", [
-    (lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), None), "model is made of .'NoneType'"),
-    (lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), regression().parameters()), "param_groups="),
-    (lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), []), "missing or empty"),
-    (lambda: get_megatron_optimizer(regression().parameters(), lr=1e-3), r"OptimizerConfig\(lr=0.001\)"),
-    (lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), regression(torch.float64)), r"convert .*\.float\(\)"),
-    (lambda: step_without_values(), "0.weight is on the meta device.*to_empty"),
-    (lambda: OptimizerConfig("adam", 1e-3), r"by name, as in OptimizerConfig\(optimizer='adam', lr=0.001\)"),
-])
+@pytest.mark.parametrize(
+    "work, message",
+    [
+        (
+            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), None),
+            "model is made of .'NoneType'",
+        ),
+        (
+            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), regression().parameters()),
+            "param_groups=",
+        ),
+        (lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), []), "missing or empty"),
+        (
+            lambda: get_megatron_optimizer(regression().parameters(), lr=1e-3),
+            r"OptimizerConfig\(lr=0.001\)",
+        ),
+        (
+            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), regression(torch.float64)),
+            r"convert .*\.float\(\)",
+        ),
+        (lambda: step_without_values(), "0.weight is on the meta device.*to_empty"),
+        (
+            lambda: OptimizerConfig("adam", 1e-3),
+            r"by name, as in OptimizerConfig\(optimizer='adam', lr=0.001\)",
+        ),
+    ],
+)
 def test_a_likely_mistake_names_its_cure(work: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         work()
@@ -321,8 +405,16 @@ def test_a_likely_mistake_names_its_cure(work: Any, message: str) -> None:
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 def test_gradients_that_are_clipped_outside_are_counted_and_said_once(mode: str) -> None:
     model = regression()
-    stack = get_megatron_optimizer(OptimizerConfig(
-        lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, offload_mode=mode), model)
+    stack = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=1e-2,
+            bf16=True,
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=1.0,
+            offload_mode=mode,
+        ),
+        model,
+    )
 
     def work(clip: bool) -> None:
         for seed in range(4):
@@ -334,7 +426,7 @@ def test_gradients_that_are_clipped_outside_are_counted_and_said_once(mode: str)
             stack.step()
 
     assert warned(lambda: work(False)) == [] and stack.metrics()["speculation_stale"] == 0
-    message, = warned(lambda: work(True))
+    (message,) = warned(lambda: work(True))
     assert "clip_grad_norm_" in message and stack.metrics()["speculation_stale"] >= 4
 
 

@@ -19,7 +19,11 @@ from mp_optim import (
 
 
 def snapshot(model, optimizer):
-    state = {f"{i}.{k}": v.clone() for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+    state = {
+        f"{i}.{k}": v.clone()
+        for i, s in optimizer.state_dict()["state"].items()
+        for k, v in s.items()
+    }
     return {**state, **{n: p.detach().clone() for n, p in model.named_parameters()}}
 
 
@@ -55,7 +59,9 @@ def test_norm_threshold_skips_without_a_chain():
 
 def test_the_growth_step_divides_by_the_scale_of_backward():
     def run(window):
-        model, optimizer = build("fp16", loss_scale_window=window, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0)
+        model, optimizer = build(
+            "fp16", loss_scale_window=window, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0
+        )
         norms, scales = [], []
         for step in range(3):
             optimizer.zero_grad()
@@ -66,7 +72,9 @@ def test_the_growth_step_divides_by_the_scale_of_backward():
 
     growing, constant = run(1), run(1000)
     assert growing[1] == [2.0**13, 2.0**14, 2.0**15] and constant[1] == [2.0**12] * 3
-    assert growing[0] == pytest.approx(constant[0], rel=2e-3)  # FP16 rounding of differently scaled gradients
+    assert growing[0] == pytest.approx(
+        constant[0], rel=2e-3
+    )  # FP16 rounding of differently scaled gradients
     for a, b in zip(growing[2], constant[2], strict=True):
         assert (a.float() - b.float()).abs().max() <= 2 * 2.0**-10 * b.float().abs().max()
 
@@ -81,7 +89,9 @@ def test_one_scaler_for_the_whole_chain():
 
 
 def test_global_norm_and_clip_over_the_chain():
-    model, optimizer = build("fp32", optimizer="sgd", sgd_momentum=0.0, clip_grad=0.01, weight_decay=0.0, lr=1.0)
+    model, optimizer = build(
+        "fp32", optimizer="sgd", sgd_momentum=0.0, clip_grad=0.01, weight_decay=0.0, lr=1.0
+    )
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     model(tokens_of(0)).backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -89,7 +99,9 @@ def test_global_norm_and_clip_over_the_chain():
     assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-12)
     for name, param in model.named_parameters():
         moved = before[name] - param.detach()
-        torch.testing.assert_close(moved, grads[name] * (0.01 / (norm + 1e-6)), rtol=1e-4, atol=2e-8)
+        torch.testing.assert_close(
+            moved, grads[name] * (0.01 / (norm + 1e-6)), rtol=1e-4, atol=2e-8
+        )
 
 
 def test_separate_norm_group_is_clipped_by_its_own_norm():
@@ -165,15 +177,26 @@ def test_closure_runs_once_and_its_loss_comes_back():
 
 
 def test_awkward_parameters():
-    transposed = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16().t())
-    params = {"transposed": transposed, "scalar": nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16)),
-              "empty": nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16)),
-              "fp32": nn.Parameter(torch.ones(3)),
-              "frozen": nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)}
+    transposed = nn.Parameter(
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16().t()
+    )
+    params = {
+        "transposed": transposed,
+        "scalar": nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16)),
+        "empty": nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16)),
+        "fp32": nn.Parameter(torch.ones(3)),
+        "frozen": nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False),
+    }
     results = []
     for fraction in (0.0, 1.0):
-        model = nn.ParameterDict({k: nn.Parameter(v.detach().clone(memory_format=torch.preserve_format),
-                                                  v.requires_grad) for k, v in params.items()})
+        model = nn.ParameterDict(
+            {
+                k: nn.Parameter(
+                    v.detach().clone(memory_format=torch.preserve_format), v.requires_grad
+                )
+                for k, v in params.items()
+            }
+        )
         optimizer = get_megatron_optimizer(config_for("bf16", fraction), model)
         for _ in range(3):
             for param in model.values():
@@ -216,13 +239,24 @@ def test_a_foreign_optimizer_works_below_the_wrapper():
         torch.manual_seed(0)
         model = nn.Linear(6, 6).bfloat16()
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        inner = adam if wrap == "plain" else HybridDeviceOptimizer(
-            model.parameters(), 0.5, torch.optim.AdamW, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+        inner = (
+            adam
+            if wrap == "plain"
+            else HybridDeviceOptimizer(
+                model.parameters(),
+                0.5,
+                torch.optim.AdamW,
+                torch.optim.AdamW,
+                lr=1e-2,
+                weight_decay=0.1,
+            )
+        )
         optimizer = Float16OptimizerWithFloat16Params(inner, config_for("bf16"))
         for step in range(5):
             optimizer.zero_grad()
-            model(torch.randn(3, 6, generator=torch.Generator().manual_seed(step)).bfloat16()).float().square().mean(
-            ).backward()
+            model(
+                torch.randn(3, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
+            ).float().square().mean().backward()
             optimizer.step()
         return model.weight.detach().clone()
 
@@ -245,18 +279,34 @@ def test_dynamic_scaler_rules():
     assert copy.scale == scaler.scale
 
 
-@pytest.mark.parametrize("argument, value", [("growth_interval", 1.5), ("hysteresis", 0), ("min_scale", 99.0),
-                                             ("backoff_factor", 1.0), ("growth_factor", 1.0)])
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("growth_interval", 1.5),
+        ("hysteresis", 0),
+        ("min_scale", 99.0),
+        ("backoff_factor", 1.0),
+        ("growth_factor", 1.0),
+    ],
+)
 def test_scaler_names_the_bad_argument(argument, value):
-    good = {"initial_scale": 16.0, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5,
-            "growth_interval": 2, "hysteresis": 2}
+    good = {
+        "initial_scale": 16.0,
+        "min_scale": 1.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2,
+        "hysteresis": 2,
+    }
     with pytest.raises(ValueError, match=argument):
         DynamicGradScaler(**{**good, argument: value})
 
 
 def test_wrong_dtypes_are_refused_by_name():
     with pytest.raises(TypeError, match=r"weight is torch\.bfloat16.*bf16=True"):
-        FP32Optimizer(FusedAdam(list(nn.Linear(2, 2).bfloat16().named_parameters())), config_for("fp32"))
+        FP32Optimizer(
+            FusedAdam(list(nn.Linear(2, 2).bfloat16().named_parameters())), config_for("fp32")
+        )
     with pytest.raises(ValueError, match="set the flag"):
         get_megatron_optimizer(config_for("fp16"), nn.Linear(2, 2).bfloat16())
 
@@ -281,18 +331,28 @@ def test_describe_and_metrics_read_well():
 
 
 @pytest.mark.parametrize(("backend", "fraction"), [("auto", 0.5), ("triton", 0.0)])
-def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(backend, fraction, monkeypatch):
-    """As between two phases on an accelerator; here everything is given other memory on the way, as it is there."""
+def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
+    backend, fraction, monkeypatch
+):
+    """As between two phases on an accelerator; here everything is given other memory on the way, as
+    it is there."""
+
     def elsewhere(tensors):
         for tensor in tensors:
             tensor.data = tensor.data.clone()
 
     def state(optimizer):
-        return [v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"]
+        return [
+            v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"
+        ]
 
     def run(moves):
-        model = nn.ParameterDict({name: nn.Parameter(torch.ones(7, dtype=torch.bfloat16)) for name in "ab"})
-        optimizer = get_megatron_optimizer(config_for("bf16", fraction, fused_backend=backend), model)
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(7, dtype=torch.bfloat16)) for name in "ab"}
+        )
+        optimizer = get_megatron_optimizer(
+            config_for("bf16", fraction, fused_backend=backend), model
+        )
         monkeypatch.setattr(optimizer, "_accelerator_tensors", lambda: state(optimizer))
         monkeypatch.setattr(optimizer._parking, "park", elsewhere)
         for step in range(4):

@@ -1,5 +1,5 @@
-"""The edges of a step's decisions: the norm at the threshold, a skip that is no overflow, two limits on one norm, and
-writes and names that change between backward and step."""
+"""The edges of a step's decisions: the norm at the threshold, a skip that is no overflow, two
+limits on one norm, and writes and names that change between backward and step."""
 
 import math
 
@@ -11,8 +11,18 @@ from torch import nn
 from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.update import FusedAdam
 
-each_backend = pytest.mark.parametrize("backend", ["auto", pytest.param(
-    "triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU"))])
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [
+        "auto",
+        pytest.param(
+            "triton",
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU"
+            ),
+        ),
+    ],
+)
 
 
 def one_param(precision, values, **settings):
@@ -28,7 +38,9 @@ def one_param(precision, values, **settings):
 @each_backend
 def test_a_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
     for threshold, is_stepped in ((5.0, True), (math.nextafter(5.0, 0.0), False)):
-        model, optimizer = one_param("fp32", [3.0, 4.0], grad_norm_skip_threshold=threshold, fused_backend=backend)
+        model, optimizer = one_param(
+            "fp32", [3.0, 4.0], grad_norm_skip_threshold=threshold, fused_backend=backend
+        )
         result = optimizer.step()
         assert (result.success, result.grad_norm) == (is_stepped, 5.0)
         assert bool((model["w"] != 1.0).all()) == is_stepped
@@ -37,8 +49,14 @@ def test_a_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
 @each_backend
 def test_a_step_skipped_by_the_threshold_is_a_clean_one_to_the_loss_scale(backend):
     """Its gradients are finite: the scale is not too large, and grows as after any other step."""
-    _model, optimizer = one_param("fp16", [3.0, 4.0], grad_norm_skip_threshold=1.0, hysteresis=1, loss_scale_window=2,
-                                  fused_backend=backend)
+    _model, optimizer = one_param(
+        "fp16",
+        [3.0, 4.0],
+        grad_norm_skip_threshold=1.0,
+        hysteresis=1,
+        loss_scale_window=2,
+        fused_backend=backend,
+    )
     start, scales = float(optimizer.get_loss_scale()), []
     for _ in range(2):
         result = optimizer.step()
@@ -61,7 +79,9 @@ def test_of_two_limits_on_the_norm_the_smaller_holds(clip_grad, max_grad_norm, f
     model["w"].grad = torch.tensor([3.0, 4.0])
     assert optimizer.step().grad_norm == 5.0
     limit = min([5.0, *(limit for limit in (clip_grad, max_grad_norm) if limit)])
-    first_moment = optimizer.state[model["w"]]["exp_avg"] / (1.0 - optimizer.param_groups[0]["betas"][0])
+    first_moment = optimizer.state[model["w"]]["exp_avg"] / (
+        1.0 - optimizer.param_groups[0]["betas"][0]
+    )
     assert float(first_moment.norm()) == pytest.approx(limit, rel=1e-5)
 
 
@@ -69,9 +89,18 @@ def test_of_two_limits_on_the_norm_the_smaller_holds(clip_grad, max_grad_norm, f
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(form, fraction):
     """All 65,536 bfloat16 values, infinities among them, over remainders of any kind."""
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).repeat(4)
-    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(len(patterns), dtype=torch.bfloat16)),
-                              "other": nn.Parameter(torch.ones(1, dtype=torch.bfloat16))})
+    patterns = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .repeat(4)
+    )
+    model = nn.ParameterDict(
+        {
+            "w": nn.Parameter(torch.ones(len(patterns), dtype=torch.bfloat16)),
+            "other": nn.Parameter(torch.ones(1, dtype=torch.bfloat16)),
+        }
+    )
     optimizer = get_megatron_optimizer(config_for(form, fraction, lr=0.3, clip_grad=0.0), model)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -86,22 +115,38 @@ def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(form,
     assert torch.equal(main.isnan(), patterns.isnan())
     assert torch.equal(main.bfloat16()[patterns.isinf()], patterns[patterns.isinf()])
     finite = patterns.isfinite()
-    distance, unit = (main - patterns.float())[finite].abs(), patterns[finite].float().abs() * 2.0**-8 + 2.0**-134
+    distance, unit = (
+        (main - patterns.float())[finite].abs(),
+        patterns[finite].float().abs() * 2.0**-8 + 2.0**-134,
+    )
     assert bool((distance <= unit).all())
 
 
 def test_a_parameter_renamed_before_the_step_is_rounded_with_its_new_names_noise():
     """What was stepped ahead of it, with the old name's, is not used."""
+
     def run(mode):
         params = [(name, nn.Parameter(torch.ones(600))) for name in ("a", "b")]
         optimizer = HybridDeviceOptimizer(
-            params, 1.0, FusedAdam, FusedAdam, lr=0.1, offload_mode=mode,
-            sub_optimizer_kwargs={"exp_avg_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 3})
+            params,
+            1.0,
+            FusedAdam,
+            FusedAdam,
+            lr=0.1,
+            offload_mode=mode,
+            sub_optimizer_kwargs={
+                "exp_avg_dtype": torch.bfloat16,
+                "stochastic_rounding": True,
+                "seed": 3,
+            },
+        )
         for step in range(4):
             for _, param in params:
                 param.grad = None
             generator = torch.Generator().manual_seed(step)
-            sum((param * torch.randn(600, generator=generator)).sum() for _, param in params).backward()
+            sum(
+                (param * torch.randn(600, generator=generator)).sum() for _, param in params
+            ).backward()
             if step == 3:
                 optimizer.param_groups[0]["param_names"][0] = "renamed"
             optimizer.step()
@@ -115,10 +160,16 @@ def test_a_parameter_renamed_before_the_step_is_rounded_with_its_new_names_noise
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 def test_a_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
-    """A tensor lr, as schedulers of compiled loops fill it; what was begun with the old value is not used."""
+    """A tensor lr, as schedulers of compiled loops fill it; what was begun with the old value is
+    not used."""
+
     def run(mode):
-        model = nn.ParameterDict({name: nn.Parameter(torch.ones(600, dtype=torch.bfloat16)) for name in "ab"})
-        optimizer = get_megatron_optimizer(config_for("bf16", 1.0, clip_grad=0.0, offload_mode=mode), model)
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(600, dtype=torch.bfloat16)) for name in "ab"}
+        )
+        optimizer = get_megatron_optimizer(
+            config_for("bf16", 1.0, clip_grad=0.0, offload_mode=mode), model
+        )
         rate = torch.tensor(0.25)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -126,7 +177,9 @@ def test_a_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
         for step in range(5):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(step)
-            sum((param * torch.randn(600, generator=generator)).sum() for param in model.values()).backward()
+            sum(
+                (param * torch.randn(600, generator=generator)).sum() for param in model.values()
+            ).backward()
             rate.fill_(0.25 / (1 + step))
             optimizer.step()
             params += [param.detach().clone() for param in model.values()]

@@ -1,4 +1,5 @@
-"""The gradient norm has the same bits wherever and whenever it is measured, whatever the gradients' strides."""
+"""The gradient norm has the same bits wherever and whenever it is measured, whatever the gradients'
+strides."""
 
 import pytest
 import torch
@@ -7,15 +8,24 @@ from torch import nn
 
 from mp_optim import get_megatron_optimizer
 
-MODES = [{}, *({"fraction": 1.0, "offload_mode": mode} for mode in ("sync", "overlap", "speculative"))]
+MODES = [
+    {},
+    *({"fraction": 1.0, "offload_mode": mode} for mode in ("sync", "overlap", "speculative")),
+]
 
 
 def trained(backend: str, **settings):
     torch.manual_seed(0)
-    model = nn.ParameterDict({"strided": nn.Parameter(torch.randn(9, 300).t()),
-                              "whole": nn.Parameter(torch.randn(17, 15)),
-                              "stepped": nn.Parameter(torch.randn(40, 33)[:, ::3])})
-    optimizer = get_megatron_optimizer(config_for("fp32", fused_backend=backend, clip_grad=0.1, **settings), model)
+    model = nn.ParameterDict(
+        {
+            "strided": nn.Parameter(torch.randn(9, 300).t()),
+            "whole": nn.Parameter(torch.randn(17, 15)),
+            "stepped": nn.Parameter(torch.randn(40, 33)[:, ::3]),
+        }
+    )
+    optimizer = get_megatron_optimizer(
+        config_for("fp32", fused_backend=backend, clip_grad=0.1, **settings), model
+    )
     factors, norms = torch.randn(300, 9), []
     for step in range(6):
         optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""Default device, default dtype, inference mode, autograd and autocast of the caller change nothing."""
+"""Default device, default dtype, inference mode, autograd and autocast of the caller change
+nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import torch
 from models import DTYPES, TinyMoE, config_for, same_bits
 from torch import Tensor, nn
 
-from mp_optim import DynamicGradScaler, FusedAdam, HybridDeviceOptimizer, checkpoint, get_megatron_optimizer
+from mp_optim import (
+    DynamicGradScaler,
+    FusedAdam,
+    HybridDeviceOptimizer,
+    checkpoint,
+    get_megatron_optimizer,
+)
 
 Surroundings = Callable[[], AbstractContextManager[Any]]
 
@@ -47,7 +54,12 @@ SURROUNDINGS: dict[str, Surroundings] = {
 STACKS: dict[str, dict[str, Any]] = {
     "sync": {"precision": "bf16", "fraction": 0.5},
     "overlap": {"precision": "fp16", "fraction": 0.7, "offload_mode": "overlap"},
-    "speculative": {"precision": "bf16", "fraction": 1.0, "offload_mode": "speculative", "clip_grad": 0.0},
+    "speculative": {
+        "precision": "bf16",
+        "fraction": 1.0,
+        "offload_mode": "speculative",
+        "clip_grad": 0.0,
+    },
     "reference": {"precision": "fp32", "fused_backend": "reference"},
     "torch": {"precision": "bf16", "fused_backend": "torch"},
     "compact": {"precision": "bf16-stochastic", "fraction": 0.5, "offload_mode": "speculative"},
@@ -59,8 +71,13 @@ STACKS: dict[str, dict[str, Any]] = {
 def loss_of(model: nn.Module, step: int) -> Tensor:
     """Its gradients are numbers of the step and the parameter alone."""
     generator = torch.Generator().manual_seed(step)
-    return sum((param.float() * torch.randn(param.shape, generator=generator, device="cpu", dtype=torch.float32)).sum()
-               for param in model.parameters())
+    return sum(
+        (
+            param.float()
+            * torch.randn(param.shape, generator=generator, device="cpu", dtype=torch.float32)
+        ).sum()
+        for param in model.parameters()
+    )
 
 
 def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Tensor]:
@@ -83,10 +100,16 @@ def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Te
             loss = loss_of(model, step)
             with around():
                 scaled = optimizer.scale_loss(loss) if step == 0 else None
-            (optimizer.scale_loss(loss) if scaled is None or scaled.is_inference() else scaled).backward()
+            (
+                optimizer.scale_loss(loss) if scaled is None or scaled.is_inference() else scaled
+            ).backward()
             with around() if step != 2 else nullcontext():  # one step outside
                 result = optimizer.step()
-            seen.append(torch.tensor([result.grad_norm, float(result.success)], dtype=torch.float64, device="cpu"))
+            seen.append(
+                torch.tensor(
+                    [result.grad_norm, float(result.success)], dtype=torch.float64, device="cpu"
+                )
+            )
 
     model, optimizer = built()
     trained(model, optimizer, range(3))
@@ -111,7 +134,10 @@ def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Te
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """What each stack comes to where nothing is unusual."""
-    return {name: program(stack, tmp_path_factory.mktemp("plain"), nullcontext) for name, stack in STACKS.items()}
+    return {
+        name: program(stack, tmp_path_factory.mktemp("plain"), nullcontext)
+        for name, stack in STACKS.items()
+    }
 
 
 @pytest.mark.parametrize("around", SURROUNDINGS)
@@ -123,8 +149,11 @@ def test_the_bits_are_those_of_ordinary_surroundings(stack, around, undisturbed,
 
 
 @pytest.mark.parametrize("around", SURROUNDINGS)
-@pytest.mark.parametrize("make", [FusedAdam, lambda params: HybridDeviceOptimizer(params, offload_fraction=0.5)],
-                         ids=["FusedAdam", "Hybrid"])
+@pytest.mark.parametrize(
+    "make",
+    [FusedAdam, lambda params: HybridDeviceOptimizer(params, offload_fraction=0.5)],
+    ids=["FusedAdam", "Hybrid"],
+)
 def test_optimizers_by_themselves(make, around):
     results = []
     for surroundings in (nullcontext, SURROUNDINGS[around]):
@@ -136,7 +165,9 @@ def test_optimizers_by_themselves(make, around):
             optimizer.state_dict()
             optimizer.step()
         optimizer.step()
-        results.append([*params, *itertools.chain(*(optimizer.state[param].values() for param in params))])
+        results.append(
+            [*params, *itertools.chain(*(optimizer.state[param].values() for param in params))]
+        )
     assert all(map(same_bits, *results))
 
 
@@ -145,8 +176,9 @@ def test_a_loss_scale_grows_and_shrinks_alike(around):
     scales = []
     for surroundings in (nullcontext, SURROUNDINGS[around]):
         with surroundings():
-            scaler = DynamicGradScaler(1000.0, 1.0, growth_factor=1.1, backoff_factor=0.3, growth_interval=1,
-                                       hysteresis=1)
+            scaler = DynamicGradScaler(
+                1000.0, 1.0, growth_factor=1.1, backoff_factor=0.3, growth_interval=1, hysteresis=1
+            )
             for overflow in (False, True, False):
                 scaler.update(overflow)
         scaler.update(True)

@@ -48,12 +48,15 @@ def test_megatron_4046_4042_tensors_replaced_twice_with_save_and_load(precision,
     losses += train(model, optimizer, 3, start=3)
 
     assert losses == expected_losses
-    for (name, p), (_, q) in zip(model.named_parameters(), expected_model.named_parameters(), strict=True):
+    for (name, p), (_, q) in zip(
+        model.named_parameters(), expected_model.named_parameters(), strict=True
+    ):
         assert same_bits(p.detach(), q.detach()), name
 
 
 def test_megatron_4046_main_params_replaced_below_the_wrapper():
     """What Megatron's Float16 wrapper does to the optimizer it wraps, done twice."""
+
     def run(replaced):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(5, 3)) for _ in range(4)]
@@ -96,7 +99,9 @@ def test_memory_put_under_a_parameter_is_followed(precision, fraction):
         for param in model.parameters():
             if moved:
                 param.data = param.data.clone()
-        runs.append((losses + train(model, optimizer, 2, start=2), [p.detach() for p in model.parameters()]))
+        runs.append(
+            (losses + train(model, optimizer, 2, start=2), [p.detach() for p in model.parameters()])
+        )
     assert runs[0][0] == runs[1][0]
     assert all(same_bits(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
     model.dense.data = torch.full_like(model.dense, 3.0)
@@ -109,7 +114,9 @@ def test_a_cast_model_gets_main_params_or_is_refused():
     before = model.scale.detach().clone()
     model.bfloat16()  # scale was FP32
     train(model, optimizer, 5)
-    assert model.scale.main_param.dtype == torch.float32 and not torch.equal(model.scale.detach().float(), before)
+    assert model.scale.main_param.dtype == torch.float32 and not torch.equal(
+        model.scale.detach().float(), before
+    )
     model, optimizer = build("fp32", experts=False)
     model.bfloat16()
     with pytest.raises(TypeError, match="FP32Optimizer takes float32"):
@@ -127,13 +134,17 @@ def test_colossalai_6401_lamb_with_mixed_placement_trains_like_one_place(fractio
         optimizer = build_optimizer(params)
         for step in range(3):
             for i, p in enumerate(params):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)) * 5
+                p.grad = (
+                    torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)) * 5
+                )
             optimizer.step()
         return params, optimizer
 
     kwargs = {"lr": 1e-2, "weight_decay": 0.01, "max_grad_norm": 1.0}
     one, reference = run(lambda ps: FusedLAMB(ps, **kwargs))
-    mixed, hybrid = run(lambda ps: HybridDeviceOptimizer(ps, fraction, FusedLAMB, FusedLAMB, **kwargs))
+    mixed, hybrid = run(
+        lambda ps: HybridDeviceOptimizer(ps, fraction, FusedLAMB, FusedLAMB, **kwargs)
+    )
     for a, b, w in zip(mixed, one, weights, strict=True):
         assert same_bits(a.detach(), b.detach())
         assert not torch.equal(a.detach(), w)
@@ -143,8 +154,17 @@ def test_colossalai_6401_lamb_with_mixed_placement_trains_like_one_place(fractio
 
 def test_deepspeed_7905_every_group_keeps_its_hyperparameters():
     params = [nn.Parameter(torch.ones(4)) for _ in range(7)]
-    groups = [{"params": [p], "lr": 0.1 * (i + 1), "betas": (0.5 + i / 20, 0.9), "eps": 1e-8 * (i + 1),
-               "weight_decay": 0.01 * i, "bias_correction": i % 2 == 0} for i, p in enumerate(params)]
+    groups = [
+        {
+            "params": [p],
+            "lr": 0.1 * (i + 1),
+            "betas": (0.5 + i / 20, 0.9),
+            "eps": 1e-8 * (i + 1),
+            "weight_decay": 0.01 * i,
+            "bias_correction": i % 2 == 0,
+        }
+        for i, p in enumerate(params)
+    ]
     hybrid = HybridDeviceOptimizer([dict(g) for g in groups], 0.5, lr=1.0)
     for p in params:
         p.grad = torch.full((4,), 0.3)
@@ -158,7 +178,8 @@ def test_deepspeed_7905_every_group_keeps_its_hyperparameters():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_deepspeed_7948_in_place_step_does_not_meet_autograd(fraction):
-    """Parameters that are views of one flat buffer: what is stepped is detached, and steps even in grad mode."""
+    """Parameters that are views of one flat buffer: what is stepped is detached, and steps even in
+    grad mode."""
     flat = torch.randn(10, requires_grad=True)
     params = [nn.Parameter(flat.detach()[2:8].view(2, 3)), nn.Parameter(flat.detach()[8:])]
     for param in params:
@@ -168,13 +189,17 @@ def test_deepspeed_7948_in_place_step_does_not_meet_autograd(fraction):
     before = flat.detach().clone()
     with torch.enable_grad():
         assert optimizer.step().success
-    stepped = [p for sub in inner.sub_optimizers for group in sub.param_groups for p in group["params"]]
+    stepped = [
+        p for sub in inner.sub_optimizers for group in sub.param_groups for p in group["params"]
+    ]
     assert len(stepped) == 2 and not any(p.requires_grad or p.grad_fn for p in stepped)
-    assert not torch.equal(flat.detach()[2:], before[2:]) and torch.equal(flat.detach()[:2], before[:2])
+    assert not torch.equal(flat.detach()[2:], before[2:]) and torch.equal(
+        flat.detach()[:2], before[:2]
+    )
     (flat * 2).sum().backward()  # autograd still accepts the buffer
 
 
-# -- Megatron's HybridDeviceOptimizer, one by one (numbers as in docs/upstream-defects.md) -----------
+# -- Megatron's HybridDeviceOptimizer, one by one (numbers as in docs/upstream-defects.md) --------
 
 
 def test_h8_state_dict_is_plain_data():
@@ -203,7 +228,9 @@ def test_h10_f6_missing_main_params_are_an_error():
     model(tokens_of(0)).backward()
     plain.step()
     with pytest.raises(ValueError, match="master_param is missing"):
-        optimizer.load_state_dict({**plain.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(
+            {**plain.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]}
+        )
 
 
 def test_h11_h17_state_stays_where_it_is_stepped():
@@ -213,7 +240,9 @@ def test_h11_h17_state_stays_where_it_is_stepped():
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.offload_to_cpu()
     optimizer.restore_from_cpu()
-    assert devices == [v.device for s in optimizer.state_dict()["state"].values() for v in s.values()]
+    assert devices == [
+        v.device for s in optimizer.state_dict()["state"].values() for v in s.values()
+    ]
     train(model, optimizer, 1)
 
 
@@ -274,7 +303,9 @@ def test_reordered_groups_load_by_name():
     def optimizer_over(order):
         torch.manual_seed(3)
         params = {"a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(3))}
-        groups = [{"params": [(name, params[name])], "lr": {"a": 0.1, "b": 0.2}[name]} for name in order]
+        groups = [
+            {"params": [(name, params[name])], "lr": {"a": 0.1, "b": 0.2}[name]} for name in order
+        ]
         return params, Float16OptimizerWithFloat16Params(FusedAdam(groups), config_for("bf16"))
 
     params, optimizer = optimizer_over("ab")
@@ -285,7 +316,9 @@ def test_reordered_groups_load_by_name():
     theirs, other = optimizer_over("ba")
     other.load_state_dict(saved)
     for name in "ab":
-        assert same_bits(other.state[theirs[name]]["exp_avg"], optimizer.state[params[name]]["exp_avg"])
+        assert same_bits(
+            other.state[theirs[name]]["exp_avg"], optimizer.state[params[name]]["exp_avg"]
+        )
     assert [g["lr"] for g in other.param_groups] == [0.2, 0.1]
 
 

@@ -1,4 +1,5 @@
-"""The thread that works during backward, by its words: what is dropped, what is waited for, who gets a new thread."""
+"""The thread that works during backward, by its words: what is dropped, what is waited for, who
+gets a new thread."""
 
 import threading
 
@@ -78,7 +79,9 @@ def test_one_that_does_not_end_is_left_alone_with_its_thread(worker, monkeypatch
 
 @pytest.mark.parametrize("forget", [False, True])
 def test_a_failure_is_told_once_unless_it_is_discarded(worker, forget):
-    job, waiting = submit(worker, Job("the third bucket", error=KeyError("x"), is_free=False), Job("never"))
+    job, waiting = submit(
+        worker, Job("the third bucket", error=KeyError("x"), is_free=False), Job("never")
+    )
     job.free.set()
     if forget:
         assert worker.discard()

@@ -1,7 +1,8 @@
 """Fails whatever makes the host wait for the device, on machines without one.
 
-Under Triton's interpreter the device's tensors are CPU tensors, and reading one costs nothing, so it has to be caught:
-every way from a tensor to a number in Python raises, except for tensors that lie on the host also where there is a GPU.
+Under Triton's interpreter the device's tensors are CPU tensors, and reading one costs nothing, so
+it has to be caught: every way from a tensor to a number in Python raises, except for tensors that
+lie on the host also where there is a GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +17,35 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.numpy,
-          Tensor.cpu, Tensor.__contains__, Tensor.__array__, torch.equal, Tensor.equal, torch.allclose, torch.nonzero,
-          Tensor.nonzero, torch.masked_select, torch.unique, Tensor.is_nonzero}
-_READING_KERNELS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
+_READS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__index__,
+    Tensor.numpy,
+    Tensor.cpu,
+    Tensor.__contains__,
+    Tensor.__array__,
+    torch.equal,
+    Tensor.equal,
+    torch.allclose,
+    torch.nonzero,
+    Tensor.nonzero,
+    torch.masked_select,
+    torch.unique,
+    Tensor.is_nonzero,
+}
+_READING_KERNELS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+}
 
 
 _MAKERS = {torch.tensor, torch.as_tensor}
@@ -35,14 +61,19 @@ class _Functions(TorchFunctionMode):
         self._on_host = on_host
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The literal "cpu" is the host; a device that is handed on is the one that stands for an accelerator.
+        # The literal "cpu" is the host; a device that is handed on is the one that stands for an
+        # accelerator.
         made = func in _MAKERS and (kwargs or {}).get("device") not in (None, "cpu")
         if made and not isinstance(args[0], Tensor):  # a copy from memory that is not page-locked
             raise WaitedError(f"{func.__name__} of host values on a device")
         if func in _READS:
             hosted = {tensor.untyped_storage().data_ptr() for tensor in self._on_host()}
-            if any(isinstance(a, Tensor) and a.untyped_storage().data_ptr() not in hosted for a in args):
-                raise WaitedError(f"{func.__name__} of {[a.shape for a in args if isinstance(a, Tensor)]}")
+            if any(
+                isinstance(a, Tensor) and a.untyped_storage().data_ptr() not in hosted for a in args
+            ):
+                raise WaitedError(
+                    f"{func.__name__} of {[a.shape for a in args if isinstance(a, Tensor)]}"
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -57,9 +88,9 @@ class _Kernels(TorchDispatchMode):
 def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[None]:
     """Inside, whoever reads a tensor of the device raises :class:`WaitedError`.
 
-    The verdict of a step before is read from memory of the host, where its copy has arrived. Not caught are the
-    interpreter's own doings inside of a launch, the FP64 root, which a GPU has an instruction for,
-    and step counters, which live on the host.
+    The verdict of a step before is read from memory of the host, where its copy has arrived. Not
+    caught are the interpreter's own doings inside of a launch, the FP64 root, which a GPU has an
+    instruction for, and step counters, which live on the host.
     """
     from triton.runtime.interpreter import GridExecutor
 
@@ -76,6 +107,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
                     stack.enter_context(torch._C.DisableTorchFunction())
                     stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
                 return function(*args, **kwargs)
+
         return run
 
     def counters() -> list[Tensor]:

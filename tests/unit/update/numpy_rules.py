@@ -1,4 +1,5 @@
-"""The formulas of docs/numerics.md in numpy FP32, one operation at a time, written apart from the package."""
+"""The formulas of docs/numerics.md in numpy FP32, one operation at a time, written apart from the
+package."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ F = np.float32
 
 
 def naive_sum_of_squares(values: Array) -> float:
-    """Blocks of 8 rows of 128: rows one after another, the 128 sums by halving, then block sums by adjacent pairs."""
+    """Blocks of 8 rows of 128: rows one after another, the 128 sums by halving, then block sums by
+    adjacent pairs."""
     flat = values.reshape(-1).astype(np.float64)
     blocks = max(1, -(-flat.size // 1024))
     x = np.zeros((blocks, 1024))
@@ -44,7 +46,9 @@ def _moments(g: Array, m: Array, v: Array, h: dict[str, Any], weight: float) -> 
     return m * F(b1) + g * F(weight), v * F(b2) + (g * F(1 - b2)) * g
 
 
-def adam(p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float) -> tuple[Array, ...]:
+def adam(
+    p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float
+) -> tuple[Array, ...]:
     lr, wd, (b1, b2) = h["lr"], h["weight_decay"], h["betas"]
     c1, c2 = (1 - b1**t, 1 - b2**t) if h["bias_correction"] else (1.0, 1.0)
     g = g * F(mult)
@@ -57,7 +61,9 @@ def adam(p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult
     return p - u, m, v
 
 
-def lamb(p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float) -> tuple[Array, ...]:
+def lamb(
+    p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float
+) -> tuple[Array, ...]:
     lr, wd, (b1, b2) = h["lr"], h["weight_decay"], h["betas"]
     c1, c2 = (1 - b1**t, 1 - b2**t) if h["bias_correction"] else (1.0, 1.0)
     g = g * F(mult)
@@ -73,7 +79,9 @@ def lamb(p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult
     return p - u * F(ratio), m, v
 
 
-def sgd(p: Array, g: Array, m: Array, t: int, h: dict[str, Any], mult: float) -> tuple[Array, Array]:
+def sgd(
+    p: Array, g: Array, m: Array, t: int, h: dict[str, Any], mult: float
+) -> tuple[Array, Array]:
     g = g * F(mult)
     if h["weight_decay"]:
         g = g + p * F(h["weight_decay"])
@@ -109,7 +117,9 @@ def split(p: Array, bits: int) -> tuple[Any, Any]:
 def join(high: Any, low: Any) -> Array:
     pattern = high.view(np.uint16).astype(np.int64) * 65536
     rest = low.astype(np.int64) * (256 if low.dtype == np.int8 else 1)
-    return np.where(pattern % 2**31 == 0, pattern, pattern + rest).astype(np.uint32).view(np.float32)
+    return (
+        np.where(pattern % 2**31 == 0, pattern, pattern + rest).astype(np.uint32).view(np.float32)
+    )
 
 
 def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
@@ -126,7 +136,9 @@ def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
             rough = top / F(255 if second else 127)
             unit = np.float64(2.0) ** (math.floor(math.log2(rough)) - 15)  # 16 significant bits
             scale = F(math.ceil(np.float64(rough) / unit) * unit)
-            code = np.clip(np.rint(block * (F(1) / scale)), 1 if second else -127, 255 if second else 127)
+            code = np.clip(
+                np.rint(block * (F(1) / scale)), 1 if second else -127, 255 if second else 127
+            )
             code = code.astype(np.uint8 if second else np.int8)
         codes.append(code)
         scales.append(scale)

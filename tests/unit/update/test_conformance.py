@@ -1,5 +1,6 @@
-"""Every backend that is present, against ``reference``: the same bits where it promises them, else within what
-docs/numerics.md states. Apex and Transformer Engine are stand-ins on a CPU and the libraries themselves on a GPU."""
+"""Every backend that is present, against ``reference``: the same bits where it promises them, else
+within what docs/numerics.md states. Apex and Transformer Engine are stand-ins on a CPU and the
+libraries themselves on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.proof import Difference, difference
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.formats import join
-from mp_optim.update.lists import REMAINDER, AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+from mp_optim.update.lists import (
+    REMAINDER,
+    AdamScalars,
+    LambScalars,
+    LionScalars,
+    SgdScalars,
+    TensorLists,
+)
 
 NAMES = ("reference", "native", "torch", "triton", "apex", "transformer_engine")
 EXACT = {"reference", "native", "triton"}
@@ -28,16 +36,41 @@ OUTPUTS = (None, torch.bfloat16, torch.float16, torch.float32)
 GRADS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 7, 257, 3000, 0)
 BASE: dict[str, Any] = {
-    "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True,
-    "grad_averaging": True, "use_nvlamb": False, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
+    "lr": 0.01,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "bias_correction": True,
+    "adam_w_mode": True,
+    "grad_averaging": True,
+    "use_nvlamb": False,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "adam": [{}, {"adam_w_mode": False}, {"bias_correction": False}, {"weight_decay": 0.0, "betas": (0.0, 0.95)}],
-    "lamb": [{}, {"adam_w_mode": False}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True},
-             {"grad_averaging": False, "bias_correction": False}],
+    "adam": [
+        {},
+        {"adam_w_mode": False},
+        {"bias_correction": False},
+        {"weight_decay": 0.0, "betas": (0.0, 0.95)},
+    ],
+    "lamb": [
+        {},
+        {"adam_w_mode": False},
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.0, "use_nvlamb": True},
+        {"grad_averaging": False, "bias_correction": False},
+    ],
     "sgd": [{}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.0}, {"dampening": 0.5}],
-    "lion": [{}, {"weight_decay": 0.0}]}
-STATE = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",),
-         "sgd": ("momentum_buffer",)}
+    "lion": [{}, {"weight_decay": 0.0}],
+}
+STATE = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+}
 
 
 class Candidate(NamedTuple):
@@ -73,45 +106,77 @@ def candidate(request: pytest.FixtureRequest, device: torch.device) -> Iterator[
     yield Candidate(name, choose_backend(name, device)[0], device, name in EXACT)
 
 
-def numbers(count: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def numbers(
+    count: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
     x = torch.randn(count, generator=torch.Generator().manual_seed(seed))
-    return (x * torch.exp2(-8 * torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)))).to(device, dtype)
+    return (
+        x * torch.exp2(-8 * torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)))
+    ).to(device, dtype)
 
 
-def lists_of(rule: str, device: torch.device, grad: torch.dtype = torch.float32, output: torch.dtype | None = None,
-             sizes: Sequence[int] = SIZES, settings: dict[str, Any] | None = None) -> TensorLists:
+def lists_of(
+    rule: str,
+    device: torch.device,
+    grad: torch.dtype = torch.float32,
+    output: torch.dtype | None = None,
+    sizes: Sequence[int] = SIZES,
+    settings: dict[str, Any] | None = None,
+) -> TensorLists:
     """Lists with state of an earlier step."""
     keys = STATE[rule] if rule != "sgd" or (settings or BASE).get("momentum") else ()
     state = {key: [numbers(n, 50 + i, device) * 0.1 for i, n in enumerate(sizes)] for key in keys}
     if "exp_avg_sq" in state:
         state["exp_avg_sq"] = [x.square() for x in state["exp_avg_sq"]]
-    return TensorLists([numbers(n, i, device) for i, n in enumerate(sizes)],
-                       [numbers(n, 100 + i, device, grad) for i, n in enumerate(sizes)], state,
-                       [None if output is None else torch.zeros(n, device=device, dtype=output) for n in sizes])
+    return TensorLists(
+        [numbers(n, i, device) for i, n in enumerate(sizes)],
+        [numbers(n, 100 + i, device, grad) for i, n in enumerate(sizes)],
+        state,
+        [None if output is None else torch.zeros(n, device=device, dtype=output) for n in sizes],
+    )
 
 
-def take_step(backend: Backend, rule: str, lists: TensorLists, group: dict[str, Any], step: int,
-              multiplier: float) -> None:
-    scalars: Any = {"adam": AdamScalars, "lamb": LambScalars, "sgd": SgdScalars, "lion": LionScalars}[rule]
+def take_step(
+    backend: Backend,
+    rule: str,
+    lists: TensorLists,
+    group: dict[str, Any],
+    step: int,
+    multiplier: float,
+) -> None:
+    scalars: Any = {
+        "adam": AdamScalars,
+        "lamb": LambScalars,
+        "sgd": SgdScalars,
+        "lion": LionScalars,
+    }[rule]
     getattr(backend, rule)(lists, scalars.at(group, step), multiplier)
 
 
-@pytest.mark.parametrize(("rule", "settings"), [(rule, s) for rule in RULES for s in SETTINGS[rule]], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "settings"), [(rule, s) for rule in RULES for s in SETTINGS[rule]], ids=str
+)
 def test_every_rule_and_dtype(candidate: Candidate, rule: str, settings: dict[str, Any]) -> None:
     group = BASE | settings
     for at, grad in enumerate(GRADS):
         for output in OUTPUTS[at % 2 :: 2]:
             multiplier = 1.0 if output == torch.bfloat16 else float(torch.tensor(0.37))
-            ours, theirs = (lists_of(rule, candidate.device, grad, output, settings=group) for _ in range(2))
+            ours, theirs = (
+                lists_of(rule, candidate.device, grad, output, settings=group) for _ in range(2)
+            )
             before = [g.clone() for g in ours.grad]
             for step in (1, 2):
                 take_step(candidate.backend, rule, ours, group, step, multiplier)
                 take_step(ReferenceBackend(), rule, theirs, group, step, multiplier)
             found = Difference()
             difference(ours, theirs, group["lr"], found)
-            assert found.same if not candidate.claims(rule) else True, "what it has no kernels for is reference's"
+            assert found.same if not candidate.claims(rule) else True, (
+                "what it has no kernels for is reference's"
+            )
             candidate.check(found)
-            assert all(torch.equal(a, b) for a, b in zip(ours.grad, before, strict=True)), "gradients are read only"
+            assert all(torch.equal(a, b) for a, b in zip(ours.grad, before, strict=True)), (
+                "gradients are read only"
+            )
             assert not torch.equal(ours.main[3], lists_of(rule, candidate.device).main[3])
 
 
@@ -127,17 +192,26 @@ def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remaind
         state = {key: [x.to(moments) for x in tensors] for key, tensors in lists.state.items()}
         mains = [x.bfloat16() for x in lists.main] if remainder else lists.main
         if remainder:
-            state[REMAINDER] = [(numbers(x.numel(), 9, candidate.device) * 1e4).to(torch.int16) for x in mains]
+            state[REMAINDER] = [
+                (numbers(x.numel(), 9, candidate.device) * 1e4).to(torch.int16) for x in mains
+            ]
         lists = TensorLists(mains, lists.grad, state, lists.output)
         take_step(backend, "adam", lists, BASE, 3, 1.0)
         results.append(lists)
     ours, theirs = results
     found = Difference()
     for i in range(len(SIZES)):
-        p, q = (join(x.main[i], x.state[REMAINDER][i]) if remainder else x.main[i] for x in (ours, theirs))
+        p, q = (
+            join(x.main[i], x.state[REMAINDER][i]) if remainder else x.main[i]
+            for x in (ours, theirs)
+        )
         found.params(p, q, BASE["lr"])
         for key in STATE["adam"]:
-            found.others(ours.state[key][i], theirs.state[key][i], 2.0**-7 if moments == torch.bfloat16 else 1e-4)
+            found.others(
+                ours.state[key][i],
+                theirs.state[key][i],
+                2.0**-7 if moments == torch.bfloat16 else 1e-4,
+            )
         found.others(ours.output[i], theirs.output[i], 2.0**-7)
     candidate.check(found)
 
@@ -152,37 +226,64 @@ def test_nothing_and_tensors_of_no_elements(candidate: Candidate, rule: str) -> 
         difference(ours, theirs, BASE["lr"], found)
         candidate.check(found)
     assert candidate.backend.sum_of_squares([]).numel() == 0
-    assert candidate.backend.sum_of_squares([torch.zeros(0, device=candidate.device)]).tolist() == [0.0]
+    assert candidate.backend.sum_of_squares([torch.zeros(0, device=candidate.device)]).tolist() == [
+        0.0
+    ]
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
-@pytest.mark.parametrize("sizes", [(300_001, 5), tuple(1 + i % 3 for i in range(4100))], ids=["large", "many"])
+@pytest.mark.parametrize(
+    "sizes", [(300_001, 5), tuple(1 + i % 3 for i in range(4100))], ids=["large", "many"]
+)
 def test_large_and_many_tensors(candidate: Candidate, rule: str, sizes: tuple[int, ...]) -> None:
     if candidate.name == "reference" or not candidate.claims(rule):
         pytest.skip("is reference")
     if candidate.name == "triton" and candidate.device.type == "cpu":
         sizes = sizes[:150]  # the interpreter takes milliseconds for each
-    ours, theirs = (lists_of(rule, candidate.device, torch.bfloat16, torch.bfloat16, sizes) for _ in range(2))
+    ours, theirs = (
+        lists_of(rule, candidate.device, torch.bfloat16, torch.bfloat16, sizes) for _ in range(2)
+    )
     take_step(candidate.backend, rule, ours, BASE, 2, 0.5)
     take_step(ReferenceBackend(), rule, theirs, BASE, 2, 0.5)
     found = Difference()
     for a, b in zip(ours.main, theirs.main, strict=True):
         found.params(a, b, BASE["lr"])
     candidate.check(found)
-    found.others(candidate.backend.sum_of_squares(ours.grad), ReferenceBackend().sum_of_squares(theirs.grad))
+    found.others(
+        candidate.backend.sum_of_squares(ours.grad), ReferenceBackend().sum_of_squares(theirs.grad)
+    )
     candidate.check(found)
 
 
 def test_sums_of_squares(candidate: Candidate) -> None:
     """Any dtype, any strides; finite values have a finite sum, and others have not."""
     x = numbers(3000, 1, candidate.device)
-    tensors = [x, x.bfloat16(), x.half(), x.double(), x.view(30, 100).t(), x.view(30, 100)[::2], x[:0]]
+    tensors = [
+        x,
+        x.bfloat16(),
+        x.half(),
+        x.double(),
+        x.view(30, 100).t(),
+        x.view(30, 100)[::2],
+        x[:0],
+    ]
     for some in (tensors, tensors[:3] + tensors[4:], [tensors[1], tensors[1]]):
-        ours, theirs = candidate.backend.sum_of_squares(some), ReferenceBackend().sum_of_squares(some)
+        ours, theirs = (
+            candidate.backend.sum_of_squares(some),
+            ReferenceBackend().sum_of_squares(some),
+        )
         assert ours.dtype == torch.float64
-        assert ours.tolist() == (theirs.tolist() if candidate.exact else pytest.approx(theirs.tolist(), rel=1e-5))
-    huge, bad, nan = torch.full((5,), 1e30), torch.tensor([1.0, -math.inf]), torch.tensor([math.nan, 1.0])
-    found = candidate.backend.sum_of_squares([t.to(candidate.device) for t in (huge, bad, x.cpu(), nan)]).tolist()
+        assert ours.tolist() == (
+            theirs.tolist() if candidate.exact else pytest.approx(theirs.tolist(), rel=1e-5)
+        )
+    huge, bad, nan = (
+        torch.full((5,), 1e30),
+        torch.tensor([1.0, -math.inf]),
+        torch.tensor([math.nan, 1.0]),
+    )
+    found = candidate.backend.sum_of_squares(
+        [t.to(candidate.device) for t in (huge, bad, x.cpu(), nan)]
+    ).tolist()
     assert found[0] == pytest.approx(5e60, rel=1e-5)
     assert found[1] == math.inf and math.isfinite(found[2]) and math.isnan(found[3])
 
@@ -191,7 +292,9 @@ def test_sums_of_squares(candidate: Candidate) -> None:
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
 def test_gradients_that_are_not_finite_spread(candidate: Candidate, rule: str, bad: float) -> None:
     """Whoever steps with one sees it: no kernel may skip on its own account."""
-    ours, theirs = (lists_of(rule, candidate.device, torch.bfloat16, sizes=(9, 300)) for _ in range(2))
+    ours, theirs = (
+        lists_of(rule, candidate.device, torch.bfloat16, sizes=(9, 300)) for _ in range(2)
+    )
     for lists, backend in ((ours, candidate.backend), (theirs, ReferenceBackend())):
         lists.grad[0][2] = bad
         take_step(backend, rule, lists, BASE, 2, 0.5)
@@ -207,26 +310,48 @@ RULE_CLASSES = [FusedAdam, FusedLAMB, SGD, Lion]
 
 
 @pytest.mark.parametrize("cls", RULE_CLASSES)
-def test_optimizers_with_strides_missing_gradients_and_outputs(candidate: Candidate, cls: Any) -> None:
-    """Through a whole optimizer: strided tensors, one without gradient, one without elements, 16-bit outputs."""
+def test_optimizers_with_strides_missing_gradients_and_outputs(
+    candidate: Candidate, cls: Any
+) -> None:
+    """Through a whole optimizer: strided tensors, one without gradient, one without elements,
+    16-bit outputs."""
     if not candidate.claims(cls.rule) and candidate.name != "torch":
         pytest.skip("refused at construction")
     results = []
     extra = {"momentum": 0.9} if cls is SGD else {}
     for name in (candidate.name, "reference"):
-        params = [numbers(120, 1, candidate.device).view(10, 12).t(), numbers(33, 2, candidate.device),
-                  numbers(0, 3, candidate.device), numbers(64, 4, candidate.device)]
-        outputs = [torch.zeros(10, 12, device=candidate.device, dtype=torch.bfloat16).t(), None, None,
-                   torch.zeros(64, device=candidate.device, dtype=torch.bfloat16)]
+        params = [
+            numbers(120, 1, candidate.device).view(10, 12).t(),
+            numbers(33, 2, candidate.device),
+            numbers(0, 3, candidate.device),
+            numbers(64, 4, candidate.device),
+        ]
+        outputs = [
+            torch.zeros(10, 12, device=candidate.device, dtype=torch.bfloat16).t(),
+            None,
+            None,
+            torch.zeros(64, device=candidate.device, dtype=torch.bfloat16),
+        ]
         optimizer = cls(params, lr=0.01, weight_decay=0.1, backend=name, **extra)
         before = params[1].clone()
         for step in range(2):
-            grads = [numbers(120, 7 + step, candidate.device).view(12, 10), None, params[2],
-                     numbers(128, 8 + step, candidate.device, torch.bfloat16)[::2]]
-            optimizer.step_slots([SlotUpdate(Slot(0, i), g, 0.5, outputs[i]) for i, g in enumerate(grads)
-                                  if g is not None])
+            grads = [
+                numbers(120, 7 + step, candidate.device).view(12, 10),
+                None,
+                params[2],
+                numbers(128, 8 + step, candidate.device, torch.bfloat16)[::2],
+            ]
+            optimizer.step_slots(
+                [
+                    SlotUpdate(Slot(0, i), g, 0.5, outputs[i])
+                    for i, g in enumerate(grads)
+                    if g is not None
+                ]
+            )
         assert torch.equal(params[1], before) and optimizer.slot_state(Slot(0, 1))["step"] == 0
-        assert torch.equal(outputs[0], params[0].bfloat16()) and torch.equal(outputs[3], params[3].bfloat16())
+        assert torch.equal(outputs[0], params[0].bfloat16()) and torch.equal(
+            outputs[3], params[3].bfloat16()
+        )
         results.append(params)
     found = Difference()
     for ours, theirs in zip(*results, strict=True):

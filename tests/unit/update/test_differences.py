@@ -39,7 +39,11 @@ def test_everything_else_is_relative_to_its_largest():
 
 def test_equal_bits_are_no_difference_and_a_zeros_sign_is_one():
     found = Difference()
-    for values in (torch.tensor([1.0, 0.0]), torch.tensor([], dtype=torch.float32), torch.ones(2).bfloat16()):
+    for values in (
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([], dtype=torch.float32),
+        torch.ones(2).bfloat16(),
+    ):
         found.params(values, values.clone(), 0.1)
         found.others(values, values.clone())
     assert found == Difference() and found.tolerable
@@ -54,7 +58,9 @@ def _same_dtype():
     return found.same
 
 
-@pytest.mark.parametrize("compare", [lambda f, a, b: f.params(a, b, 0.1), lambda f, a, b: f.others(a, b)])
+@pytest.mark.parametrize(
+    "compare", [lambda f, a, b: f.params(a, b, 0.1), lambda f, a, b: f.others(a, b)]
+)
 def test_a_nan_is_as_far_as_can_be(compare):
     found = Difference()
     compare(found, torch.tensor([1.0, math.nan]), torch.tensor([1.0, 1.0]))

@@ -1,4 +1,5 @@
-"""Compact forms of state: exact where docs/numerics.md says so, bounded where it does not, never a trap."""
+"""Compact forms of state: exact where docs/numerics.md says so, bounded where it does not, never a
+trap."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from torch import Tensor
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion
 from mp_optim.update import batches as batching
-from mp_optim.update.formats import BLOCK, Noise, blocks_of, decode, encode_, join, keep_valid, split_
+from mp_optim.update.formats import (
+    BLOCK,
+    Noise,
+    blocks_of,
+    decode,
+    encode_,
+    join,
+    keep_valid,
+    split_,
+)
 from mp_optim.update.stored import StatePrecision
 
 BLOCKED = [(torch.float16, False), (torch.float16, True), (torch.int8, False), (torch.uint8, True)]
@@ -26,21 +36,32 @@ seeds = st.integers(0, 2**20)
 def patterns(seed: int, n: int = 4096) -> Tensor:
     """FP32 values of any bit pattern."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64).int().view(torch.float32)
+    return (
+        torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64)
+        .int()
+        .view(torch.float32)
+    )
 
 
 def values(seed: int, n: int, decades: float = 3.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, generator=generator) * 10 ** (decades * torch.randn(n, generator=generator))
+    return torch.randn(n, generator=generator) * 10 ** (
+        decades * torch.randn(n, generator=generator)
+    )
 
 
 def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    param, remainder = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=dtype)
+    param, remainder = (
+        torch.empty_like(value, dtype=torch.bfloat16),
+        torch.empty_like(value, dtype=dtype),
+    )
     split_(value, param, remainder)
     return param, remainder
 
 
-def stored(value: Tensor, dtype: torch.dtype, second: bool, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
+def stored(
+    value: Tensor, dtype: torch.dtype, second: bool, noise: Noise | None = None
+) -> tuple[Tensor, Tensor]:
     codes, scale = torch.empty_like(value, dtype=dtype), torch.empty(blocks_of(value.numel()))
     encode_(value, codes, scale, second, noise)
     return codes, scale
@@ -66,7 +87,9 @@ def test_remainders_equal_numpy(seed: int) -> None:
     for dtype in BITS:
         param, remainder = split(value, dtype)
         high, low = oracle.split(value.numpy(), 16 if dtype == torch.int16 else 8)
-        assert np.array_equal(param.view(torch.int16).numpy(), high) and np.array_equal(remainder.numpy(), low)
+        assert np.array_equal(param.view(torch.int16).numpy(), high) and np.array_equal(
+            remainder.numpy(), low
+        )
         assert same(join(param, remainder), torch.from_numpy(oracle.join(high, low)))
 
 
@@ -74,12 +97,16 @@ def test_eight_bits_hold_the_upper_24() -> None:
     value = values(0, 10_000)
     param, remainder = split(value, torch.int8)
     assert bool(((join(param, remainder) - value).abs() <= value.abs() * 2.0**-16).all())
-    assert all(torch.equal(a, b) for a, b in zip(split(join(param, remainder), torch.int8), (param, remainder),
-                                                 strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(split(join(param, remainder), torch.int8), (param, remainder), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_a_parameter_written_by_somebody_else_is_never_far_from_its_main_param(dtype: torch.dtype) -> None:
+def test_a_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
+    dtype: torch.dtype,
+) -> None:
     """Remainders of other values: half a unit of the last bit at most, and nothing at zero."""
     _, remainder = split(values(1, 4096), dtype)
     written = torch.cat([torch.zeros(2048), values(2, 2048)]).bfloat16()
@@ -104,8 +131,9 @@ def test_remainders_that_still_fit_are_kept_and_others_cleared() -> None:
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 12.0))
 @settings(max_examples=30, deadline=None)
-def test_what_was_decoded_is_stored_as_the_same_bits(dtype: torch.dtype, second: bool, seed: int, n: int,
-                                                     decades: float) -> None:
+def test_what_was_decoded_is_stored_as_the_same_bits(
+    dtype: torch.dtype, second: bool, seed: int, n: int, decades: float
+) -> None:
     value = values(seed, n, decades)
     codes, scale = stored(value.square().clamp(max=1e30) if second else value, dtype, second)
     decoded = decode(codes, scale, second)
@@ -117,10 +145,14 @@ def test_what_was_decoded_is_stored_as_the_same_bits(dtype: torch.dtype, second:
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500))
 @settings(max_examples=30, deadline=None)
-def test_codes_equal_numpy_and_err_by_half_a_step(dtype: torch.dtype, second: bool, seed: int, n: int) -> None:
+def test_codes_equal_numpy_and_err_by_half_a_step(
+    dtype: torch.dtype, second: bool, seed: int, n: int
+) -> None:
     value = values(seed, n).square() if second else values(seed, n)
     codes, scale = stored(value, dtype, second)
-    theirs, their_scale = oracle.quantise(value.numpy(), "half" if dtype == torch.float16 else "codes", second)
+    theirs, their_scale = oracle.quantise(
+        value.numpy(), "half" if dtype == torch.float16 else "codes", second
+    )
     assert np.array_equal(scale.numpy(), their_scale) and np.array_equal(codes.numpy(), theirs)
     x = value.sqrt() if second else value
     steps = scale.repeat_interleave(BLOCK)[:n]
@@ -149,7 +181,9 @@ def test_blocks_that_are_not_ordinary(dtype: torch.dtype, second: bool) -> None:
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    value = torch.full((200_000,), 1.0 + 2.0**-9)  # an eighth of the way between two bfloat16 numbers
+    value = torch.full(
+        (200_000,), 1.0 + 2.0**-9
+    )  # an eighth of the way between two bfloat16 numbers
     rounded = torch.empty_like(value, dtype=torch.bfloat16)
     encode_(value, rounded, None, False, Noise(1, 2))
     # The mean of n draws is off by a few times sqrt(p (1 - p) / n) steps.
@@ -168,29 +202,41 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
 
 
 def test_stochastic_remainders_are_unbiased() -> None:
-    value = torch.full((200_000,), 1.0).view(torch.int32).add_(64).view(torch.float32)  # a quarter of a step
-    param, remainder = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int8)
+    value = (
+        torch.full((200_000,), 1.0).view(torch.int32).add_(64).view(torch.float32)
+    )  # a quarter of a step
+    param, remainder = (
+        torch.empty_like(value, dtype=torch.bfloat16),
+        torch.empty_like(value, dtype=torch.int8),
+    )
     split_(value, param, remainder, Noise(7, 8))
     assert set(remainder.tolist()) == {0, 1}
     assert float(remainder.double().mean()) == pytest.approx(0.25, abs=0.01)
 
 
 def updates(mains: list[Tensor], step: int) -> list[SlotUpdate]:
-    return [SlotUpdate(Slot(0, i), values(100 * step + i, main.numel(), 0.5).view(main.shape) * 0.1, 0.5)
-            for i, main in enumerate(mains)]
+    return [
+        SlotUpdate(
+            Slot(0, i), values(100 * step + i, main.numel(), 0.5).view(main.shape) * 0.1, 0.5
+        )
+        for i, main in enumerate(mains)
+    ]
 
 
 RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": Lion, "sgd": SGD}
 PRECISIONS = [
-    StatePrecision(torch.float16, torch.uint8, True), StatePrecision(torch.uint8, torch.bfloat16, True, 8),
+    StatePrecision(torch.float16, torch.uint8, True),
+    StatePrecision(torch.uint8, torch.bfloat16, True, 8),
     StatePrecision(torch.uint8, torch.uint8, True, 8, stochastic_rounding=True, seed=3),
-    StatePrecision(torch.bfloat16, torch.float16, False, stochastic_rounding=True)]
+    StatePrecision(torch.bfloat16, torch.float16, False, stochastic_rounding=True),
+]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("rule", list(RULES))
-def test_batch_size_does_not_change_compact_state(rule: str, precision: StatePrecision,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_does_not_change_compact_state(
+    rule: str, precision: StatePrecision, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for piece in (1 << 10, 1 << 17):
         monkeypatch.setattr(batching, "piece_elements", lambda device, piece=piece: piece)
@@ -201,7 +247,10 @@ def test_batch_size_does_not_change_compact_state(rule: str, precision: StatePre
         optimizer = RULES[rule](mains, lr=1e-2, backend="reference", **fields, **extra)
         for step in range(3):
             optimizer.step_slots(updates(mains, step))
-        found.append([value.clone() for i in range(4) for value in optimizer.slot_state(Slot(0, i)).values()] + mains)
+        found.append(
+            [value.clone() for i in range(4) for value in optimizer.slot_state(Slot(0, i)).values()]
+            + mains
+        )
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -210,27 +259,56 @@ def test_batch_size_does_not_change_compact_state(rule: str, precision: StatePre
 def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
     mains = [values(i, n, 0.3).bfloat16() for i, n in enumerate((700, 3, 256))]
     dtype = torch.float16 if moments == "half" else torch.uint8
-    optimizer = FusedAdam(mains, lr=3e-3, weight_decay=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype,
-                          store_param_remainders=True, param_remainder_bits=bits)
-    expected = [(main.float().numpy(), np.zeros(main.shape, np.float32), np.zeros(main.shape, np.float32))
-                for main in mains]
+    optimizer = FusedAdam(
+        mains,
+        lr=3e-3,
+        weight_decay=0.1,
+        exp_avg_dtype=dtype,
+        exp_avg_sq_dtype=dtype,
+        store_param_remainders=True,
+        param_remainder_bits=bits,
+    )
+    expected = [
+        (main.float().numpy(), np.zeros(main.shape, np.float32), np.zeros(main.shape, np.float32))
+        for main in mains
+    ]
     for step in range(3):
         grads = updates(mains, step)
         optimizer.step_slots(grads)
-        stepped = [oracle.adam(p, g.grad.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.5)
-                   for (p, m, v), g in zip(expected, grads, strict=True)]
-        expected = [(oracle.join(*oracle.split(p, bits)), oracle.dequantised(m, moments, False),
-                     oracle.dequantised(v, moments, True)) for p, m, v in stepped]
+        stepped = [
+            oracle.adam(p, g.grad.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.5)
+            for (p, m, v), g in zip(expected, grads, strict=True)
+        ]
+        expected = [
+            (
+                oracle.join(*oracle.split(p, bits)),
+                oracle.dequantised(m, moments, False),
+                oracle.dequantised(v, moments, True),
+            )
+            for p, m, v in stepped
+        ]
     for i, (p, m, v) in enumerate(expected):
         full = optimizer.full_slot_state(Slot(0, i))
-        for found, value in ((full["master_param"], p), (full["exp_avg"], m), (full["exp_avg_sq"], v)):
+        for found, value in (
+            (full["master_param"], p),
+            (full["exp_avg"], m),
+            (full["exp_avg_sq"], v),
+        ):
             assert found.numpy().tobytes() == value.tobytes()
 
 
-@pytest.mark.parametrize(("settings_", "names"), [
-    ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype=torch.float64: must be one of"),
-    ({"param_remainder_bits": 12}, "param_remainder_bits=12: must be 16 or 8"), ({"seed": -1}, "seed=-1"),
-    ({"backend": "torch", "store_param_remainders": True}, "backend='torch' keeps main params in float32")])
+@pytest.mark.parametrize(
+    ("settings_", "names"),
+    [
+        ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype=torch.float64: must be one of"),
+        ({"param_remainder_bits": 12}, "param_remainder_bits=12: must be 16 or 8"),
+        ({"seed": -1}, "seed=-1"),
+        (
+            {"backend": "torch", "store_param_remainders": True},
+            "backend='torch' keeps main params in float32",
+        ),
+    ],
+)
 def test_forms_that_do_not_exist_are_refused(settings_: dict[str, object], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         FusedAdam([torch.ones(1)], **settings_)

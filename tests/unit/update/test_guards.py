@@ -1,4 +1,5 @@
-"""What apex and Transformer Engine do without a word, and that it cannot happen through our backends.
+"""What apex and Transformer Engine do without a word, and that it cannot happen through our
+backends.
 
 The first tests show that the stand-ins do it too; each of the others would fail without its guard.
 """
@@ -31,8 +32,18 @@ from standins.gpu import GPU, Gpu, SegmentationFaultError
 
 CPU = torch.device("cpu")
 GROUP: dict[str, Any] = {
-    "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True,
-    "grad_averaging": True, "use_nvlamb": False, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
+    "lr": 0.01,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "bias_correction": True,
+    "adam_w_mode": True,
+    "grad_averaging": True,
+    "use_nvlamb": False,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+}
 each_library = pytest.mark.parametrize("name", ["apex", "transformer_engine"])
 
 
@@ -40,11 +51,18 @@ def flag() -> Tensor:
     return torch.zeros(1, dtype=torch.int32)
 
 
-def lists(*sizes: int, grad: torch.dtype = torch.float32, keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq"),
-          output: torch.dtype | None = None) -> TensorLists:
-    return TensorLists([torch.linspace(-1, 1, n) for n in sizes], [torch.linspace(-2, 1, n).to(grad) for n in sizes],
-                       {key: [torch.zeros(n) for n in sizes] for key in keys},
-                       [None if output is None else torch.zeros(n, dtype=output) for n in sizes])
+def lists(
+    *sizes: int,
+    grad: torch.dtype = torch.float32,
+    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq"),
+    output: torch.dtype | None = None,
+) -> TensorLists:
+    return TensorLists(
+        [torch.linspace(-1, 1, n) for n in sizes],
+        [torch.linspace(-2, 1, n).to(grad) for n in sizes],
+        {key: [torch.zeros(n) for n in sizes] for key in keys},
+        [None if output is None else torch.zeros(n, dtype=output) for n in sizes],
+    )
 
 
 def backend_of(name: str) -> Any:
@@ -62,7 +80,7 @@ def adam_args(step: Any = 1) -> tuple[Any, ...]:
     return 0.01, 0.9, 0.999, 1e-8, step, 1, 1, 0.1
 
 
-# -- the stand-ins are as careless as what they stand for ------------------------------------------------------
+# -- the stand-ins are as careless as what they stand for -----------------------------------------
 
 
 def raw(made: TensorLists) -> list[list[Tensor]]:
@@ -72,7 +90,9 @@ def raw(made: TensorLists) -> list[list[Tensor]]:
 def test_an_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> None:
     made = lists(1000, 2000, 0)
     amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(made), *adam_args())
-    assert torch.equal(made.main[0], lists(1000, 2000, 0).main[0]), "nothing was stepped, nothing was said"
+    assert torch.equal(made.main[0], lists(1000, 2000, 0).main[0]), (
+        "nothing was stepped, nothing was said"
+    )
 
 
 def test_an_empty_list_kills_the_process(standins: Gpu) -> None:
@@ -93,18 +113,22 @@ def test_wrong_dtypes_and_strides_go_unnoticed(standins: Gpu) -> None:
 
 def test_a_step_that_is_a_tensor_is_not_taken(standins: Gpu) -> None:
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(lists(5)), *adam_args(torch.tensor(1.0)))
+        amp_c.module().multi_tensor_adam(
+            CHUNK, flag(), raw(lists(5)), *adam_args(torch.tensor(1.0))
+        )
 
 
 def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(standins: Gpu) -> None:
     standins.device = "cuda"
     with pytest.raises(RuntimeError, match="expected input to be on cuda"):
         amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(lists(5)), *adam_args())
-    te.modules()["transformer_engine_torch"].multi_tensor_adam(CHUNK, flag(), raw(lists(5)), *adam_args())
+    te.modules()["transformer_engine_torch"].multi_tensor_adam(
+        CHUNK, flag(), raw(lists(5)), *adam_args()
+    )
     assert standins.damage[-1] == "multi_tensor_adam: host memory is written by the GPU"
 
 
-# -- and our backends are not ----------------------------------------------------------------------------------
+# -- and our backends are not ---------------------------------------------------------------------
 
 
 @each_library
@@ -133,15 +157,25 @@ def test_a_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
     made = []
     for backend in (backend_of(name), ReferenceBackend()):
         both = lists(40, 50, 60, 70, 80, 90)
-        for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bfloat16)):
+        for index, dtype in enumerate(
+            (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bfloat16)
+        ):
             both.grad[index] = both.grad[index].to(dtype)
-        outputs = [None, torch.zeros(50, dtype=torch.bfloat16), torch.zeros(60, dtype=torch.float16), None, None, None]
+        outputs = [
+            None,
+            torch.zeros(50, dtype=torch.bfloat16),
+            torch.zeros(60, dtype=torch.float16),
+            None,
+            None,
+            None,
+        ]
         both = TensorLists(both.main, both.grad, both.state, outputs)
         backend.adam(both, AdamScalars.at(GROUP, 1), 1.0)
         made.append(both)
         grads = list(both.grad)
         assert backend.sum_of_squares(grads[:3]).tolist() == pytest.approx(
-            ReferenceBackend().sum_of_squares(grads[:3]).tolist(), rel=1e-5)
+            ReferenceBackend().sum_of_squares(grads[:3]).tolist(), rel=1e-5
+        )
     assert_close(*made)
     assert torch.equal(made[0].output[1], made[0].main[1].bfloat16())
     assert standins.damage == []
@@ -151,27 +185,39 @@ def test_a_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) 
     good, full = [[torch.zeros(4)], [torch.zeros(4)]], [torch.float32] * 2
     check_launch("k", good, full)
     bad: list[tuple[Any, str]] = [
-        ([], "lists of"), ([[], []], "lists of"), ([[torch.zeros(4)], []], "lists of"),
+        ([], "lists of"),
+        ([[], []], "lists of"),
+        ([[torch.zeros(4)], []], "lists of"),
         ([[torch.zeros(4)], [torch.zeros(4, dtype=torch.bfloat16)]], "a tensor is torch.bfloat16"),
         ([[torch.zeros(4)], [torch.zeros(5)]], "5 elements beside one of 4"),
         ([[torch.zeros(0)], [torch.zeros(0)]], "0 elements"),
         ([[torch.zeros(4)], [torch.zeros(8)[::2]]], "contiguous: False"),
-        ([[torch.zeros(4)], [torch.zeros(4, device="meta")]], "a tensor on meta in a launch on cpu"),
-        ([[torch.zeros(4, device="meta")]] * 2, "a tensor on meta")]
+        (
+            [[torch.zeros(4)], [torch.zeros(4, device="meta")]],
+            "a tensor on meta in a launch on cpu",
+        ),
+        ([[torch.zeros(4, device="meta")]] * 2, "a tensor on meta"),
+    ]
     for made, words in bad:
         with pytest.raises(ValueError, match=words):
             check_launch("k", made, full)
 
 
 @each_library
-def test_host_tensors_are_refused_before_the_kernel(standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_tensors_are_refused_before_the_kernel(
+    standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = backend_of(name)
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
     calls = len(standins.calls)
-    for run in (lambda: backend.adam(lists(5), AdamScalars.at(GROUP, 1), 1.0),
-                lambda: backend.sgd(lists(5, keys=("momentum_buffer",)), SgdScalars.at(GROUP, 1), 1.0),
-                lambda: backend.sum_of_squares([torch.ones(5)])):
-        with pytest.raises(ValueError, match="a tensor on cpu in a launch on cpu; the kernels run on cuda"):
+    for run in (
+        lambda: backend.adam(lists(5), AdamScalars.at(GROUP, 1), 1.0),
+        lambda: backend.sgd(lists(5, keys=("momentum_buffer",)), SgdScalars.at(GROUP, 1), 1.0),
+        lambda: backend.sum_of_squares([torch.ones(5)]),
+    ):
+        with pytest.raises(
+            ValueError, match="a tensor on cpu in a launch on cpu; the kernels run on cuda"
+        ):
             run()
     assert len(standins.calls) == calls and standins.damage == []
 
@@ -179,7 +225,8 @@ def test_host_tensors_are_refused_before_the_kernel(standins: Gpu, name: str, mo
 @each_library
 @pytest.mark.parametrize("grad", [torch.bfloat16, torch.float16])
 def test_sgd_steps_bfloat16_too(standins: Gpu, name: str, grad: torch.dtype) -> None:
-    """FusedSGD of both libraries sorts parameters into float16 and float32, and the rest nowhere."""
+    """FusedSGD of both libraries sorts parameters into float16 and float32, and the rest
+    nowhere."""
     ours, theirs = (lists(300, grad=grad, keys=("momentum_buffer",), output=grad) for _ in range(2))
     for step in (1, 2):
         backend_of(name).sgd(ours, SgdScalars.at(GROUP, step), 0.5)
@@ -193,6 +240,7 @@ def test_sgd_steps_bfloat16_too(standins: Gpu, name: str, grad: torch.dtype) -> 
 def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: str) -> None:
     """apex takes from the last parameter whether it is the first step of all."""
     from mp_optim.update import SGD
+
     results = []
     for backend in (name, "reference"):
         params = [torch.ones(5), torch.ones(6)]
@@ -205,15 +253,20 @@ def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: s
 
 @each_library
 def test_bfloat16_models_have_main_params(standins: Gpu, name: str) -> None:
-    """Small steps add up: they would all be rounded away in bfloat16 (apex: master_weights=True is ignored)."""
+    """Small steps add up: they would all be rounded away in bfloat16 (apex: master_weights=True is
+    ignored)."""
     model = nn.Linear(8, 8, bias=False).bfloat16()
     nn.init.ones_(model.weight)
-    config = OptimizerConfig(lr=1e-4, bf16=True, weight_decay=0.0, clip_grad=0.0, fused_backend=name)
+    config = OptimizerConfig(
+        lr=1e-4, bf16=True, weight_decay=0.0, clip_grad=0.0, fused_backend=name
+    )
     optimizer = get_megatron_optimizer(config, model)
     for _ in range(100):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
-    assert float(dict(optimizer.named_main_params())["weight"].mean()) == pytest.approx(0.99, abs=1e-4)
+    assert float(dict(optimizer.named_main_params())["weight"].mean()) == pytest.approx(
+        0.99, abs=1e-4
+    )
     assert float(model.weight.detach().float().mean()) == pytest.approx(0.99, abs=2**-8)
     assert "multi_tensor_adam" in standins.calls
     assert name in str(optimizer.describe())
@@ -231,7 +284,8 @@ def test_groups_added_after_construction_are_stepped(standins: Gpu, name: str) -
 
 @each_library
 def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
-    """torch's load casts state to the parameter's dtype, which the kernels go on reading as FP32."""
+    """torch's load casts state to the parameter's dtype, which the kernels go on reading as
+    FP32."""
     model = nn.Linear(4, 4).bfloat16()
     config = OptimizerConfig(lr=0.01, bf16=True, fused_backend=name)
     optimizer = get_megatron_optimizer(config, model)
@@ -248,7 +302,11 @@ def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
 
 
 def test_state_of_another_dtype_goes_to_reference(standins: Gpu) -> None:
-    for dtypes in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2):
+    for dtypes in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16,) * 2,
+    ):
         for name in ("apex", "transformer_engine"):
             ours, theirs, backend = lists(100), lists(100), backend_of(name)
             for made in (ours, theirs):
@@ -264,15 +322,19 @@ def test_state_of_another_dtype_goes_to_reference(standins: Gpu) -> None:
 
 
 @each_library
-def test_tensors_beyond_32_bit_indices(standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_beyond_32_bit_indices(
+    standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cut into pieces; but LAMB cannot be cut, as it needs the norm of the whole tensor."""
     standins.int_max = 5000
     monkeypatch.setattr(batching, "piece_elements", lambda device: 4096)
     for module in (multi_tensor, apex_module):
         monkeypatch.setattr(module, "MOST_ELEMENTS", 5000)
-    for rule, scalars, keys in (("adam", AdamScalars, ("exp_avg", "exp_avg_sq")),
-                                ("sgd", SgdScalars, ("momentum_buffer",)),
-                                ("lamb", LambScalars, ("exp_avg", "exp_avg_sq"))):
+    for rule, scalars, keys in (
+        ("adam", AdamScalars, ("exp_avg", "exp_avg_sq")),
+        ("sgd", SgdScalars, ("momentum_buffer",)),
+        ("lamb", LambScalars, ("exp_avg", "exp_avg_sq")),
+    ):
         ours, theirs = lists(12_345, 700, keys=keys), lists(12_345, 700, keys=keys)
         getattr(backend_of(name), rule)(ours, scalars.at(GROUP, 1), 0.5)
         getattr(ReferenceBackend(), rule)(theirs, scalars.at(GROUP, 1), 0.5)
@@ -285,7 +347,11 @@ def test_tensors_beyond_32_bit_indices(standins: Gpu, name: str, monkeypatch: py
 def test_pieces_stay_below_the_limits() -> None:
     assert MOST_ELEMENTS + CHUNK <= 2**31 - 1
     huge = torch.empty(2**31 + 10, dtype=torch.bfloat16, device="meta")
-    sizes = [t.numel() for batch in batching.batches(TensorLists([huge], [huge], {}, [None])) for t in batch.lists.main]
+    sizes = [
+        t.numel()
+        for batch in batching.batches(TensorLists([huge], [huge], {}, [None]))
+        for t in batch.lists.main
+    ]
     assert sum(sizes) == 2**31 + 10 and max(sizes) < MOST_ELEMENTS
 
 
@@ -300,7 +366,8 @@ def test_many_tensors_do_not_exhaust_handles(standins: Gpu, name: str) -> None:
 
 @each_library
 def test_no_launch_sees_the_flag_of_another(standins: Gpu, name: str) -> None:
-    """Measuring or scaling a gradient with an inf raises a flag; SGD would then skip without a word."""
+    """Measuring or scaling a gradient with an inf raises a flag; SGD would then skip without a
+    word."""
     backend = backend_of(name)
     assert backend.sum_of_squares([torch.tensor([math.inf])]).tolist() == [math.inf]
     ours = lists(50, grad=torch.bfloat16, keys=("momentum_buffer",))
@@ -347,8 +414,10 @@ def test_lamb_has_no_clip_of_its_own(standins: Gpu) -> None:
     ReferenceBackend().lamb(theirs, LambScalars.at(GROUP, 1), 1.0)
     assert_close(ours, theirs)
     assert ours.state["exp_avg"][0].abs().max() > 1e3
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="lamb", lr=0.01, clip_grad=0.0, fused_backend="apex"),
-                                       nn.Linear(4, 4))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="lamb", lr=0.01, clip_grad=0.0, fused_backend="apex"),
+        nn.Linear(4, 4),
+    )
     assert optimizer.inner.param_groups[0]["max_grad_norm"] == 0.0
 
 
@@ -360,7 +429,9 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
         optimizer = FusedLAMB([param], lr=0.01, max_grad_norm=0.0, backend=name)
         del standins.calls[:]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", lambda sums, group, async_op: sums[:, 0].mul_(4))  # as if there were more
+            patch.setattr(
+                dist, "all_reduce", lambda sums, group, async_op: sums[:, 0].mul_(4)
+            )  # as if there were more
             patch.setattr("mp_optim.update.lamb.wait_for", lambda *_: None)
             optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))])
         results.append(param)
@@ -369,13 +440,16 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**32])
 def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> None:
-    """With the default scale of 2^32 the first steps overflow, which hides a step that cannot work."""
+    """With the default scale of 2^32 the first steps overflow, which hides a step that cannot
+    work."""
     results = []
     for name in ("apex", "reference"):
         torch.manual_seed(0)
         model = nn.Linear(8, 8, bias=False).half()
         before = model.weight.detach().clone()
-        config = OptimizerConfig(optimizer="lamb", lr=0.01, fp16=True, initial_loss_scale=scale, fused_backend=name)
+        config = OptimizerConfig(
+            optimizer="lamb", lr=0.01, fp16=True, initial_loss_scale=scale, fused_backend=name
+        )
         optimizer = get_megatron_optimizer(config, model)
         model.weight.grad = (torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()).half()
         success, _, _ = optimizer.step()
@@ -393,14 +467,20 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
 def test_empty_shards_count_their_steps(standins: Gpu, name: str) -> None:
     """Ranks that hold nothing of a parameter must agree with the others on the step."""
     optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
-    optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.zeros(0)), SlotUpdate(Slot(1, 0), torch.ones(3))])
+    optimizer.step_slots(
+        [SlotUpdate(Slot(0, 0), torch.zeros(0)), SlotUpdate(Slot(1, 0), torch.ones(3))]
+    )
     assert [int(optimizer.slot_state(Slot(g, 0))["step"]) for g in (0, 1)] == [1, 1]
 
 
 def split_lists(values: list[float], grads: list[float]) -> TensorLists:
     """bfloat16 parameters with remainders of zero."""
-    made = TensorLists([torch.tensor(values, dtype=torch.bfloat16)], [torch.tensor(grads, dtype=torch.bfloat16)],
-                       {"exp_avg": [torch.zeros(len(values))], "exp_avg_sq": [torch.zeros(len(values))]}, [None])
+    made = TensorLists(
+        [torch.tensor(values, dtype=torch.bfloat16)],
+        [torch.tensor(grads, dtype=torch.bfloat16)],
+        {"exp_avg": [torch.zeros(len(values))], "exp_avg_sq": [torch.zeros(len(values))]},
+        [None],
+    )
     made.state[REMAINDER] = [torch.zeros(len(values), dtype=torch.int16)]
     return made
 
@@ -417,13 +497,22 @@ def test_a_nan_shows_in_the_parameter_beside_a_remainder(standins: Gpu) -> None:
 
 def test_a_zero_parameter_has_no_remainder(standins: Gpu) -> None:
     """A parameter zeroed from outside: the kernel would borrow from the zero and make a NaN."""
-    made, theirs = split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]), split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5])
+    made, theirs = (
+        split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
+        split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
+    )
     for each in (made, theirs):
         each.state[REMAINDER][0].fill_(-5)
-    TransformerEngineBackend(te.modules()["transformer_engine_torch"]).adam(made, AdamScalars.at(GROUP, 1), 1.0)
+    TransformerEngineBackend(te.modules()["transformer_engine_torch"]).adam(
+        made, AdamScalars.at(GROUP, 1), 1.0
+    )
     ReferenceBackend().adam(theirs, AdamScalars.at(GROUP, 1), 1.0)
     found = Difference()
-    found.params(join(made.main[0], made.state[REMAINDER][0]), join(theirs.main[0], theirs.state[REMAINDER][0]), 0.01)
+    found.params(
+        join(made.main[0], made.state[REMAINDER][0]),
+        join(theirs.main[0], theirs.state[REMAINDER][0]),
+        0.01,
+    )
     assert found.tolerable, found
 
 
@@ -436,7 +525,9 @@ def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch: pytest.Monke
     assert entered == [torch.device("cuda", 3)]
 
 
-def test_parameters_on_a_host_are_stepped_there(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_on_a_host_are_stepped_there(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ColossalAI #6401 and #6418: nothing is copied to the GPU and updated there in a copy."""
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device that is not the host
     backend, why = choose_backend("reference", CPU)

@@ -1,4 +1,5 @@
-"""What is said about the host's threads is checked where it is said: later it would fail every optimizer's step."""
+"""What is said about the host's threads is checked where it is said: later it would fail every
+optimizer's step."""
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ def steps() -> bool:
     return bool((param < 1.0).all())
 
 
-@pytest.mark.parametrize("threads", range(len(NO_NUMBERS)), ids=lambda index: str(NO_NUMBERS[index])[:12])
+@pytest.mark.parametrize(
+    "threads", range(len(NO_NUMBERS)), ids=lambda index: str(NO_NUMBERS[index])[:12]
+)
 def test_what_is_no_number_of_threads_is_refused_and_breaks_nobody(threads):
     for set_threads in (set_host_threads, set_thread_share):
         with pytest.raises(ValueError, match=r"host_threads=.*whole number from 1 to"):

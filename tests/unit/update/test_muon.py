@@ -1,4 +1,5 @@
-"""Muon: against torch's, against the iteration in FP64, stacks, fused weights, scales, decay, state."""
+"""Muon: against torch's, against the iteration in FP64, stacks, fused weights, scales, decay,
+state."""
 
 import numpy as np
 import pytest
@@ -37,11 +38,19 @@ def stepped(value, grads, **settings):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("ours", "torchs"), [
-    ({"nesterov": True}, {}), ({}, {"nesterov": False}), ({"momentum": 0.3, "nesterov": True}, {"momentum": 0.3}),
-    ({"scale_mode": "spectral", "extra_scale_factor": 0.2, "num_ns_steps": 3},
-     {"adjust_lr_fn": "match_rms_adamw", "nesterov": False, "ns_steps": 3}),
-], ids=["nesterov", "plain", "momentum", "spectral"])
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        ({"nesterov": True}, {}),
+        ({}, {"nesterov": False}),
+        ({"momentum": 0.3, "nesterov": True}, {"momentum": 0.3}),
+        (
+            {"scale_mode": "spectral", "extra_scale_factor": 0.2, "num_ns_steps": 3},
+            {"adjust_lr_fn": "match_rms_adamw", "nesterov": False, "ns_steps": 3},
+        ),
+    ],
+    ids=["nesterov", "plain", "momentum", "spectral"],
+)
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 def test_it_is_torchs_muon(shape, ours, torchs):
     grads = [random(*shape, seed=1 + step) for step in range(20)]
@@ -82,7 +91,9 @@ def test_newton_schulz_is_the_iteration_in_fp64(shape, kind):
 
 @pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
 def test_singular_values_come_near_one(kind):
-    values = torch.linalg.svdvals(orthogonalize(random(40, 60), coefficients(kind, 10), torch.float32))
+    values = torch.linalg.svdvals(
+        orthogonalize(random(40, 60), coefficients(kind, 10), torch.float32)
+    )
     assert values.min() > 0.65 and values.max() < 1.25
 
 
@@ -94,7 +105,9 @@ def test_a_batched_product_does_what_the_loop_does(dtype):
     stack, polynomials = random(3, 24, 16), coefficients("quintic", 5)
     found = newton_schulz._iterate(stack.to(dtype, copy=True), polynomials)
     expected = orthogonalize(stack, polynomials, dtype)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05
+    )
     assert found.is_contiguous()
 
 
@@ -108,7 +121,8 @@ def test_a_stack_is_its_matrices(shape):
 
 
 def test_fused_parts_are_stepped_by_themselves():
-    """Two query groups of 4 + 2 + 2 rows: queries are one matrix of 8 rows, keys and values of 4."""
+    """Two query groups of 4 + 2 + 2 rows: queries are one matrix of 8 rows, keys and values of
+    4."""
     rows = {"q": [0, 1, 2, 3, 8, 9, 10, 11], "k": [4, 5, 12, 13], "v": [6, 7, 14, 15]}
     value, grads = random(16, 6), [random(16, 6, seed=step) for step in range(1, 4)]
     fused, _ = stepped(value, grads, qkv_split_shapes=(4, 2, 2))
@@ -125,11 +139,22 @@ def test_scale_modes():
     assert (scale_factor("unit_rms_norm", 4, 1), scale_factor("unit_rms_norm", 1, 4)) == (2.0, 0.5)
     assert (scale_factor("shape_scaling", 4, 1), scale_factor("shape_scaling", 1, 4)) == (2.0, 1.0)
     for mode in ("spectral", "unit_rms_norm", "shape_scaling"):
-        moved = [stepped(torch.zeros(12, 3), [random(12, 3)], scale_mode=mode, extra_scale_factor=factor,
-                         fp32_matmul_prec="highest", coefficient_type="polar_express", num_ns_steps=12)[0]
-                 for factor in (1.0, 0.5)]
+        moved = [
+            stepped(
+                torch.zeros(12, 3),
+                [random(12, 3)],
+                scale_mode=mode,
+                extra_scale_factor=factor,
+                fp32_matmul_prec="highest",
+                coefficient_type="polar_express",
+                num_ns_steps=12,
+            )[0]
+            for factor in (1.0, 0.5)
+        ]
         values = torch.linalg.svdvals(moved[0])
-        torch.testing.assert_close(values, torch.full((3,), 0.02 * scale_factor(mode, 12, 3)), rtol=0.02, atol=0)
+        torch.testing.assert_close(
+            values, torch.full((3,), 0.02 * scale_factor(mode, 12, 3)), rtol=0.02, atol=0
+        )
         torch.testing.assert_close(moved[1], moved[0] / 2)
 
 
@@ -164,7 +189,9 @@ def test_state_dict_round_trips():
 
 def test_groups_choose_adam_for_what_is_no_matrix():
     matrix, vector = nn.Parameter(random(4, 4)), nn.Parameter(random(4))
-    optimizer = Muon([{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}], lr=1e-2, weight_decay=0.0)
+    optimizer = Muon(
+        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}], lr=1e-2, weight_decay=0.0
+    )
     twin = nn.Parameter(vector.detach().clone())
     adam = torch.optim.Adam([twin], lr=1e-2)
     matrix.grad, vector.grad = random(4, 4), random(4)
@@ -175,15 +202,24 @@ def test_groups_choose_adam_for_what_is_no_matrix():
     assert set(optimizer.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.parametrize(("settings", "reason"), [
-    ({"momentum": 1.0}, r"momentum=1\.0: must be in \[0, 1\)"),
-    ({"scale_mode": "big"}, "scale_mode='big': must be one of"),
-    ({"coefficient_type": "cubic"}, "coefficient_type='cubic'"),
-    ({"coefficient_type": "quintic", "num_ns_steps": 6}, "num_ns_steps=6: coefficient_type='quintic' is 5"),
-    ({"num_ns_steps": 0}, "num_ns_steps=0"), ({"fp32_matmul_prec": "high"}, "fp32_matmul_prec='high'"),
-    ({"tp_mode": "distributed"}, "tp_mode='distributed'"), ({"optimizer": "lion"}, "optimizer='lion': must be 'muon'"),
-    ({"extra_scale_factor": 0.0}, "extra_scale_factor"), ({"weight_decay": -1.0}, "weight_decay"),
-])
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"momentum": 1.0}, r"momentum=1\.0: must be in \[0, 1\)"),
+        ({"scale_mode": "big"}, "scale_mode='big': must be one of"),
+        ({"coefficient_type": "cubic"}, "coefficient_type='cubic'"),
+        (
+            {"coefficient_type": "quintic", "num_ns_steps": 6},
+            "num_ns_steps=6: coefficient_type='quintic' is 5",
+        ),
+        ({"num_ns_steps": 0}, "num_ns_steps=0"),
+        ({"fp32_matmul_prec": "high"}, "fp32_matmul_prec='high'"),
+        ({"tp_mode": "distributed"}, "tp_mode='distributed'"),
+        ({"optimizer": "lion"}, "optimizer='lion': must be 'muon'"),
+        ({"extra_scale_factor": 0.0}, "extra_scale_factor"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+    ],
+)
 def test_a_bad_setting_is_named(settings, reason):
     with pytest.raises(ValueError, match=reason):
         Muon([{"params": [nn.Parameter(random(2, 2))], **settings}])
@@ -196,11 +232,15 @@ def test_a_vector_is_refused_by_name():
         Muon([nn.Parameter(random(2, 2))], scalar_optimizer="sgd")
 
 
-@pytest.mark.parametrize(("form", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05)])
+@pytest.mark.parametrize(
+    ("form", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05)]
+)
 def test_compact_momentum_is_near_the_full_one(form, error):
     grads = [random(16, 24, seed=step) for step in range(10)]
     full, _ = stepped(random(16, 24), grads, fp32_matmul_prec="highest")
-    compact, optimizer = stepped(random(16, 24), grads, fp32_matmul_prec="highest", exp_avg_dtype=getattr(torch, form))
+    compact, optimizer = stepped(
+        random(16, 24), grads, fp32_matmul_prec="highest", exp_avg_dtype=getattr(torch, form)
+    )
     assert (compact - full).norm() < error * (full - random(16, 24)).norm()
     kept = next(iter(optimizer.state.values()))["momentum_buffer"].dtype
     assert kept == {"bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.int8}[form]
@@ -213,18 +253,26 @@ def test_full_precision_is_not_the_processs_choice():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert torch.equal(rough, orthogonalize(random(64, 64), coefficients("quintic", 5), torch.float32))
+    assert torch.equal(
+        rough, orthogonalize(random(64, 64), coefficients("quintic", 5), torch.float32)
+    )
 
 
 @pytest.mark.parametrize("parts", [None, (2, 1, 1)])
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0), (3, 0, 8), (0, 4, 4), (2, 8, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(0, 8), (8, 0), (0, 0), (3, 0, 8), (0, 4, 4), (2, 8, 0)], ids=str
+)
 def test_empty_matrices_are_stepped(shape, parts):
     """They count the step, decay nothing, and leave the others alone."""
     empty, other = nn.Parameter(torch.zeros(shape)), nn.Parameter(random(8, 8))
     alone = nn.Parameter(random(8, 8))
     both = Muon([empty, other], lr=0.1, qkv_split_shapes=parts)
     one = Muon([alone], lr=0.1, qkv_split_shapes=parts)
-    empty.grad, other.grad, alone.grad = torch.zeros(shape), random(8, 8, seed=3), random(8, 8, seed=3)
+    empty.grad, other.grad, alone.grad = (
+        torch.zeros(shape),
+        random(8, 8, seed=3),
+        random(8, 8, seed=3),
+    )
     both.step()
     one.step()
     assert torch.equal(other, alone) and empty.shape == shape

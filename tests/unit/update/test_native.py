@@ -1,4 +1,5 @@
-"""The compiled kernels equal ``reference`` bit for bit: sizes, alignments, odd values, dtypes, threads, levels."""
+"""The compiled kernels equal ``reference`` bit for bit: sizes, alignments, odd values, dtypes,
+threads, levels."""
 
 from __future__ import annotations
 
@@ -50,11 +51,28 @@ STATUS = Path("/proc/self/status")
 REFERENCE = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REMAINDERS = [None, torch.int16, torch.int8]
-ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33, math.inf, -math.inf,
-       math.nan]
+ODD = [
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-40,
+    1e-45,
+    3e38,
+    -3e38,
+    65504.0,
+    65520.0,
+    6e-8,
+    2.0**-133,
+    1e-33,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 
-pytestmark = [pytest.mark.native,
-              pytest.mark.skipif(LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}"),
+]
 
 
 @pytest.fixture(autouse=True, params=LIBRARY.levels or [""])
@@ -67,8 +85,11 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     set_host_threads(None)
 
 
-def values(generator: torch.Generator, n: int, dtype: torch.dtype, odd: bool, offset: int) -> Tensor:
-    """Random values over many magnitudes, ``offset`` elements into a buffer, with odd ones among them."""
+def values(
+    generator: torch.Generator, n: int, dtype: torch.dtype, odd: bool, offset: int
+) -> Tensor:
+    """Random values over many magnitudes, ``offset`` elements into a buffer, with odd ones among
+    them."""
     exponents = torch.randint(-12, 6, (n,), generator=generator).float()
     x = torch.randn(n, generator=generator) * torch.pow(10.0, exponents)
     if odd and n:
@@ -97,11 +118,14 @@ class Maker:
         return torch.zeros(n + offset, dtype=dtype)[offset:]
 
     def moment(self, name: str, n: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A stored moment and its scales: of random values; every third block is small, every third odd."""
+        """A stored moment and its scales: of random values; every third block is small, every third
+        odd."""
         value = self.new(n, torch.float32)
         if is_blocked(dtype) and self.odd:
             mild = values(self.generator, n, torch.float32, False, 0)
-            kinds = torch.randint(0, 3, (blocks_of(n),), generator=self.generator).repeat_interleave(256)[:n]
+            kinds = torch.randint(
+                0, 3, (blocks_of(n),), generator=self.generator
+            ).repeat_interleave(256)[:n]
             value.copy_(torch.where(kinds == 0, value, torch.where(kinds == 1, mild, mild * 1e-30)))
         if name == SECOND:
             value.abs_()
@@ -120,9 +144,17 @@ class Maker:
         return main, {REMAINDER: rest}
 
 
-def lists_of(seed: int, sizes: list[int], grad: torch.dtype, output: torch.dtype | None, keys: tuple[str, ...],
-             odd: bool, moments: Sequence[torch.dtype] = (torch.float32, torch.float32),
-             remainder: torch.dtype | None = None, noisy: bool = False) -> TensorLists:
+def lists_of(
+    seed: int,
+    sizes: list[int],
+    grad: torch.dtype,
+    output: torch.dtype | None,
+    keys: tuple[str, ...],
+    odd: bool,
+    moments: Sequence[torch.dtype] = (torch.float32, torch.float32),
+    remainder: torch.dtype | None = None,
+    noisy: bool = False,
+) -> TensorLists:
     """Lists with moments of the given dtypes (uint8 stands for 8-bit codes)."""
     maker, mains, states = Maker(seed, odd), [], []
     for n in sizes:
@@ -131,11 +163,18 @@ def lists_of(seed: int, sizes: list[int], grad: torch.dtype, output: torch.dtype
             state |= maker.moment(key, n, dtype)
         mains.append(main)
         states.append(state)
-    return TensorLists(mains, [maker.new(n, grad) for n in sizes],
-                       {key: [state[key] for state in states] for key in states[0]},
-                       [None if output is None else maker.new(n, output) for n in sizes],
-                       [Noise(seed * 77 & 0xFFFFFFFF, 0xFFFFFF00 + 7919 * at & 0xFFFFFFFF) for at in range(len(sizes))]
-                       if noisy else None)
+    return TensorLists(
+        mains,
+        [maker.new(n, grad) for n in sizes],
+        {key: [state[key] for state in states] for key in states[0]},
+        [None if output is None else maker.new(n, output) for n in sizes],
+        [
+            Noise(seed * 77 & 0xFFFFFFFF, 0xFFFFFF00 + 7919 * at & 0xFFFFFFFF)
+            for at in range(len(sizes))
+        ]
+        if noisy
+        else None,
+    )
 
 
 def into_other_memory(lists: TensorLists, seed: int) -> TensorLists:
@@ -147,8 +186,12 @@ def into_other_memory(lists: TensorLists, seed: int) -> TensorLists:
         found.view(torch.uint8).fill_(0xFF)
         return found
 
-    return replace(lists, main=[other(main) for main in lists.main], source={MAIN: lists.main, **lists.state},
-                   state={key: [other(tensor) for tensor in tensors] for key, tensors in lists.state.items()})
+    return replace(
+        lists,
+        main=[other(main) for main in lists.main],
+        source={MAIN: lists.main, **lists.state},
+        state={key: [other(tensor) for tensor in tensors] for key, tensors in lists.state.items()},
+    )
 
 
 def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
@@ -169,8 +212,14 @@ def assert_same_lists(ours: TensorLists, theirs: TensorLists) -> None:
             assert_same(tensors[index], theirs.state[key][index], f"{key}[{index}]")
 
 
-def run(backend: ReferenceBackend, rule: str, lists: TensorLists, group: dict[str, Any], step: int,
-        multiplier: float) -> Tensor | None:
+def run(
+    backend: ReferenceBackend,
+    rule: str,
+    lists: TensorLists,
+    group: dict[str, Any],
+    step: int,
+    multiplier: float,
+) -> Tensor | None:
     if rule == "adam":
         backend.adam(lists, AdamScalars.at(group, step), multiplier)
     elif rule == "sgd":
@@ -185,10 +234,22 @@ def run(backend: ReferenceBackend, rule: str, lists: TensorLists, group: dict[st
     return None
 
 
-KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",),
-        "sgd": ("momentum_buffer",), "plain sgd": ()}
-sizes_of_tensors = st.lists(st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 1023, 1024, 1025, 70_000]),
-                                      st.integers(0, 5_000)), min_size=1, max_size=4)
+KEYS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+    "plain sgd": (),
+}
+sizes_of_tensors = st.lists(
+    st.one_of(
+        st.integers(0, 70),
+        st.sampled_from([255, 256, 257, 1023, 1024, 1025, 70_000]),
+        st.integers(0, 5_000),
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -198,12 +259,19 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
     sizes = data.draw(sizes_of_tensors)
     grad, output = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([None, *DTYPES]))
     seed, odd = data.draw(st.integers(0, 2**20)), data.draw(st.booleans())
-    group = {"lr": data.draw(st.sampled_from([0.0, 1e-3, 0.3])), "betas": (0.9, 0.999), "eps": 1e-8,
-             "weight_decay": data.draw(st.sampled_from([0.0, 0.1])), "bias_correction": data.draw(st.booleans()),
-             "adam_w_mode": data.draw(st.booleans()), "grad_averaging": data.draw(st.booleans()),
-             "use_nvlamb": False, "momentum": 0.0 if rule == "plain sgd" else 0.9,
-             "dampening": data.draw(st.sampled_from([0.0, 0.5])),
-             "nesterov": rule == "sgd" and data.draw(st.booleans())}
+    group = {
+        "lr": data.draw(st.sampled_from([0.0, 1e-3, 0.3])),
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": data.draw(st.sampled_from([0.0, 0.1])),
+        "bias_correction": data.draw(st.booleans()),
+        "adam_w_mode": data.draw(st.booleans()),
+        "grad_averaging": data.draw(st.booleans()),
+        "use_nvlamb": False,
+        "momentum": 0.0 if rule == "plain sgd" else 0.9,
+        "dampening": data.draw(st.sampled_from([0.0, 0.5])),
+        "nesterov": rule == "sgd" and data.draw(st.booleans()),
+    }
     multiplier = float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6]))))
     step = data.draw(st.sampled_from([1, 2, 1000]))
     set_host_threads(data.draw(st.integers(1, 8)))
@@ -211,7 +279,10 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
     remainder, noisy = data.draw(st.sampled_from(REMAINDERS)), data.draw(st.booleans())
     if remainder is not None and output is not None:
         output = torch.bfloat16
-    ours, theirs = (lists_of(seed, sizes, grad, output, KEYS[rule], odd, moments, remainder, noisy) for _ in range(2))
+    ours, theirs = (
+        lists_of(seed, sizes, grad, output, KEYS[rule], odd, moments, remainder, noisy)
+        for _ in range(2)
+    )
     short = rule.split()[-1]
     if data.draw(st.booleans()):
         ours, before = into_other_memory(ours, seed + 1), deepcopy(ours)
@@ -221,7 +292,9 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
     found = run(NativeBackend(LIBRARY), short, ours, group, step, multiplier)
     if present is not None:
         for key, tensors in present.items():
-            for tensor, was in zip(tensors, before.main if key == MAIN else before.state[key], strict=True):
+            for tensor, was in zip(
+                tensors, before.main if key == MAIN else before.state[key], strict=True
+            ):
                 assert_same(tensor, was, f"present {key}")
     expected = run(REFERENCE, short, theirs, group, step, multiplier)
     assert_same_lists(ours, theirs)
@@ -230,26 +303,50 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(sizes_of_tensors, st.sampled_from(DTYPES), st.booleans(), st.integers(1, 8), st.integers(0, 2**20))
-def test_sums_of_squares_equal_reference(sizes: list[int], dtype: torch.dtype, odd: bool, threads: int,
-                                         seed: int) -> None:
+@given(
+    sizes_of_tensors,
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.integers(1, 8),
+    st.integers(0, 2**20),
+)
+def test_sums_of_squares_equal_reference(
+    sizes: list[int], dtype: torch.dtype, odd: bool, threads: int, seed: int
+) -> None:
     set_host_threads(threads)
     grads = lists_of(seed, sizes, dtype, None, (), odd).grad
-    assert_same(NativeBackend(LIBRARY).sum_of_squares(grads), REFERENCE.sum_of_squares(grads), "sums")
+    assert_same(
+        NativeBackend(LIBRARY).sum_of_squares(grads), REFERENCE.sum_of_squares(grads), "sums"
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("n", [131_072, 131_073, 1_000_003])
 def test_large_tensors_do_not_depend_on_threads(n: int, threads: int) -> None:
     set_host_threads(threads)
-    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True,
-             "adam_w_mode": True, "grad_averaging": True, "use_nvlamb": False}
+    group = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "bias_correction": True,
+        "adam_w_mode": True,
+        "grad_averaging": True,
+        "use_nvlamb": False,
+    }
     for rule in ("adam", "lamb"):
-        ours, theirs = (lists_of(3, [n, 5], torch.bfloat16, torch.bfloat16, KEYS[rule], False) for _ in range(2))
-        sums = [run(b, rule, ls, group, 1, 0.5) for b, ls in ((NativeBackend(LIBRARY), ours), (REFERENCE, theirs))]
+        ours, theirs = (
+            lists_of(3, [n, 5], torch.bfloat16, torch.bfloat16, KEYS[rule], False) for _ in range(2)
+        )
+        sums = [
+            run(b, rule, ls, group, 1, 0.5)
+            for b, ls in ((NativeBackend(LIBRARY), ours), (REFERENCE, theirs))
+        ]
         assert_same_lists(ours, theirs)
         assert sums[0] is None or torch.equal(sums[0], sums[1])
-    assert torch.equal(NativeBackend(LIBRARY).sum_of_squares(ours.grad), REFERENCE.sum_of_squares(theirs.grad))
+    assert torch.equal(
+        NativeBackend(LIBRARY).sum_of_squares(ours.grad), REFERENCE.sum_of_squares(theirs.grad)
+    )
 
 
 def test_streamed_outputs_are_the_same() -> None:
@@ -272,10 +369,19 @@ def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does
         assert_same(main, torch.zeros(2**16) - every.float(), "read")
         exact = every.float()
         exact = exact[exact.isfinite()]
-        near = torch.cat([torch.nextafter(exact, torch.tensor(s)) for s in (math.inf, -math.inf)] + [
-            (exact[1:] + exact[:-1]) / 2, exact * (1 + 2**-12), exact * (1 + 2**-9)])
+        near = torch.cat(
+            [torch.nextafter(exact, torch.tensor(s)) for s in (math.inf, -math.inf)]
+            + [(exact[1:] + exact[:-1]) / 2, exact * (1 + 2**-12), exact * (1 + 2**-9)]
+        )
         output = torch.empty(len(near), dtype=dtype)
-        run(NativeBackend(LIBRARY), "sgd", TensorLists([near], [torch.zeros(len(near))], {}, [output]), group, 1, 1.0)
+        run(
+            NativeBackend(LIBRARY),
+            "sgd",
+            TensorLists([near], [torch.zeros(len(near))], {}, [output]),
+            group,
+            1,
+            1.0,
+        )
         assert_same(output, near.to(dtype), "rounded")
 
 
@@ -285,63 +391,112 @@ def test_zeros_are_counted() -> None:
         grad[::7] = 1.0
         table = native_module._Table(native_module._Kind(dtype), {"grad": [grad]})
         sums, zeros = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
-        LIBRARY.call("mp_measure", ctypes.byref(table.tensors), sums.data_ptr(), zeros.data_ptr(), 3)
+        LIBRARY.call(
+            "mp_measure", ctypes.byref(table.tensors), sums.data_ptr(), zeros.data_ptr(), 3
+        )
         assert zeros.item() == int((grad == 0).sum()) and sums.item() == int((grad != 0).sum())
 
 
 def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
-    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True,
-             "adam_w_mode": True}
-    kinds = [(torch.float64, None), (torch.bfloat16, torch.bfloat16), (torch.float32, None),
-             (torch.float16, torch.float32)]
-    parts = [lists_of(i, [900], dtype, output, KEYS["adam"], False) for i, (dtype, output) in enumerate(kinds)]
+    group = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "bias_correction": True,
+        "adam_w_mode": True,
+    }
+    kinds = [
+        (torch.float64, None),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, None),
+        (torch.float16, torch.float32),
+    ]
+    parts = [
+        lists_of(i, [900], dtype, output, KEYS["adam"], False)
+        for i, (dtype, output) in enumerate(kinds)
+    ]
 
     def joined(clone: bool) -> TensorLists:
         def copy(t: Tensor | None) -> Tensor | None:
             return t if t is None or not clone else t.clone()
 
-        return TensorLists(*([copy(p.__getattribute__(name)[0]) for p in parts] for name in ("main", "grad")),
-                           {key: [copy(p.state[key][0]) for p in parts] for key in KEYS["adam"]},
-                           [copy(p.output[0]) for p in parts])
+        return TensorLists(
+            *([copy(p.__getattribute__(name)[0]) for p in parts] for name in ("main", "grad")),
+            {key: [copy(p.state[key][0]) for p in parts] for key in KEYS["adam"]},
+            [copy(p.output[0]) for p in parts],
+        )
 
     theirs, ours = joined(True), joined(False)
     run(REFERENCE, "adam", theirs, group, 1, 0.5)
     run(NativeBackend(LIBRARY), "adam", ours, group, 1, 0.5)
     assert_same_lists(ours, theirs)
     grads = [*ours.grad, torch.randn(40, 30).t()]
-    assert torch.equal(NativeBackend(LIBRARY).sum_of_squares(grads), REFERENCE.sum_of_squares(grads))
+    assert torch.equal(
+        NativeBackend(LIBRARY).sum_of_squares(grads), REFERENCE.sum_of_squares(grads)
+    )
 
 
-GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True,
-         "adam_w_mode": True}
+GROUP = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "bias_correction": True,
+    "adam_w_mode": True,
+}
 
 
 @pytest.mark.parametrize("remainder", REMAINDERS)
 @pytest.mark.parametrize("dtype", MOMENT_DTYPES)
-def test_compact_states_do_not_depend_on_threads(dtype: torch.dtype, remainder: torch.dtype | None,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = lists_of(9, [150_000, 1], torch.bfloat16, None, KEYS["adam"], False, (dtype, dtype), remainder, True)
+def test_compact_states_do_not_depend_on_threads(
+    dtype: torch.dtype, remainder: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = lists_of(
+        9, [150_000, 1], torch.bfloat16, None, KEYS["adam"], False, (dtype, dtype), remainder, True
+    )
     run(REFERENCE, "adam", theirs, GROUP, 2, 0.5)
     monkeypatch.setattr(ReferenceBackend, "adam", None)  # nothing is left to it
     for threads in (1, 3, 8):
         set_host_threads(threads)
-        ours = lists_of(9, [150_000, 1], torch.bfloat16, None, KEYS["adam"], False, (dtype, dtype), remainder, True)
+        ours = lists_of(
+            9,
+            [150_000, 1],
+            torch.bfloat16,
+            None,
+            KEYS["adam"],
+            False,
+            (dtype, dtype),
+            remainder,
+            True,
+        )
         run(NativeBackend(LIBRARY), "adam", ours, GROUP, 2, 0.5)
         assert_same_lists(ours, theirs)
 
 
 def test_scales_at_the_edges() -> None:
-    """Blocks whose largest value is just below and above what is stored at all, and the largest there is."""
-    tops = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2**-24), 2.0**-99, 3.4e38, 1.0, 127.0, 255.0, 0.0])
+    """Blocks whose largest value is just below and above what is stored at all, and the largest
+    there is."""
+    tops = torch.tensor(
+        [2.0**-100, 2.0**-100 * (1 - 2**-24), 2.0**-99, 3.4e38, 1.0, 127.0, 255.0, 0.0]
+    )
     for dtype in (torch.float16, torch.uint8):
         both = []
         for backend in (NativeBackend(LIBRARY), REFERENCE):
             n = 256 * len(tops)
-            state = {"momentum_buffer": [torch.zeros(n, dtype=stored_dtype("momentum_buffer", dtype))],
-                     "momentum_buffer_scale": [torch.zeros(len(tops))]}
+            state = {
+                "momentum_buffer": [torch.zeros(n, dtype=stored_dtype("momentum_buffer", dtype))],
+                "momentum_buffer_scale": [torch.zeros(len(tops))],
+            }
             grad = tops.repeat_interleave(256) * torch.linspace(-1, 1, 256).repeat(len(tops))
             lists = TensorLists([torch.zeros(n)], [grad], state, [None])
-            group = {"lr": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+            group = {
+                "lr": 0.0,
+                "momentum": 0.9,
+                "dampening": 0.0,
+                "nesterov": False,
+                "weight_decay": 0.0,
+            }
             run(backend, "sgd", lists, group, 1, 1.0)
             both.append(lists)
         assert_same_lists(*both)
@@ -349,13 +504,27 @@ def test_scales_at_the_edges() -> None:
 
 
 def test_what_the_kernels_do_not_read_goes_to_reference() -> None:
-    """Outputs beside a remainder that are not bfloat16, noise of several seeds or of a part of a tensor."""
+    """Outputs beside a remainder that are not bfloat16, noise of several seeds or of a part of a
+    tensor."""
+
     def lists(output: torch.dtype | None = None, noise: list[Noise] | None = None) -> TensorLists:
-        made = lists_of(4, [300, 400], torch.bfloat16, output, KEYS["adam"], False, (torch.uint8,) * 2, torch.int16)
+        made = lists_of(
+            4,
+            [300, 400],
+            torch.bfloat16,
+            output,
+            KEYS["adam"],
+            False,
+            (torch.uint8,) * 2,
+            torch.int16,
+        )
         return TensorLists(made.main, made.grad, made.state, made.output, noise)
 
-    for make in (lambda: lists(torch.float32), lambda: lists(noise=[Noise(1, 2), Noise(2, 2)]),
-                 lambda: lists(noise=[Noise(1, 2, 256), Noise(1, 3)])):
+    for make in (
+        lambda: lists(torch.float32),
+        lambda: lists(noise=[Noise(1, 2), Noise(2, 2)]),
+        lambda: lists(noise=[Noise(1, 2, 256), Noise(1, 3)]),
+    ):
         ours, theirs = make(), make()
         assert [kind for _, kind, _ in native_module._by_kind(ours, KEYS["adam"])] == [None]
         run(NativeBackend(LIBRARY), "adam", ours, GROUP, 3, 0.5)
@@ -366,7 +535,9 @@ def test_what_the_kernels_do_not_read_goes_to_reference() -> None:
 @pytest.mark.parametrize("output", [None, torch.bfloat16])
 def test_written_parameters_are_known_to_autograd(output: torch.dtype | None) -> None:
     """Those of the model: the outputs, or main params that are its parameters themselves."""
-    lists = lists_of(4, [300], torch.bfloat16, output, KEYS["adam"], False, (torch.uint8,) * 2, torch.int16)
+    lists = lists_of(
+        4, [300], torch.bfloat16, output, KEYS["adam"], False, (torch.uint8,) * 2, torch.int16
+    )
     parameter = lists.main[0] if lists.output[0] is None else lists.output[0]
     version = parameter._version
     run(NativeBackend(LIBRARY), "adam", lists, GROUP, 3, 0.5)
@@ -419,7 +590,9 @@ def test_threads_are_pinned_to_cores_that_there_are() -> None:
     set_host_cores(available[-1:])
     try:
         assert float(NativeBackend(LIBRARY).sum_of_squares(grads)[0]) == 1.2e6
-        pinned = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+        pinned = [
+            os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()
+        ]
         assert len(available) == 1 or pinned.count({available[-1]}) >= 2
     finally:
         set_host_cores([])
@@ -433,9 +606,15 @@ def test_threads_are_pinned_to_cores_that_there_are() -> None:
 @pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
 def test_a_step_needs_next_to_no_memory_of_its_own() -> None:
     def kibibytes(field: str) -> int:
-        return int(next(line for line in STATUS.read_text().splitlines() if line.startswith(field)).split()[1])
+        return int(
+            next(
+                line for line in STATUS.read_text().splitlines() if line.startswith(field)
+            ).split()[1]
+        )
 
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((20_000_000,), 0.5, dtype=torch.bfloat16))])
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.full((20_000_000,), 0.5, dtype=torch.bfloat16))]
+    )
     optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-3), model)
     model[0].grad = torch.full_like(model[0], 0.1)
     optimizer.step()

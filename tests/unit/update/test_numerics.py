@@ -1,4 +1,5 @@
-"""Reference against numpy to the bit, against FP64 and torch within what docs/numerics.md states."""
+"""Reference against numpy to the bit, against FP64 and torch within what docs/numerics.md
+states."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, RuleOptimizer, choo
 from mp_optim.update import batches as batching
 from mp_optim.update.sums import sum_of_squares
 
-# Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred times (twice with
-# decay), and roundings add up like a random walk. Measured: reference 3.2e-4 (LAMB 1.7e-4), torch 8.1e-4.
+# Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred
+# times (twice with decay), and roundings add up like a random walk. Measured: reference 3.2e-4
+# (LAMB 1.7e-4), torch 8.1e-4.
 FP64_TOLERANCE = {"reference": 1e-3, "torch": 2e-3}
 # At lr = 1e-3 an ulp is ten times as many lr; torch contracts multiply-adds and decays first.
 TORCH_TOLERANCE = 1e-2
@@ -30,10 +32,17 @@ def tensors(seed: int, scale: float = 1.0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * scale for shape in SHAPES]
 
 
-def run(optimizer: RuleOptimizer, steps: int, dtype: torch.dtype = torch.float32, multiplier: float = 0.3) -> None:
+def run(
+    optimizer: RuleOptimizer,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    multiplier: float = 0.3,
+) -> None:
     for step in range(steps):
-        updates = [SlotUpdate(Slot(0, i), g.to(dtype), float(np.float32(multiplier)))
-                   for i, g in enumerate(tensors(100 + step, 0.1))]
+        updates = [
+            SlotUpdate(Slot(0, i), g.to(dtype), float(np.float32(multiplier)))
+            for i, g in enumerate(tensors(100 + step, 0.1))
+        ]
         optimizer.step_slots(updates)
 
 
@@ -43,23 +52,37 @@ def bits(values: Any) -> bytes:
 
 
 ADAM: list[dict[str, Any]] = [
-    {"weight_decay": 0.1}, {"adam_w_mode": False, "weight_decay": 0.1}, {"bias_correction": False}]
+    {"weight_decay": 0.1},
+    {"adam_w_mode": False, "weight_decay": 0.1},
+    {"bias_correction": False},
+]
 LAMB: list[dict[str, Any]] = [
-    {}, {"adam_w_mode": False}, {"grad_averaging": False}, {"weight_decay": 0.0},
-    {"weight_decay": 0.0, "use_nvlamb": True}]
+    {},
+    {"adam_w_mode": False},
+    {"grad_averaging": False},
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.0, "use_nvlamb": True},
+]
 
 
-@pytest.mark.parametrize(("cls", "extra"), [(FusedAdam, e) for e in ADAM] + [(FusedLAMB, e) for e in LAMB])
+@pytest.mark.parametrize(
+    ("cls", "extra"), [(FusedAdam, e) for e in ADAM] + [(FusedLAMB, e) for e in LAMB]
+)
 def test_adam_and_lamb_equal_numpy(cls: Any, extra: dict[str, Any]) -> None:
     mains = tensors(0)
     optimizer = cls(mains, lr=3e-3, **extra)
     rule = oracle.adam if cls is FusedAdam else oracle.lamb
-    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32)) for p in mains]
+    expected = [
+        (p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32))
+        for p in mains
+    ]
     run(optimizer, 3, torch.bfloat16)
     for step in range(3):
         grads = [g.bfloat16().float().numpy() for g in tensors(100 + step, 0.1)]
-        expected = [rule(e[0], g, e[1], e[2], step + 1, optimizer.param_groups[0], 0.3)
-                    for e, g in zip(expected, grads, strict=True)]
+        expected = [
+            rule(e[0], g, e[1], e[2], step + 1, optimizer.param_groups[0], 0.3)
+            for e, g in zip(expected, grads, strict=True)
+        ]
     for i, (p, m, v) in enumerate(expected):
         state = optimizer.slot_state(Slot(0, i))
         assert bits(mains[i]) == bits(p), SHAPES[i]
@@ -68,34 +91,51 @@ def test_adam_and_lamb_equal_numpy(cls: Any, extra: dict[str, Any]) -> None:
         assert state["step"].item() == 3
 
 
-@pytest.mark.parametrize("extra", [{}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True}]
+)
 def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
     mains = tensors(0)
     optimizer = SGD(mains, lr=0.1, weight_decay=0.01, **extra)
     expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
     run(optimizer, 3)
     for step in range(3):
-        expected = [oracle.sgd(p, g.numpy(), m, step + 1, optimizer.param_groups[0], 0.3)
-                    for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)]
+        expected = [
+            oracle.sgd(p, g.numpy(), m, step + 1, optimizer.param_groups[0], 0.3)
+            for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)
+        ]
     assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
-    assert set(optimizer.slot_state(Slot(0, 2))) == ({"step", "momentum_buffer"} if extra else {"step"})
+    assert set(optimizer.slot_state(Slot(0, 2))) == (
+        {"step", "momentum_buffer"} if extra else {"step"}
+    )
 
 
 def test_adam_with_bfloat16_moments_equals_numpy() -> None:
-    """The step uses the moments before they are rounded; the next one starts from the rounded ones."""
+    """The step uses the moments before they are rounded; the next one starts from the rounded
+    ones."""
     mains = tensors(0)
-    optimizer = FusedAdam(mains, lr=3e-3, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
-    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32)) for p in mains]
+    optimizer = FusedAdam(
+        mains, lr=3e-3, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16
+    )
+    expected = [
+        (p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32))
+        for p in mains
+    ]
     run(optimizer, 3)
     for step in range(3):
-        stepped = [oracle.adam(p, g.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.3)
-                   for (p, m, v), g in zip(expected, tensors(100 + step, 0.1), strict=True)]
+        stepped = [
+            oracle.adam(p, g.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.3)
+            for (p, m, v), g in zip(expected, tensors(100 + step, 0.1), strict=True)
+        ]
         expected = [(p, oracle.bf16(m), oracle.bf16(v)) for p, m, v in stepped]
     for i, (p, m, v) in enumerate(expected):
         state = optimizer.slot_state(Slot(0, i))
         assert state["exp_avg"].dtype == torch.bfloat16
-        assert (bits(mains[i]), bits(state["exp_avg"].float()), bits(state["exp_avg_sq"].float())) == (
-            bits(p), bits(m), bits(v))
+        assert (
+            bits(mains[i]),
+            bits(state["exp_avg"].float()),
+            bits(state["exp_avg_sq"].float()),
+        ) == (bits(p), bits(m), bits(v))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -105,11 +145,14 @@ def test_lion_equals_numpy(decay: float) -> None:
     expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
     run(optimizer, 3)
     for step in range(3):
-        expected = [oracle.lion(p, g.numpy(), m, optimizer.param_groups[0], 0.3)
-                    for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)]
+        expected = [
+            oracle.lion(p, g.numpy(), m, optimizer.param_groups[0], 0.3)
+            for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)
+        ]
     assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
     assert [bits(optimizer.slot_state(Slot(0, i))["exp_avg"]) for i in range(len(mains))] == [
-        bits(m) for _, m in expected]
+        bits(m) for _, m in expected
+    ]
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
@@ -151,7 +194,9 @@ def test_sum_of_squares_propagates(bad: float) -> None:
     assert found[1] == 3.0
 
 
-def fp64_adam(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, h: dict[str, Any], lamb: bool) -> None:
+def fp64_adam(
+    p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, h: dict[str, Any], lamb: bool
+) -> None:
     b1, b2 = h["betas"]
     m.mul_(b1).add_(g * (1 - b1))
     v.mul_(b2).add_(g * g * (1 - b2))
@@ -193,7 +238,11 @@ def test_close_to_torch_fused(backend: str, w_mode: bool, decay: float) -> None:
             p.grad = g.clone()
         other.step()
         ours.step_slots([SlotUpdate(Slot(0, i), g) for i, g in enumerate(grads)])
-    error = max(float((a - b.detach()).abs().max()) / 1e-3 for a, b in zip(start, theirs, strict=True) if a.numel())
+    error = max(
+        float((a - b.detach()).abs().max()) / 1e-3
+        for a, b in zip(start, theirs, strict=True)
+        if a.numel()
+    )
     assert error < TORCH_TOLERANCE
 
 

@@ -14,7 +14,9 @@ LR = 1e-2
 
 def gradients(step, n):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(n, generator=generator) * 10.0 ** float(torch.randint(-3, 2, (), generator=generator))
+    return torch.randn(n, generator=generator) * 10.0 ** float(
+        torch.randint(-3, 2, (), generator=generator)
+    )
 
 
 def start(n):
@@ -55,9 +57,15 @@ def test_lamb_without_decay_adapts_only_with_nvlamb():
 
 
 def test_sum_of_squares_of_many_dtypes_and_layouts():
-    tensors = [torch.ones(3, dtype=torch.bfloat16), torch.full((2, 2), 2.0, dtype=torch.float16).t(),
-               torch.tensor(3.0, dtype=torch.float64), torch.empty(0), torch.tensor([1e30]),
-               torch.tensor([math.inf]), torch.tensor([math.nan])]
+    tensors = [
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.full((2, 2), 2.0, dtype=torch.float16).t(),
+        torch.tensor(3.0, dtype=torch.float64),
+        torch.empty(0),
+        torch.tensor([1e30]),
+        torch.tensor([math.inf]),
+        torch.tensor([math.nan]),
+    ]
     for backend in ("reference", "torch"):
         found = choose_backend(backend, torch.device("cpu"))[0].sum_of_squares(tensors).tolist()
         assert found[:4] == pytest.approx([3.0, 16.0, 9.0, 0.0], rel=1e-15)

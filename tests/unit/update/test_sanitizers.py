@@ -13,8 +13,8 @@ import pytest
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "mp_optim" / "update" / "csrc"
 RESULTS = "e82a895a3cad44cc"
-"""Hash of all results of the driver: GCC and clang on x86-64 and GCC on 64-bit Arm print the same. It changes with the
-formulas of docs/numerics.md, and with nothing else."""
+"""Hash of all results of the driver: GCC and clang on x86-64 and GCC on 64-bit Arm print the same.
+It changes with the formulas of docs/numerics.md, and with nothing else."""
 COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
@@ -29,16 +29,42 @@ def compiler(*arguments: str) -> None:
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_kernels_are_clean(sanitizers: str, tmp_path: Path) -> None:
     program = tmp_path / "driver"
-    flags = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
-             f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{KERNELS}", "-pthread"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-Wno-psabi",
+        f"-fsanitize={sanitizers}",
+        "-fno-sanitize-recover=all",
+        f"-I{KERNELS}",
+        "-pthread",
+    ]
     sources = [*sorted(KERNELS.glob("*.cpp")), HERE / "csrc" / "driver.cpp"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source: compiler(*flags, "-c", str(source), "-o", str(tmp_path / f"{source.stem}.o")),
-                      sources))
-    compiler(*flags, *(str(tmp_path / f"{source.stem}.o") for source in sources), "-o", str(program))
+        list(
+            pool.map(
+                lambda source: compiler(
+                    *flags, "-c", str(source), "-o", str(tmp_path / f"{source.stem}.o")
+                ),
+                sources,
+            )
+        )
+    compiler(
+        *flags, *(str(tmp_path / f"{source.stem}.o") for source in sources), "-o", str(program)
+    )
     ran = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=240)
-    if "unexpected memory mapping" in ran.stderr:  # ThreadSanitizer and a kernel that randomises addresses widely
-        ran = subprocess.run(["setarch", "--addr-no-randomize", str(program)], capture_output=True, text=True,
-                             check=False, timeout=240)
+    if (
+        "unexpected memory mapping" in ran.stderr
+    ):  # ThreadSanitizer and a kernel that randomises addresses widely
+        ran = subprocess.run(
+            ["setarch", "--addr-no-randomize", str(program)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
     assert f"0 failures, results {RESULTS}" in ran.stdout

@@ -59,13 +59,18 @@ def test_auto_passes_over_what_has_other_bits(accelerator: Gpu) -> None:
     backend, why = choose_backend("auto", CPU)
     assert backend.name == "reference"
     for name in (*LIBRARIES, "torch"):
-        assert f"not {name}: {proof_of(name, CPU).reason} (choose fused_backend={name!r} to use it)" in why
+        assert (
+            f"not {name}: {proof_of(name, CPU).reason} (choose fused_backend={name!r} to use it)"
+            in why
+        )
     model = nn.Linear(4, 4).bfloat16()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), model)
     assert "choose fused_backend='apex' to use it" in str(optimizer.describe())
 
 
-def test_auto_takes_the_first_with_the_bits_of_reference(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_first_with_the_bits_of_reference(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Exact(ReferenceBackend):
         name = "triton"
 
@@ -83,28 +88,55 @@ def test_auto_takes_the_first_with_the_bits_of_reference(accelerator: Gpu, monke
 
 def test_on_the_host_native_comes_first() -> None:
     assert selection.candidates(CPU)[0] == "native"
-    assert selection.candidates(torch.device("cuda")) == ("apex", "transformer_engine", "triton", "torch", "reference")
+    assert selection.candidates(torch.device("cuda")) == (
+        "apex",
+        "transformer_engine",
+        "triton",
+        "torch",
+        "reference",
+    )
 
 
-def test_one_that_is_slightly_wrong_is_not_usable(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_slightly_wrong_is_not_usable(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = sys.modules["amp_C"]
     right = library.multi_tensor_adam
-    monkeypatch.setattr(library, "multi_tensor_adam",
-                        lambda chunk, flag, lists, lr, *rest: right(chunk, flag, lists, lr * 1.001, *rest))
+    monkeypatch.setattr(
+        library,
+        "multi_tensor_adam",
+        lambda chunk, flag, lists, lr, *rest: right(chunk, flag, lists, lr * 1.001, *rest),
+    )
     forget()
     proof = proof_of("apex", CPU)
-    assert not proof.usable and proof.reason.startswith("wrong: a first step differs from reference by")
+    assert not proof.usable and proof.reason.startswith(
+        "wrong: a first step differs from reference by"
+    )
     with pytest.raises(ValueError, match="fused_backend='apex' is not available: wrong"):
         choose_backend("apex", CPU)
 
 
-@pytest.mark.parametrize(("error", "words"), [
-    (ModuleNotFoundError("No module named 'amp_C'", name="amp_C"), "apex with its CUDA extensions is not installed"),
-    (ModuleNotFoundError("No module named 'x'", name="x"), "cannot be loaded: ModuleNotFoundError: No module named"),
-    (OSError("libnccl.so.2: cannot open"), "cannot be loaded: OSError: libnccl.so.2"),
-    (RuntimeError("cudnn shared object not found."), "cannot be loaded: RuntimeError: cudnn shared object not found.")])
-def test_broken_installations_are_a_reason_and_no_crash(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch,
-                                                        error: Exception, words: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ModuleNotFoundError("No module named 'amp_C'", name="amp_C"),
+            "apex with its CUDA extensions is not installed",
+        ),
+        (
+            ModuleNotFoundError("No module named 'x'", name="x"),
+            "cannot be loaded: ModuleNotFoundError: No module named",
+        ),
+        (OSError("libnccl.so.2: cannot open"), "cannot be loaded: OSError: libnccl.so.2"),
+        (
+            RuntimeError("cudnn shared object not found."),
+            "cannot be loaded: RuntimeError: cudnn shared object not found.",
+        ),
+    ],
+)
+def test_broken_installations_are_a_reason_and_no_crash(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
     """Megatron catches ImportError alone, so that a broken Transformer Engine ends it."""
     real = selection.importlib.import_module
 
@@ -120,34 +152,50 @@ def test_broken_installations_are_a_reason_and_no_crash(accelerator: Gpu, monkey
     with pytest.raises(ValueError, match="fused_backend='apex' is not available"):
         FusedAdam([torch.zeros(3)], backend="apex")
     with pytest.raises(ValueError, match="fused_backend='transformer_engine' is not available"):
-        get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend="transformer_engine"), nn.Linear(2, 2))
+        get_megatron_optimizer(
+            OptimizerConfig(lr=0.1, fused_backend="transformer_engine"), nn.Linear(2, 2)
+        )
 
 
-def test_a_kernel_that_raises_is_a_reason(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_raises_is_a_reason(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
     monkeypatch.setattr(sys.modules["amp_C"], "multi_tensor_adam", fails)
     forget()
-    assert "fails a first step: RuntimeError: CUDA error: no kernel image" in proof_of("apex", CPU).reason
+    assert (
+        "fails a first step: RuntimeError: CUDA error: no kernel image"
+        in proof_of("apex", CPU).reason
+    )
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_named_backends_are_described_with_their_limits(standins: Gpu, name: str) -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend=name), nn.Linear(4, 4))
     text = str(optimizer.describe())
-    assert f"{name} (fused_backend={name!r}; differs from reference by" in text and "reference)" in text
+    assert (
+        f"{name} (fused_backend={name!r}; differs from reference by" in text
+        and "reference)" in text
+    )
 
 
-def test_without_a_gpu_a_named_backend_says_so(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_a_named_backend_says_so(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
     forget()
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="its kernels run on cuda, not on cpu; torch finds no CUDA device"):
+        with pytest.raises(
+            ValueError, match="its kernels run on cuda, not on cpu; torch finds no CUDA device"
+        ):
             choose_backend("apex", CPU)
 
 
-def test_a_model_that_no_kernel_reaches_is_refused(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_no_kernel_reaches_is_refused(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A working apex, and a model on the host: nothing would use what was asked for."""
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
     monkeypatch.setattr(selection, "choose_backend", lambda name, device: None)
@@ -156,7 +204,8 @@ def test_a_model_that_no_kernel_reaches_is_refused(standins: Gpu, monkeypatch: p
 
 
 def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
-        standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator = torch.device("meta")  # plays the place where apex's kernels do not run
     chosen, why = None, ""
     monkeypatch.setattr(selection, "_serving_device", lambda name, device: CPU)
@@ -165,22 +214,70 @@ def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
     assert why == "apex kernels run on cpu; apex has other bits, so placement shows in the results"
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"optimizer": "lion", "fused_backend": "apex"}, "fused_backend='apex': has no kernels for optimizer='lion'"),
-    ({"optimizer": "lamb", "fused_backend": "transformer_engine"}, "has no kernels for optimizer='lamb'; choose "
-     "fused_backend='auto', or an optimizer of ['adam', 'sgd']"),
-    ({"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "apex"},
-     "store_param_remainders=True: fused_backend='apex' keeps main params in float32"),
-    ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "fused_backend": "apex"},
-     "exp_avg_dtype=torch.bfloat16: fused_backend='apex' keeps moments in torch.float32"),
-    ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16", "fused_backend": "transformer_engine"},
-     "exp_avg_sq_dtype=torch.bfloat16: fused_backend='transformer_engine' keeps moments in torch.float32, or both"),
-    ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8",
-      "fused_backend": "transformer_engine"}, "exp_avg_dtype=torch.uint8"),
-    ({"use_precision_aware_optimizer": True, "bf16": True, "param_remainder_bits": 8,
-      "fused_backend": "transformer_engine"}, "param_remainder_bits=8"),
-    ({"use_precision_aware_optimizer": True, "bf16": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16",
-      "stochastic_rounding": True, "fused_backend": "transformer_engine"}, "stochastic_rounding=True")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"optimizer": "lion", "fused_backend": "apex"},
+            "fused_backend='apex': has no kernels for optimizer='lion'",
+        ),
+        (
+            {"optimizer": "lamb", "fused_backend": "transformer_engine"},
+            "has no kernels for optimizer='lamb'; choose "
+            "fused_backend='auto', or an optimizer of ['adam', 'sgd']",
+        ),
+        (
+            {"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "apex"},
+            "store_param_remainders=True: fused_backend='apex' keeps main params in float32",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "bf16",
+                "fused_backend": "apex",
+            },
+            "exp_avg_dtype=torch.bfloat16: fused_backend='apex' keeps moments in torch.float32",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_sq_dtype": "bf16",
+                "fused_backend": "transformer_engine",
+            },
+            "exp_avg_sq_dtype=torch.bfloat16: fused_backend='transformer_engine' keeps moments in "
+            "torch.float32, or both",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "uint8",
+                "exp_avg_sq_dtype": "uint8",
+                "fused_backend": "transformer_engine",
+            },
+            "exp_avg_dtype=torch.uint8",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "bf16": True,
+                "param_remainder_bits": 8,
+                "fused_backend": "transformer_engine",
+            },
+            "param_remainder_bits=8",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "bf16": True,
+                "exp_avg_dtype": "bf16",
+                "exp_avg_sq_dtype": "bf16",
+                "stochastic_rounding": True,
+                "fused_backend": "transformer_engine",
+            },
+            "stochastic_rounding=True",
+        ),
+    ],
+)
 def test_what_a_library_cannot_do_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(lr=0.1, **settings)
@@ -188,7 +285,9 @@ def test_what_a_library_cannot_do_is_refused(settings: dict[str, Any], words: st
 
 
 def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
-    with pytest.raises(ValueError, match="fused_backend='apex': has no kernels for optimizer='lion'"):
+    with pytest.raises(
+        ValueError, match="fused_backend='apex': has no kernels for optimizer='lion'"
+    ):
         Lion([torch.zeros(3)], backend="apex")
     with pytest.raises(ValueError, match="exp_avg_dtype="):
         FusedAdam([torch.zeros(3)], backend="apex", exp_avg_dtype=torch.bfloat16)
@@ -196,25 +295,41 @@ def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
 
 def test_what_transformer_engine_stores_in_fewer_bits_is_stepped_by_it(standins: Gpu) -> None:
     model = nn.Linear(8, 8).bfloat16()
-    config = OptimizerConfig(lr=0.01, bf16=True, use_precision_aware_optimizer=True, exp_avg_dtype="bf16",
-                             exp_avg_sq_dtype="bf16", clip_grad=0.0, fused_backend="transformer_engine")
+    config = OptimizerConfig(
+        lr=0.01,
+        bf16=True,
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+        clip_grad=0.0,
+        fused_backend="transformer_engine",
+    )
     optimizer = get_megatron_optimizer(config, model)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     del standins.calls[:]
     optimizer.step()
-    assert set(standins.calls) >= {"multi_tensor_adam_param_remainder"} and "multi_tensor_adam" not in standins.calls
+    assert (
+        set(standins.calls) >= {"multi_tensor_adam_param_remainder"}
+        and "multi_tensor_adam" not in standins.calls
+    )
     assert standins.damage == []
 
 
-def test_an_older_library_lacks_forms_and_is_usable_without(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_library_lacks_forms_and_is_usable_without(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert proof_of("transformer_engine", CPU).lacks == {}
-    monkeypatch.delattr(sys.modules["transformer_engine_torch"], "multi_tensor_adam_param_remainder")
+    monkeypatch.delattr(
+        sys.modules["transformer_engine_torch"], "multi_tensor_adam_param_remainder"
+    )
     forget()
     proof = proof_of("transformer_engine", CPU)
     assert proof.usable and list(proof.lacks) == ["remainders"]
     FusedAdam([torch.zeros(3)], backend="transformer_engine")
-    with pytest.raises(ValueError, match="store_param_remainders=True: this installation of fused_backend='transf"):
+    with pytest.raises(
+        ValueError, match="store_param_remainders=True: this installation of fused_backend='transf"
+    ):
         FusedAdam([torch.zeros(3)], backend="transformer_engine", store_param_remainders=True)
 
 

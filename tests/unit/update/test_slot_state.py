@@ -1,4 +1,5 @@
-"""State by slot: replaced tensors, round trips, edge shapes, and foreign optimizers below our interface."""
+"""State by slot: replaced tensors, round trips, edge shapes, and foreign optimizers below our
+interface."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def pair() -> list[Tensor]:
 
 
 def updates(value: float = 1.0, **extra: Any) -> list[SlotUpdate]:
-    return [SlotUpdate(A, torch.full((4,), value), **extra), SlotUpdate(B, torch.full((2, 3), value), **extra)]
+    return [
+        SlotUpdate(A, torch.full((4,), value), **extra),
+        SlotUpdate(B, torch.full((2, 3), value), **extra),
+    ]
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
@@ -83,8 +87,12 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
 
 def test_round_trip_by_name_into_another_order() -> None:
     first, second = pair()
-    saved_from = FusedAdam([{"params": [("a", first)], "lr": 0.1}, {"params": [("b", second)], "lr": 0.2}])
-    saved_from.step_slots([SlotUpdate(Slot(0, 0), torch.ones(4)), SlotUpdate(Slot(1, 0), torch.full((2, 3), 2.0))])
+    saved_from = FusedAdam(
+        [{"params": [("a", first)], "lr": 0.1}, {"params": [("b", second)], "lr": 0.2}]
+    )
+    saved_from.step_slots(
+        [SlotUpdate(Slot(0, 0), torch.ones(4)), SlotUpdate(Slot(1, 0), torch.full((2, 3), 2.0))]
+    )
     saved = copy.deepcopy(saved_from.state_dict())
     loaded = FusedAdam([{"params": [("b", second.clone())]}, {"params": [("a", first.clone())]}])
     loaded.load_state_dict(saved)
@@ -94,8 +102,10 @@ def test_round_trip_by_name_into_another_order() -> None:
     assert [group["lr"] for group in loaded.param_groups] == [0.2, 0.1]
 
 
-@pytest.mark.parametrize("state", [{}, {
-    "step": torch.tensor(1.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(4)}])
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"step": torch.tensor(1.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(4)}],
+)
 def test_state_that_does_not_fit_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"group0\.param0"):
         FusedAdam(pair()).load_slot_state(A, state)
@@ -127,25 +137,34 @@ def test_foreign_state_follows_swapped_tensors_and_round_trips() -> None:
     adapted.step_slots([SlotUpdate(A, torch.ones(3)), SlotUpdate(B, torch.full((3,), 2.0))])
     moments = [adapted.slot_state(slot)["exp_avg"].clone() for slot in (A, B)]
     adapted.param_groups[0]["params"].reverse()
-    assert [adapted.slot_state(slot)["exp_avg"].tolist() for slot in (A, B)] == [m.tolist() for m in moments]
+    assert [adapted.slot_state(slot)["exp_avg"].tolist() for slot in (A, B)] == [
+        m.tolist() for m in moments
+    ]
     fresh = foreign([torch.ones(3), torch.ones(3)])
     fresh.load_state_dict(copy.deepcopy(adapted.state_dict()))
     for one in (adapted, fresh):
         one.param_groups[0]["params"][0] = torch.zeros(3, requires_grad=True)
         one.step_slots([SlotUpdate(A, torch.ones(3))])
     assert torch.equal(*(one.param_groups[0]["params"][0] for one in (adapted, fresh)))
-    assert fresh.slot_state(A)["step"].item() == 2 and torch.equal(fresh.slot_state(B)["exp_avg"], moments[1])
+    assert fresh.slot_state(A)["step"].item() == 2 and torch.equal(
+        fresh.slot_state(B)["exp_avg"], moments[1]
+    )
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
-def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(moments: torch.dtype,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
+    moments: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stepped() -> tuple[FusedAdam, dict[str, Any]]:
         mains = [torch.ones(300), torch.empty(0), torch.ones(5, 7), torch.ones(2)]
         optimizer = FusedAdam(mains, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
         for position in (0, 2):  # the others' state comes later
-            optimizer.step_slots([SlotUpdate(Slot(0, position), torch.full_like(mains[position], 0.5))])
-        optimizer.step_slots([SlotUpdate(Slot(0, at), torch.full_like(main, -0.25)) for at, main in enumerate(mains)])
+            optimizer.step_slots(
+                [SlotUpdate(Slot(0, position), torch.full_like(mains[position], 0.5))]
+            )
+        optimizer.step_slots(
+            [SlotUpdate(Slot(0, at), torch.full_like(main, -0.25)) for at, main in enumerate(mains)]
+        )
         return optimizer, copy.deepcopy(optimizer.state_dict())
 
     _, expected = stepped()
@@ -159,18 +178,30 @@ def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(moments: 
         assert all(torch.equal(value, found["state"][index][key]) for key, value in state.items())
     fresh, _ = stepped()
     fresh.load_state_dict(found)
-    assert all(torch.equal(value, fresh.slot_state(Slot(0, 0))[key]) for key, value in found["state"][0].items())
+    assert all(
+        torch.equal(value, fresh.slot_state(Slot(0, 0))[key])
+        for key, value in found["state"][0].items()
+    )
 
 
-def test_codes_may_lie_beside_each_other_and_their_scales_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes are enough to be laid together, a 64th of that, their scales, is not: neither may be forgotten."""
+def test_codes_may_lie_beside_each_other_and_their_scales_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Codes are enough to be laid together, a 64th of that, their scales, is not: neither may be
+    forgotten."""
     monkeypatch.setattr(host_memory, "HUGE_FROM", 1 << 16)
     params = [nn.Parameter(torch.ones(1 << 15)) for _ in range(4)]
     optimizer = FusedAdam(params, lr=0.1, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
     optimizer.allocate_state(optimizer.slots())
     for slot in optimizer.slots():
         state = optimizer.slot_state(slot)
-        assert state.keys() == {"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"}
+        assert state.keys() == {
+            "step",
+            "exp_avg",
+            "exp_avg_scale",
+            "exp_avg_sq",
+            "exp_avg_sq_scale",
+        }
     first, second = (optimizer.slot_state(slot)["exp_avg"] for slot in optimizer.slots()[:2])
     assert second.data_ptr() - first.data_ptr() == 1 << 15
     for param in params:

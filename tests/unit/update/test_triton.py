@@ -1,4 +1,5 @@
-"""The Triton kernels equal ``reference`` bit for bit. Without a GPU they run under Triton's interpreter."""
+"""The Triton kernels equal ``reference`` bit for bit. Without a GPU they run under Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -45,17 +46,48 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FIRST = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 SECOND = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 MAINS: list[torch.dtype | None] = [None, torch.int16, torch.int8]
-ODD = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, math.inf, -math.inf, math.nan]
+ODD = [
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-40,
+    1e-45,
+    3e38,
+    -3e38,
+    65504.0,
+    65520.0,
+    6e-8,
+    2.0**-133,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 SIZES = [0, 1, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193, 11_111]
-GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True,
-         "adam_w_mode": True, "grad_averaging": True, "use_nvlamb": False, "momentum": 0.9, "dampening": 0.0,
-         "nesterov": False}
-KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",),
-        "sgd": ("momentum_buffer",), "plain sgd": ()}
+GROUP = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "bias_correction": True,
+    "adam_w_mode": True,
+    "grad_averaging": True,
+    "use_nvlamb": False,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+}
+KEYS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+    "plain sgd": (),
+}
 
 pytestmark = [
     pytest.mark.skipif(FOUND is None, reason=f"no Triton kernels: {WHY}"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # the interpreter's, for overflow and nan in numpy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # the interpreter's, for overflow and nan in numpy
 
 
 def kernels() -> Any:
@@ -78,7 +110,9 @@ class Case:
 
 def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
     """Random values over many magnitudes, with odd ones among them."""
-    x = torch.randn(n, generator=generator) * torch.pow(10.0, torch.randint(-12, 6, (n,), generator=generator).float())
+    x = torch.randn(n, generator=generator) * torch.pow(
+        10.0, torch.randint(-12, 6, (n,), generator=generator).float()
+    )
     if odd and n:
         where = torch.randint(0, n, (min(n, 40),), generator=generator)
         x[where] = torch.tensor(ODD)[torch.randint(0, len(ODD), (len(where),), generator=generator)]
@@ -112,9 +146,13 @@ def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case)
             value = values(generator, len(stored), case.odd)
             second = key == "exp_avg_sq"
             encode_(value.abs_() if second else value, stored, scale, second)
-    return TensorLists(main, random(case.grad), state,
-                       [None] * len(sizes) if case.output is None else random(case.output),
-                       [Noise(0x9ABCDEF1, 77 + at) for at in range(len(sizes))] if case.noisy else None)
+    return TensorLists(
+        main,
+        random(case.grad),
+        state,
+        [None] * len(sizes) if case.output is None else random(case.output),
+        [Noise(0x9ABCDEF1, 77 + at) for at in range(len(sizes))] if case.noisy else None,
+    )
 
 
 def on_device(lists: TensorLists) -> TensorLists:
@@ -123,20 +161,37 @@ def on_device(lists: TensorLists) -> TensorLists:
         return lists
 
     def moved(tensors: Sequence[Tensor | None]) -> list[Any]:
-        return [None if t is None else torch.empty(t.numel() + 8, dtype=t.dtype, device=DEVICE)[
-            t.storage_offset() : t.storage_offset() + t.numel()].copy_(t) for t in tensors]
+        return [
+            None
+            if t is None
+            else torch.empty(t.numel() + 8, dtype=t.dtype, device=DEVICE)[
+                t.storage_offset() : t.storage_offset() + t.numel()
+            ].copy_(t)
+            for t in tensors
+        ]
 
-    return TensorLists(moved(lists.main), moved(lists.grad), {k: moved(v) for k, v in lists.state.items()},
-                       moved(lists.output), lists.noise)
+    return TensorLists(
+        moved(lists.main),
+        moved(lists.grad),
+        {k: moved(v) for k, v in lists.state.items()},
+        moved(lists.output),
+        lists.noise,
+    )
 
 
 def on_host(lists: TensorLists) -> TensorLists:
     """Copies on the CPU."""
+
     def moved(tensors: Sequence[Tensor | None]) -> list[Any]:
         return [None if t is None else t.cpu().clone() for t in tensors]
 
-    return TensorLists(moved(lists.main), moved(lists.grad), {k: moved(v) for k, v in lists.state.items()},
-                       moved(lists.output), lists.noise)
+    return TensorLists(
+        moved(lists.main),
+        moved(lists.grad),
+        {k: moved(v) for k, v in lists.state.items()},
+        moved(lists.output),
+        lists.noise,
+    )
 
 
 def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
@@ -159,8 +214,14 @@ def assert_same_lists(ours: TensorLists, theirs: TensorLists) -> None:
         assert_same(ours.output[index], theirs.output[index], f"output[{index}]")
 
 
-def run(backend: Any, rule: str, lists: TensorLists, group: dict[str, Any], step: int,
-        multiplier: float | Tensor) -> Tensor | None:
+def run(
+    backend: Any,
+    rule: str,
+    lists: TensorLists,
+    group: dict[str, Any],
+    step: int,
+    multiplier: float | Tensor,
+) -> Tensor | None:
     if rule == "adam":
         backend.adam(lists, AdamScalars.at(group, step), multiplier)
     elif rule == "sgd":
@@ -170,13 +231,25 @@ def run(backend: Any, rule: str, lists: TensorLists, group: dict[str, Any], step
     else:
         scalars = LambScalars.at(group, step)
         sums: Tensor = backend.lamb_moments(lists, scalars, multiplier)
-        backend.lamb_apply(lists, scalars, [float(np.float32(0.1 / (1 + index))) for index in range(len(lists.main))])
+        backend.lamb_apply(
+            lists,
+            scalars,
+            [float(np.float32(0.1 / (1 + index))) for index in range(len(lists.main))],
+        )
         return sums
     return None
 
 
-def check(rule: str, sizes: Sequence[int], case: Case, *, seed: int = 1, step: int = 2, multiplier: float = 0.375,
-          **settings: Any) -> None:
+def check(
+    rule: str,
+    sizes: Sequence[int],
+    case: Case,
+    *,
+    seed: int = 1,
+    step: int = 2,
+    multiplier: float = 0.375,
+    **settings: Any,
+) -> None:
     """One step by the kernels and one by ``reference``, from the same lists."""
     ours, theirs = (lists_of(seed, sizes, KEYS[rule], case) for _ in range(2))
     ours, group, short = on_device(ours), {**GROUP, **settings}, rule.split()[-1]
@@ -187,21 +260,26 @@ def check(rule: str, sizes: Sequence[int], case: Case, *, seed: int = 1, step: i
         assert_same(found, expected, "sums")
 
 
-# -- the same bits --------------------------------------------------------------------------------------------
+# -- the same bits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("rule", list(KEYS))
 def test_sizes_around_every_boundary(rule: str, aligned: bool) -> None:
     check(rule, SIZES, Case(aligned=aligned))
-    check(rule, SIZES, Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=aligned))
+    check(
+        rule,
+        SIZES,
+        Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=aligned),
+    )
 
 
 @pytest.mark.parametrize("rest", MAINS)
 @pytest.mark.parametrize("output", [None, *FLOATS])
 @pytest.mark.parametrize("grad", FLOATS)
-def test_dtypes_of_gradient_main_param_and_output(grad: torch.dtype, output: torch.dtype | None,
-                                                  rest: torch.dtype | None) -> None:
+def test_dtypes_of_gradient_main_param_and_output(
+    grad: torch.dtype, output: torch.dtype | None, rest: torch.dtype | None
+) -> None:
     for rule in ("adam", "plain sgd"):
         check(rule, [300, 1], Case(grad, output, rest, odd=True))
 
@@ -218,25 +296,44 @@ def test_dtypes_of_moments(first: torch.dtype, second: torch.dtype, noisy: bool)
 
 
 EXAMPLES = 25 if DEVICE == "cpu" else 5  # on a GPU nearly every one is compiled
-cases = st.builds(Case, st.sampled_from(FLOATS), st.sampled_from([None, *FLOATS]), st.sampled_from(MAINS),
-                  st.tuples(st.sampled_from(FIRST), st.sampled_from(SECOND)), st.booleans(), st.booleans(),
-                  st.booleans())
-sizes_of_tensors = st.lists(st.one_of(st.integers(0, 70), st.sampled_from(SIZES), st.integers(0, 5000)),
-                            min_size=1, max_size=4)
+cases = st.builds(
+    Case,
+    st.sampled_from(FLOATS),
+    st.sampled_from([None, *FLOATS]),
+    st.sampled_from(MAINS),
+    st.tuples(st.sampled_from(FIRST), st.sampled_from(SECOND)),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+sizes_of_tensors = st.lists(
+    st.one_of(st.integers(0, 70), st.sampled_from(SIZES), st.integers(0, 5000)),
+    min_size=1,
+    max_size=4,
+)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 @pytest.mark.parametrize("rule", list(KEYS))
 def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
-    check(rule, data.draw(sizes_of_tensors), data.draw(cases), seed=data.draw(st.integers(0, 2**20)),
-          step=data.draw(st.sampled_from([1, 2, 1000])),
-          multiplier=float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6, 1e-42])))),
-          lr=data.draw(st.sampled_from([0.0, 1.0, 1e-3, 0.3])), eps=data.draw(st.sampled_from([0.0, 1e-8, 1.0])),
-          weight_decay=data.draw(st.sampled_from([0.0, 0.1, 1.0])), bias_correction=data.draw(st.booleans()),
-          adam_w_mode=data.draw(st.booleans()), grad_averaging=data.draw(st.booleans()),
-          dampening=data.draw(st.sampled_from([0.0, 0.5])), nesterov=rule == "sgd" and data.draw(st.booleans()),
-          momentum=0.0 if rule == "plain sgd" else 0.9)
+    check(
+        rule,
+        data.draw(sizes_of_tensors),
+        data.draw(cases),
+        seed=data.draw(st.integers(0, 2**20)),
+        step=data.draw(st.sampled_from([1, 2, 1000])),
+        multiplier=float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6, 1e-42])))),
+        lr=data.draw(st.sampled_from([0.0, 1.0, 1e-3, 0.3])),
+        eps=data.draw(st.sampled_from([0.0, 1e-8, 1.0])),
+        weight_decay=data.draw(st.sampled_from([0.0, 0.1, 1.0])),
+        bias_correction=data.draw(st.booleans()),
+        adam_w_mode=data.draw(st.booleans()),
+        grad_averaging=data.draw(st.booleans()),
+        dampening=data.draw(st.sampled_from([0.0, 0.5])),
+        nesterov=rule == "sgd" and data.draw(st.booleans()),
+        momentum=0.0 if rule == "plain sgd" else 0.9,
+    )
 
 
 def test_many_steps_of_compact_state() -> None:
@@ -246,7 +343,9 @@ def test_many_steps_of_compact_state() -> None:
         ours = on_device(ours)
         for step in range(1, 8):
             for backend, lists in ((kernels(), ours), (REFERENCE, theirs)):
-                lists.noise[:] = [Noise(step * 0x1234567, noise.stream) for noise in lists.noise or []]
+                lists.noise[:] = [
+                    Noise(step * 0x1234567, noise.stream) for noise in lists.noise or []
+                ]
                 run(backend, rule, lists, GROUP, step, 0.5)
         assert_same_lists(ours, theirs)
 
@@ -254,13 +353,22 @@ def test_many_steps_of_compact_state() -> None:
 def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers() -> None:
     """Every kind of block beside others: what one holds must not leak into another."""
     blocks = [0.0, 1e-45, 1e-40, 2.0**-100, 2.0**-101, 1.0, 3e38, math.inf, math.nan]
-    rows = torch.tensor(blocks).repeat_interleave(BLOCK).view(-1, BLOCK) * torch.linspace(-1, 1, BLOCK)
+    rows = torch.tensor(blocks).repeat_interleave(BLOCK).view(-1, BLOCK) * torch.linspace(
+        -1, 1, BLOCK
+    )
     x = torch.cat([rows.flatten(), torch.tensor(ODD)])
     group = {**GROUP, "momentum": 0.5, "betas": (0.5, 0.5), "weight_decay": 0.0}
     for first, second in zip(FIRST, SECOND, strict=True):
         for noisy in (False, True):
-            ours, theirs = (lists_of(1, [len(x)], KEYS["adam"], Case(torch.float32, None, None, (first, second), noisy))
-                            for _ in range(2))
+            ours, theirs = (
+                lists_of(
+                    1,
+                    [len(x)],
+                    KEYS["adam"],
+                    Case(torch.float32, None, None, (first, second), noisy),
+                )
+                for _ in range(2)
+            )
             for lists in (ours, theirs):
                 lists.grad[0].copy_(x)
             ours = on_device(ours)
@@ -271,7 +379,9 @@ def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers() -> None:
 
 def test_a_root_that_is_far_below_its_block_is_stored_as_the_smallest_code() -> None:
     for second in (torch.float16, torch.uint8):
-        lists = lists_of(1, [BLOCK], KEYS["adam"], Case(torch.float32, None, None, (torch.float32, second)))
+        lists = lists_of(
+            1, [BLOCK], KEYS["adam"], Case(torch.float32, None, None, (torch.float32, second))
+        )
         lists.grad[0].fill_(1e-12)[0] = 1e6
         for key in ("exp_avg_sq", scale_key("exp_avg_sq")):
             lists.state[key][0].zero_()
@@ -290,23 +400,35 @@ def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does
         assert_same(main, torch.zeros(2**16) - every.float(), "read")
         exact = every.float()
         exact = exact[exact.isfinite()]
-        near = torch.cat([torch.nextafter(exact, torch.tensor(s)) for s in (math.inf, -math.inf)] + [
-            (exact[1:] + exact[:-1]) / 2, exact * (1 + 2**-12), exact * (1 + 2**-9)])
-        output, mains = torch.empty(len(near), dtype=dtype, device=DEVICE), near.to(DEVICE, copy=True)
+        near = torch.cat(
+            [torch.nextafter(exact, torch.tensor(s)) for s in (math.inf, -math.inf)]
+            + [(exact[1:] + exact[:-1]) / 2, exact * (1 + 2**-12), exact * (1 + 2**-9)]
+        )
+        output, mains = (
+            torch.empty(len(near), dtype=dtype, device=DEVICE),
+            near.to(DEVICE, copy=True),
+        )
         grads = torch.zeros(len(near), device=DEVICE)
         run(kernels(), "sgd", TensorLists([mains], [grads], {}, [output]), group, 1, 1.0)
         assert_same(output, near.to(dtype), "rounded")
 
 
-# -- sums -------------------------------------------------------------------------------------------------------
+# -- sums -----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(sizes_of_tensors, st.sampled_from(FLOATS), st.booleans(), st.booleans(), st.integers(0, 2**20))
-def test_sums_of_squares_equal_reference(sizes: list[int], dtype: torch.dtype, odd: bool, aligned: bool,
-                                         seed: int) -> None:
+@given(
+    sizes_of_tensors, st.sampled_from(FLOATS), st.booleans(), st.booleans(), st.integers(0, 2**20)
+)
+def test_sums_of_squares_equal_reference(
+    sizes: list[int], dtype: torch.dtype, odd: bool, aligned: bool, seed: int
+) -> None:
     lists = lists_of(seed, sizes, (), Case(dtype, odd=odd, aligned=aligned))
-    assert_same(kernels().sum_of_squares(on_device(lists).grad), REFERENCE.sum_of_squares(lists.grad), "sums")
+    assert_same(
+        kernels().sum_of_squares(on_device(lists).grad),
+        REFERENCE.sum_of_squares(lists.grad),
+        "sums",
+    )
 
 
 @pytest.fixture
@@ -322,38 +444,59 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sums_in_several_rounds(small_chunks: None) -> None:
     sizes = [0, 1024 * 4, 1024 * 16 + 1, 18_000, 5]
     lists = lists_of(5, sizes, (), Case(torch.float32))
-    assert_same(kernels().sum_of_squares(on_device(lists).grad), REFERENCE.sum_of_squares(lists.grad), "sums")
+    assert_same(
+        kernels().sum_of_squares(on_device(lists).grad),
+        REFERENCE.sum_of_squares(lists.grad),
+        "sums",
+    )
     check("lamb", sizes, Case())
     kernels()._tables.__init__()
 
 
 def test_sums_of_mixed_dtypes_and_strides_and_of_nothing() -> None:
-    tensors = [torch.randn(40, 30).t(), torch.randn(5).double(), torch.randn(2000).half(), torch.zeros(0),
-               torch.randn(7).bfloat16()]
+    tensors = [
+        torch.randn(40, 30).t(),
+        torch.randn(5).double(),
+        torch.randn(2000).half(),
+        torch.zeros(0),
+        torch.randn(7).bfloat16(),
+    ]
     on_gpu = [tensor.to(DEVICE) for tensor in tensors]
     assert_same(kernels().sum_of_squares(on_gpu), REFERENCE.sum_of_squares(tensors), "sums")
     assert kernels().sum_of_squares([]).shape == (0,)
     nothing = lists_of(1, [0, 0], KEYS["lamb"], Case())
-    assert torch.equal(kernels().lamb_moments(on_device(nothing), LambScalars.at(GROUP, 1), 1.0).cpu(),
-                       torch.zeros(2, 2, dtype=torch.float64))
+    assert torch.equal(
+        kernels().lamb_moments(on_device(nothing), LambScalars.at(GROUP, 1), 1.0).cpu(),
+        torch.zeros(2, 2, dtype=torch.float64),
+    )
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the tables of this test are made by hand, on the CPU")
 def test_elements_past_the_range_of_32_bits() -> None:
     from mp_optim.update.backends.triton.kernels import sums
 
-    big = torch.from_numpy(np.zeros(2**32 + 9000, np.int16)).view(torch.bfloat16)  # untouched, it takes no memory
+    big = torch.from_numpy(np.zeros(2**32 + 9000, np.int16)).view(
+        torch.bfloat16
+    )  # untouched, it takes no memory
     big[-1], big[2**32 - 16384] = 3.0, 5.0
     owners = torch.zeros(2, dtype=torch.int32)
     first = torch.tensor([-(2**32 // 16384 - 1)], dtype=torch.int32)
     found = torch.empty(2, dtype=torch.float64)
     address = torch.tensor([big.data_ptr()])
-    sums.chunk_sums[(2,)](owners, first, torch.tensor([len(big)]), address, found,
-                          TYPE=sums.tl.bfloat16, ALIGNED=True, CHUNK=16384)
+    sums.chunk_sums[(2,)](
+        owners,
+        first,
+        torch.tensor([len(big)]),
+        address,
+        found,
+        TYPE=sums.tl.bfloat16,
+        ALIGNED=True,
+        CHUNK=16384,
+    )
     assert found.tolist() == [25.0, 9.0]
 
 
-# -- what is on the device ----------------------------------------------------------------------------------------
+# -- what is on the device ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", list(KEYS))
@@ -398,8 +541,13 @@ def test_ratios_are_formed_on_the_device_as_on_the_host(decay: float) -> None:
     ours, scalars = on_device(ours), LambScalars.at(group, 2)
     kernels().lamb(ours, scalars, torch.tensor([0.375, 0.0], device=DEVICE))
     sums = REFERENCE.lamb_moments(theirs, scalars, 0.375)
-    ratios = [0.1 * math.sqrt(p) / math.sqrt(u) if scalars.adapts and p and u else 0.1 for p, u in sums.tolist()]
-    REFERENCE.lamb_apply(theirs, scalars, torch.tensor(ratios, dtype=torch.float64).float().tolist())
+    ratios = [
+        0.1 * math.sqrt(p) / math.sqrt(u) if scalars.adapts and p and u else 0.1
+        for p, u in sums.tolist()
+    ]
+    REFERENCE.lamb_apply(
+        theirs, scalars, torch.tensor(ratios, dtype=torch.float64).float().tolist()
+    )
     assert_same_lists(ours, theirs)
     before = on_device(on_host(ours))
     kernels().lamb(ours, scalars, torch.tensor([0.375, 1.0], device=DEVICE))
@@ -407,16 +555,29 @@ def test_ratios_are_formed_on_the_device_as_on_the_host(decay: float) -> None:
 
 
 def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
-    group = [Case(torch.float64, None), Case(), Case(torch.float32, None), Case(torch.float16, torch.float32), Case()]
+    group = [
+        Case(torch.float64, None),
+        Case(),
+        Case(torch.float32, None),
+        Case(torch.float16, torch.float32),
+        Case(),
+    ]
 
     def joined(keys: tuple[str, ...]) -> TensorLists:
         parts = [lists_of(at, [900], keys, case) for at, case in enumerate(group)]
-        return TensorLists([p.main[0] for p in parts], [p.grad[0] for p in parts],
-                           {key: [p.state[key][0] for p in parts] for key in keys}, [p.output[0] for p in parts])
+        return TensorLists(
+            [p.main[0] for p in parts],
+            [p.grad[0] for p in parts],
+            {key: [p.state[key][0] for p in parts] for key in keys},
+            [p.output[0] for p in parts],
+        )
 
     for rule in ("adam", "lamb", "lion", "sgd"):
         theirs, ours = joined(KEYS[rule]), on_device(joined(KEYS[rule]))
-        assert_sums = run(REFERENCE, rule, theirs, GROUP, 2, 0.5), run(kernels(), rule, ours, GROUP, 2, 0.5)
+        assert_sums = (
+            run(REFERENCE, rule, theirs, GROUP, 2, 0.5),
+            run(kernels(), rule, ours, GROUP, 2, 0.5),
+        )
         assert_same_lists(ours, theirs)
         assert_same(assert_sums[1], assert_sums[0], "sums")
         skipped, before = on_device(joined(KEYS[rule])), on_device(joined(KEYS[rule]))
@@ -425,12 +586,13 @@ def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
             assert_same_lists(skipped, on_host(before))
 
 
-# -- tables ---------------------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many values were copied to the device, in order; not the numbers of each call, which always are."""
+    """How many values were copied to the device, in order; not the numbers of each call, which
+    always are."""
     tables, counted = kernels()._tables, []
     tables.__init__()
     upload: Callable[..., Tensor] = tables.upload
@@ -449,14 +611,22 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
     lists = on_device(lists_of(1, [300] * 20, KEYS["adam"], Case()))
     if steady:
-        lists = TensorLists(SteadyList(lists.main), SteadyList(lists.grad),
-                            {key: SteadyList(found) for key, found in lists.state.items()}, SteadyList(lists.output))
+        lists = TensorLists(
+            SteadyList(lists.main),
+            SteadyList(lists.grad),
+            {key: SteadyList(found) for key, found in lists.state.items()},
+            SteadyList(lists.output),
+        )
     run(kernels(), "adam", lists, GROUP, 1, 1.0)
-    assert uploads == [20] * 8  # owners, firsts, sizes, gradients, main params, two moments, outputs
+    assert (
+        uploads == [20] * 8
+    )  # owners, firsts, sizes, gradients, main params, two moments, outputs
     run(kernels(), "adam", lists, GROUP, 2, 0.5)
     assert len(uploads) == 8
     lists.grad[:] = [grad.clone() for grad in lists.grad]
-    moved = TensorLists(lists.main, SteadyList(lists.grad) if steady else lists.grad, lists.state, lists.output)
+    moved = TensorLists(
+        lists.main, SteadyList(lists.grad) if steady else lists.grad, lists.state, lists.output
+    )
     run(kernels(), "adam", moved, GROUP, 3, 0.5)
     assert len(uploads) == 9
 
@@ -496,10 +666,12 @@ def test_tables_that_nobody_asks_for_are_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("mp_optim.update.backends.triton.tables._REMEMBERED", 1000)
     for _ in range(5):
         check("adam", [30] * 20, Case())
-    assert tables._bytes <= 1000 and tables._bytes == sum(map(_bytes_of, tables._of_content.values()))
+    assert tables._bytes <= 1000 and tables._bytes == sum(
+        map(_bytes_of, tables._of_content.values())
+    )
 
 
-# -- on a GPU -------------------------------------------------------------------------------------------------------
+# -- on a GPU -------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -523,7 +695,7 @@ def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
     assert_same(sums, kernels().sum_of_squares(theirs.grad).cpu(), "sums")
 
 
-# -- choosing it ------------------------------------------------------------------------------------------------------
+# -- choosing it ----------------------------------------------------------------------------------
 
 
 def test_it_proves_itself() -> None:
@@ -532,18 +704,34 @@ def test_it_proves_itself() -> None:
     assert proof_of("triton", torch.device(DEVICE)).exact
 
 
-@pytest.mark.parametrize(("trouble", "said"), [
-    ("", "torch sees no GPU"), ("broken", "OSError: cannot load"), ("old", "Triton 3.5.1 takes denormals for 0")])
-def test_without_a_device_or_a_triton_that_fits_everything_else_works(trouble: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("", "torch sees no GPU"),
+        ("broken", "OSError: cannot load"),
+        ("old", "Triton 3.5.1 takes denormals for 0"),
+    ],
+)
+def test_without_a_device_or_a_triton_that_fits_everything_else_works(
+    trouble: str, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "triton.py").write_text("raise OSError('cannot load')")
     path = [str(tmp_path)] if trouble == "broken" else []
-    program = ("import torch; from mp_optim.update.backends import choose_backend as choose\n"
-               "print(choose('auto', torch.device('cpu'))[0].name)\n"
-               f"torch.cuda.is_available = lambda: {trouble == 'old'}\n"
-               f"if {trouble == 'old'}: import triton; triton.__version__ = '3.5.1'\n"
-               "from mp_optim.update.backends.triton import triton_backend; print(triton_backend()[1])")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([*path, *sys.path])}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    program = (
+        "import torch; from mp_optim.update.backends import choose_backend as choose\n"
+        "print(choose('auto', torch.device('cpu'))[0].name)\n"
+        f"torch.cuda.is_available = lambda: {trouble == 'old'}\n"
+        f"if {trouble == 'old'}: import triton; triton.__version__ = '3.5.1'\n"
+        "from mp_optim.update.backends.triton import triton_backend; print(triton_backend()[1])"
+    )
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join([*path, *sys.path]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
     auto, triton = done.stdout.splitlines()
     assert auto in ("native", "reference")
     assert said in triton
@@ -552,13 +740,29 @@ def test_without_a_device_or_a_triton_that_fits_everything_else_works(trouble: s
 def test_an_optimizer_steps_with_it_and_gives_the_same_bits() -> None:
     def trained(backend: str) -> list[Tensor]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 5)).bfloat16().to(DEVICE)
-        optimizer = get_megatron_optimizer(OptimizerConfig(
-            lr=1e-2, bf16=True, fused_backend=backend, use_precision_aware_optimizer=True, exp_avg_dtype="uint8",
-            exp_avg_sq_dtype="uint8", store_param_remainders=True, stochastic_rounding=True), model)
+        model = (
+            torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 5))
+            .bfloat16()
+            .to(DEVICE)
+        )
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=1e-2,
+                bf16=True,
+                fused_backend=backend,
+                use_precision_aware_optimizer=True,
+                exp_avg_dtype="uint8",
+                exp_avg_sq_dtype="uint8",
+                store_param_remainders=True,
+                stochastic_rounding=True,
+            ),
+            model,
+        )
         for _ in range(3):
             optimizer.zero_grad()
-            optimizer.scale_loss(model(torch.ones(4, 20, device=DEVICE).bfloat16()).square().mean()).backward()
+            optimizer.scale_loss(
+                model(torch.ones(4, 20, device=DEVICE).bfloat16()).square().mean()
+            ).backward()
             assert optimizer.step().success
         return [param.detach().cpu() for param in model.parameters()]
 
@@ -566,29 +770,50 @@ def test_an_optimizer_steps_with_it_and_gives_the_same_bits() -> None:
         assert_same(ours, theirs, "param")
 
 
-# -- what the compiler makes of it ------------------------------------------------------------------------------------
+# -- what the compiler makes of it ----------------------------------------------------------------
 
-INEXACT = re.compile(r"\s(\S*(?:fma|mad)\.\S*f(?:16|32|64)\S*|\S+\.(?:ftz|approx|full)\S*|(?:mul|add|sub)\.f\S+)")
+INEXACT = re.compile(
+    r"\s(\S*(?:fma|mad)\.\S*f(?:16|32|64)\S*|\S+\.(?:ftz|approx|full)\S*|(?:mul|add|sub)\.f\S+)"
+)
 WIDE = r"{}\.global[\w.:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What launches compile for sm_90, by ``triton_ptx.py``."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-                   "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("triton_ptx.py")), "90"], capture_output=True,
-                          text=True, env=environment, check=False)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("triton_ptx.py")), "90"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
 def test_no_scalar_is_compiled_into_a_kernel(compiled: dict[str, dict[str, Any]]) -> None:
-    """Triton compiles integers that are 1 into the code; other steps and learning rates must not compile anew."""
-    assert {label: len(variant["ptx"]) for label, variant in compiled.items()} == dict.fromkeys(compiled, 1)
+    """Triton compiles integers that are 1 into the code; other steps and learning rates must not
+    compile anew."""
+    assert {label: len(variant["ptx"]) for label, variant in compiled.items()} == dict.fromkeys(
+        compiled, 1
+    )
     assert {variant["kernel"] for variant in compiled.values()} == {
-        "adam", "sgd", "lion", "lamb_moments", "lamb_apply", "chunk_sums", "run_sums"}
+        "adam",
+        "sgd",
+        "lion",
+        "lamb_moments",
+        "lamb_apply",
+        "chunk_sums",
+        "run_sums",
+    }
 
 
 def test_nothing_is_contracted_flushed_or_approximate(compiled: dict[str, dict[str, Any]]) -> None:
@@ -600,8 +825,12 @@ def test_nothing_is_contracted_flushed_or_approximate(compiled: dict[str, dict[s
             assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx, label
 
 
-def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
+def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
     """Exactly as many wide accesses as the unmasked path of a thread has bytes."""
     for label, variant in compiled.items():
-        counts = {verb: len(re.findall(WIDE.format(verb), variant["ptx"][0])) for verb in ("ld", "st")}
+        counts = {
+            verb: len(re.findall(WIDE.format(verb), variant["ptx"][0])) for verb in ("ld", "st")
+        }
         assert counts == variant["wide"], label

@@ -1,7 +1,8 @@
-"""Launches the Triton kernels for a GPU that need not be there, up to and without the launch itself, and prints the
-PTX they would have run as JSON.
+"""Launches the Triton kernels for a GPU that need not be there, up to and without the launch
+itself, and prints the PTX they would have run as JSON.
 
-A program of its own, because a process either interprets Triton or compiles it: ``python triton_ptx.py 90``.
+A program of its own, because a process either interprets Triton or compiles it: ``python
+triton_ptx.py 90``.
 """
 
 from __future__ import annotations
@@ -27,12 +28,32 @@ SMALL = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, al
 VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "adam": ("adam", PLAIN, {}),
     "adam, misaligned": ("adam", Case(), {}),
-    "adam, fp32, l2, multiplier on the device": ("adam", Case(torch.float32, None, aligned=True),
-                                                 {"adam_w_mode": False}),
-    "adam, 8 bits": ("adam", Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, noisy=True,
-                                  aligned=True), {}),
-    "adam, 16 bits": ("adam", Case(rest=torch.int16, moments=(torch.bfloat16, torch.float16), aligned=True), {}),
-    "sgd": ("sgd", Case(torch.float16, torch.float16, aligned=True), {"nesterov": True, "momentum": 1.0}),
+    "adam, fp32, l2, multiplier on the device": (
+        "adam",
+        Case(torch.float32, None, aligned=True),
+        {"adam_w_mode": False},
+    ),
+    "adam, 8 bits": (
+        "adam",
+        Case(
+            rest=torch.int8,
+            moments=(torch.int8, torch.uint8),
+            output=None,
+            noisy=True,
+            aligned=True,
+        ),
+        {},
+    ),
+    "adam, 16 bits": (
+        "adam",
+        Case(rest=torch.int16, moments=(torch.bfloat16, torch.float16), aligned=True),
+        {},
+    ),
+    "sgd": (
+        "sgd",
+        Case(torch.float16, torch.float16, aligned=True),
+        {"nesterov": True, "momentum": 1.0},
+    ),
     "lion": ("lion", PLAIN, {}),
     "lamb": ("lamb", PLAIN, {}),
     "lamb, 8 bits": ("lamb", SMALL, {}),
@@ -73,7 +94,8 @@ def backend_for(arch: int, compiled: list[tuple[str, str]]) -> backend.TritonBac
 
 
 def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
-    """How many accesses of 16 bytes a thread needs for its elements of an unmasked tile, or chunk of a sum."""
+    """How many accesses of 16 bytes a thread needs for its elements of an unmasked tile, or chunk
+    of a sum."""
     elements = (backend.SUM_CHUNK if kernel == "chunk_sums" else backend.ROWS * 256) // (32 * 4)
     moments = list(case.moments if two_moments else case.moments[:1])
     main = [torch.bfloat16, case.rest] if case.rest else [torch.float32]
@@ -106,8 +128,11 @@ def main(arch: int) -> None:
             kernels.sum_of_squares(lists.grad)
         for kernel in dict.fromkeys(name for name, _ in compiled):
             texts = {ptx for name, ptx in compiled if name == kernel}
-            result[f"{label}: {kernel}"] = {"ptx": sorted(texts), "kernel": kernel,
-                                            "wide": wide(kernel, case, rule in ("adam", "lamb"))}
+            result[f"{label}: {kernel}"] = {
+                "ptx": sorted(texts),
+                "kernel": kernel,
+                "wide": wide(kernel, case, rule in ("adam", "lamb")),
+            }
     json.dump(result, sys.stdout)
 
 

@@ -1,4 +1,5 @@
-"""The rules by Triton kernels, on a GPU or under Triton's interpreter; nothing here imports Triton until asked to."""
+"""The rules by Triton kernels, on a GPU or under Triton's interpreter; nothing here imports Triton
+until asked to."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ __all__ = ["triton_backend"]
 
 @cache
 def triton_backend() -> tuple[TritonBackend | None, str]:
-    """The backend, or None; and what it runs on, or why there is none. The answer is final for this process."""
+    """The backend, or None; and what it runs on, or why there is none. The answer is final for this
+    process."""
     try:
         from mp_optim.update.backends.triton.backend import TritonBackend
 
         backend = TritonBackend()
-    except Exception as error:  # a broken installation raises anything; the other backends must go on
+    except (
+        Exception
+    ) as error:  # a broken installation raises anything; the other backends must go on
         return None, f"{type(error).__name__}: {error}"
     return backend, backend.runs_on

@@ -1,6 +1,8 @@
-"""The rules by Triton kernels: one launch for all tensors that share dtypes, however many there are.
+"""The rules by Triton kernels: one launch for all tensors that share dtypes, however many there
+are.
 
-Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes to it.
+Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes
+to it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from mp_optim.slots import SteadyList
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton.kernels import lamb, rules, sums
 from mp_optim.update.backends.triton.kinds import Kind, Part, parts_of
-from mp_optim.update.backends.triton.launcher import RATE, Launcher, Recording, Rehearsal, row_of, using
+from mp_optim.update.backends.triton.launcher import (
+    RATE,
+    Launcher,
+    Recording,
+    Rehearsal,
+    row_of,
+    using,
+)
 from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
 from mp_optim.update.lists import (
     REMAINDER,
@@ -36,21 +45,32 @@ from mp_optim.update.sums import root
 __all__ = ["CHUNK", "SUM_CHUNK", "TritonBackend"]
 
 CHUNK = 8192
-"""Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of ``sums``."""
+"""Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of
+``sums``."""
 SUM_CHUNK = 16384
 """Elements a program sums."""
 ROWS = 8
-"""Blocks of 256 elements in a tile: 16 elements for each of 128 threads, 16 bytes of 8-bit states."""
+"""Blocks of 256 elements in a tile: 16 elements for each of 128 threads, 16 bytes of 8-bit
+states."""
 OLDEST = (3, 6)
-"""The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits ``div.rn.ftz.f32``."""
+"""The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
+``div.rn.ftz.f32``."""
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 
 Multiplier = float | Tensor
-"""A number; or FP32 on the tensors' device, shape (1,) or (2,): what gradients are multiplied with, and a flag that
-is not 0 if nothing is to be written. What is on the device can be formed there, without the host waiting for it."""
+"""A number; or FP32 on the tensors' device, shape (1,) or (2,): what gradients are multiplied with,
+and a flag that is not 0 if nothing is to be written. What is on the device can be formed there,
+without the host waiting for it."""
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int16: tl.int16,
-          torch.int8: tl.int8, torch.uint8: tl.uint8, None: None}
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int16: tl.int16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    None: None,
+}
 _ADAM = ("exp_avg", "exp_avg_sq")
 
 
@@ -62,7 +82,8 @@ class TritonBackend(ReferenceBackend):
         runs_on: the same in words.
 
     Raises:
-        RuntimeError: there is neither a device nor the interpreter, or this Triton computes other bits.
+        RuntimeError: there is neither a device nor the interpreter, or this Triton computes other
+            bits.
     """
 
     name = "triton"
@@ -72,10 +93,14 @@ class TritonBackend(ReferenceBackend):
     def __init__(self) -> None:
         interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
         if not interpreted and not torch.cuda.is_available():
-            raise RuntimeError("torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported")
+            raise RuntimeError(
+                "torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
+            )
         if not interpreted and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
-            raise RuntimeError(f"Triton {triton.__version__} takes denormals for 0 in divisions and square roots; "
-                               f"{'.'.join(map(str, OLDEST))} and later do not")
+            raise RuntimeError(
+                f"Triton {triton.__version__} takes denormals for 0 in divisions and square roots; "
+                f"{'.'.join(map(str, OLDEST))} and later do not"
+            )
         self.device_type = "cpu" if interpreted else "cuda"
         self.runs_on = f"Triton {triton.__version__}" + (", interpreted" if interpreted else "")
         self._tables = Tables()
@@ -89,15 +114,23 @@ class TritonBackend(ReferenceBackend):
         return rehearsal
 
     def record(self, work: Callable[[], object], table: Tensor) -> None:
-        """Let ``work`` run with numbers from the rows of a table, as a graph has to that is replayed."""
+        """Let ``work`` run with numbers from the rows of a table, as a graph has to that is
+        replayed."""
         with using(self, Recording(self._tables, table)):
             work()
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier) -> None:
         for part, numbers in self._parts(lists, _ADAM, scalars):
             if numbers is not None:
-                self._step(rules.adam, part, _ADAM, numbers, multiplier,
-                           HAS_DECAY=scalars.decay != 0.0, HAS_L2=scalars.l2 != 0.0)
+                self._step(
+                    rules.adam,
+                    part,
+                    _ADAM,
+                    numbers,
+                    multiplier,
+                    HAS_DECAY=scalars.decay != 0.0,
+                    HAS_L2=scalars.l2 != 0.0,
+                )
             elif (value := _on_host(multiplier)) is not None:
                 super().adam(part.lists, scalars, value)
 
@@ -105,43 +138,69 @@ class TritonBackend(ReferenceBackend):
         moments = ("momentum_buffer",) if "momentum_buffer" in lists.state else ()
         for part, numbers in self._parts(lists, moments, scalars):
             if numbers is not None:
-                self._step(rules.sgd, part, moments, numbers, multiplier,
-                           HAS_DECAY=scalars.decay != 0.0, NESTEROV=scalars.nesterov, FIRST=scalars.first)
+                self._step(
+                    rules.sgd,
+                    part,
+                    moments,
+                    numbers,
+                    multiplier,
+                    HAS_DECAY=scalars.decay != 0.0,
+                    NESTEROV=scalars.nesterov,
+                    FIRST=scalars.first,
+                )
             elif (value := _on_host(multiplier)) is not None:
                 super().sgd(part.lists, scalars, value)
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier) -> None:
         for part, numbers in self._parts(lists, _ADAM[:1], scalars):
             if numbers is not None:
-                self._step(rules.lion, part, _ADAM[:1], numbers, multiplier, HAS_DECAY=scalars.decay != 0.0)
+                self._step(
+                    rules.lion, part, _ADAM[:1], numbers, multiplier, HAS_DECAY=scalars.decay != 0.0
+                )
             elif (value := _on_host(multiplier)) is not None:
                 super().lion(part.lists, scalars, value)
 
-    def _parts(self, lists: TensorLists, moments: tuple[str, ...],
-               scalars: Any) -> Iterator[tuple[Part, Tensor | None]]:
-        """The parts with tensors, each with its numbers on the device; without any if there is no kernel for it."""
+    def _parts(
+        self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
+    ) -> Iterator[tuple[Part, Tensor | None]]:
+        """The parts with tensors, each with its numbers on the device; without any if there is no
+        kernel for it."""
         for part in parts_of(lists, moments):
             if part.kind is not None:
-                yield part, self.launcher.numbers(row_of(scalars, _seed(part.lists)), part.lists.main[0].device)
+                yield (
+                    part,
+                    self.launcher.numbers(
+                        row_of(scalars, _seed(part.lists)), part.lists.main[0].device
+                    ),
+                )
                 continue
-            self.launcher.by_reference(f"there is no kernel for gradients of {part.lists.grad[0].dtype}, parameters of "
-                                       f"{part.lists.main[0].dtype} and their state")
+            self.launcher.by_reference(
+                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, parameters of "
+                f"{part.lists.main[0].dtype} and their state"
+            )
             if self.launcher.launches:
                 yield part, None
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
-        """The whole step, for tensors that are whole parameters; their ratios are formed on the device."""
+        """The whole step, for tensors that are whole parameters; their ratios are formed on the
+        device."""
         self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
 
-    def lamb_finish(self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier) -> None:
+    def lamb_finish(
+        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
+    ) -> None:
         if not lists.main:
             return
-        skip = multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
+        skip = (
+            multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
+        )
         numbers = self.launcher.numbers(row_of(scalars, 0), lists.main[0].device)
         ratios = _ratios(scalars, sums, numbers) if self.launcher.launches else sums[:, 0]
         self.lamb_apply(lists, scalars, ratios, skip)
 
-    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> Tensor:
+    def lamb_moments(
+        self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
+    ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
         parts = list(self._parts(lists, _ADAM, scalars))
         found = [self._moments(part, numbers, scalars, multiplier) for part, numbers in parts]
@@ -152,7 +211,9 @@ class TritonBackend(ReferenceBackend):
             sums.index_copy_(0, self._index(part.indices, device), values)
         return sums
 
-    def _moments(self, part: Part, numbers: Tensor | None, scalars: LambScalars, multiplier: Multiplier) -> Tensor:
+    def _moments(
+        self, part: Part, numbers: Tensor | None, scalars: LambScalars, multiplier: Multiplier
+    ) -> Tensor:
         device = part.lists.main[0].device
         if numbers is None or part.kind is None:
             value = _on_host(multiplier)
@@ -161,12 +222,25 @@ class TritonBackend(ReferenceBackend):
             return torch.zeros(len(part.lists.main), 2, dtype=torch.float64, device=device)
         plan = self._tables.plan(part.lists.main, CHUNK, device)
         sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
-        self._launch(lamb.lamb_moments, part._replace(kind=part.kind._replace(output=None)), _ADAM, numbers, multiplier,
-                     made={"sums": sums}, HAS_DECAY=scalars.decay != 0.0, HAS_L2=scalars.l2 != 0.0)
+        self._launch(
+            lamb.lamb_moments,
+            part._replace(kind=part.kind._replace(output=None)),
+            _ADAM,
+            numbers,
+            multiplier,
+            made={"sums": sums},
+            HAS_DECAY=scalars.decay != 0.0,
+            HAS_L2=scalars.l2 != 0.0,
+        )
         return self._added(plan, sums)
 
-    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float] | Tensor,
-                   skip: Tensor | None = None) -> None:
+    def lamb_apply(
+        self,
+        lists: TensorLists,
+        scalars: LambScalars,
+        ratios: Sequence[float] | Tensor,
+        skip: Tensor | None = None,
+    ) -> None:
         """Take the step, each tensor with its own ratio.
 
         Args:
@@ -178,18 +252,29 @@ class TritonBackend(ReferenceBackend):
             if numbers is None:
                 if skip is None or not skip.item():
                     values = ratios.tolist() if isinstance(ratios, Tensor) else ratios
-                    super().lamb_apply(part.lists, scalars, [values[index] for index in part.indices])
+                    super().lamb_apply(
+                        part.lists, scalars, [values[index] for index in part.indices]
+                    )
                 continue
             if not isinstance(ratios, Tensor):
-                mine = torch.tensor([ratios[index] for index in part.indices], dtype=torch.float32,
-                                    device="cpu")
+                mine = torch.tensor(
+                    [ratios[index] for index in part.indices], dtype=torch.float32, device="cpu"
+                )
                 table = self._tables.upload(mine, device)
             elif len(part.indices) == len(lists.main):
                 table = ratios
             else:
                 table = ratios.index_select(0, self._index(part.indices, device))
-            self._step(lamb.lamb_apply, part, _ADAM, numbers, 1.0, skip, made={"ratios": table},
-                       HAS_DECAY=scalars.decay != 0.0)
+            self._step(
+                lamb.lamb_apply,
+                part,
+                _ADAM,
+                numbers,
+                1.0,
+                skip,
+                made={"ratios": table},
+                HAS_DECAY=scalars.decay != 0.0,
+            )
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = SteadyList.of(tensors)
@@ -199,7 +284,9 @@ class TritonBackend(ReferenceBackend):
         sums = torch.empty(len(steady), dtype=torch.float64, device=device)
         for dtype in steady.dtypes:
             mine = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
-            sums.index_copy_(0, self._index(mine, device), self._sum_alike(SteadyList(steady[i] for i in mine)))
+            sums.index_copy_(
+                0, self._index(mine, device), self._sum_alike(SteadyList(steady[i] for i in mine))
+            )
         return sums
 
     def _sum_alike(self, tensors: SteadyList) -> Tensor:
@@ -209,34 +296,77 @@ class TritonBackend(ReferenceBackend):
         if not tensors.contiguous:
             tensors = SteadyList(tensor.contiguous() for tensor in tensors)
         device = tensors[0].device
-        plan, column = self._tables.plan(tensors, SUM_CHUNK, device), self._tables.column(tensors, device)
+        plan, column = (
+            self._tables.plan(tensors, SUM_CHUNK, device),
+            self._tables.column(tensors, device),
+        )
         found = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
         if plan.programs:
             with _current(device):
-                sums.chunk_sums[(plan.programs,)](plan.owners, plan.firsts, plan.sizes, column.values, found,
-                                                  TYPE=_TYPES[tensors[0].dtype], ALIGNED=column.aligned,
-                                                  CHUNK=SUM_CHUNK, **OPTIONS)
+                sums.chunk_sums[(plan.programs,)](
+                    plan.owners,
+                    plan.firsts,
+                    plan.sizes,
+                    column.values,
+                    found,
+                    TYPE=_TYPES[tensors[0].dtype],
+                    ALIGNED=column.aligned,
+                    CHUNK=SUM_CHUNK,
+                    **OPTIONS,
+                )
         return self._added(plan, found)[:, 0]
 
     def _added(self, plan: Plan, values: Tensor) -> Tensor:
         """From sums of chunks, shape (programs, columns), to sums of tensors."""
         for each in plan.rounds:
-            results = torch.empty(each.programs, values.shape[1], dtype=torch.float64, device=values.device)
+            results = torch.empty(
+                each.programs, values.shape[1], dtype=torch.float64, device=values.device
+            )
             if self.launcher.launches:
                 with _current(values.device):
-                    sums.run_sums[(each.programs,)](each.owners, each.firsts, each.starts, each.counts, values, results,
-                                                    COLUMNS=values.shape[1], RUN=RUN, **OPTIONS)
+                    sums.run_sums[(each.programs,)](
+                        each.owners,
+                        each.firsts,
+                        each.starts,
+                        each.counts,
+                        values,
+                        results,
+                        COLUMNS=values.shape[1],
+                        RUN=RUN,
+                        **OPTIONS,
+                    )
             values = results
         return values
 
-    def _step(self, kernel: Any, part: Part, moments: tuple[str, ...], numbers: Tensor, multiplier: Multiplier,
-              skip: Tensor | None = None, made: dict[str, Tensor] | None = None, **flags: Any) -> None:
+    def _step(
+        self,
+        kernel: Any,
+        part: Part,
+        moments: tuple[str, ...],
+        numbers: Tensor,
+        multiplier: Multiplier,
+        skip: Tensor | None = None,
+        made: dict[str, Tensor] | None = None,
+        **flags: Any,
+    ) -> None:
         self._launch(kernel, part, moments, numbers, multiplier, skip, made, **flags)
-        increment_version([*part.lists.main, *(output for output in part.lists.output if output is not None)])
+        increment_version(
+            [*part.lists.main, *(output for output in part.lists.output if output is not None)]
+        )
 
-    def _launch(self, kernel: Any, part: Part, moments: tuple[str, ...], numbers: Tensor, multiplier: Multiplier,
-                skip: Tensor | None = None, made: dict[str, Tensor] | None = None, **flags: Any) -> None:
-        """Launch a kernel over a part. ``made``: what the step itself made on the device; ``flags`` are compiled in."""
+    def _launch(
+        self,
+        kernel: Any,
+        part: Part,
+        moments: tuple[str, ...],
+        numbers: Tensor,
+        multiplier: Multiplier,
+        skip: Tensor | None = None,
+        made: dict[str, Tensor] | None = None,
+        **flags: Any,
+    ) -> None:
+        """Launch a kernel over a part. ``made``: what the step itself made on the device; ``flags``
+        are compiled in."""
         lists, kind = part.lists, part.kind
         assert kind is not None
         device = lists.main[0].device
@@ -252,31 +382,71 @@ class TritonBackend(ReferenceBackend):
         def run() -> None:
             with _current(device):
                 kernel[(plan.programs,)](
-                    *tables, numbers, multiplier, skip, *columns, **(made or {}), **flags,
+                    *tables,
+                    numbers,
+                    multiplier,
+                    skip,
+                    *columns,
+                    **(made or {}),
+                    **flags,
                     **{name.upper(): _TYPES[dtype] for name, dtype in kind._asdict().items()},
-                    NOISY=streams is not None, ON_DEVICE=isinstance(multiplier, Tensor), ALIGNED=aligned, CHUNK=CHUNK,
-                    ROWS=ROWS, **OPTIONS)
+                    NOISY=streams is not None,
+                    ON_DEVICE=isinstance(multiplier, Tensor),
+                    ALIGNED=aligned,
+                    CHUNK=CHUNK,
+                    ROWS=ROWS,
+                    **OPTIONS,
+                )
 
-        self.launcher.launch(run, (kernel.__name__, kind, aligned, tuple(flags.items()), _place(multiplier),
-                                   _place(skip), *tables, *columns))
+        self.launcher.launch(
+            run,
+            (
+                kernel.__name__,
+                kind,
+                aligned,
+                tuple(flags.items()),
+                _place(multiplier),
+                _place(skip),
+                *tables,
+                *columns,
+            ),
+        )
 
-    def _columns(self, lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> tuple[list[Tensor | None], bool]:
-        """Addresses of the parts of all tensors, in the order in which kernels take them; and whether all of those
-        but the scales are multiples of 16."""
+    def _columns(
+        self, lists: TensorLists, kind: Kind, moments: tuple[str, ...]
+    ) -> tuple[list[Tensor | None], bool]:
+        """Addresses of the parts of all tensors, in the order in which kernels take them; and
+        whether all of those but the scales are multiples of 16."""
         state = lists.state
         first, second = [*moments, "", ""][:2]
-        parts = [lists.grad, lists.main, state.get(REMAINDER), state.get(first), state.get(second),
-                 lists.output if kind.output is not None else None]
-        columns = [None if part is None else self._tables.column(part, lists.main[0].device)  # type: ignore[arg-type]
-                   for part in parts]
-        scales = [None if scale is None else self._tables.column(scale, lists.main[0].device).values
-                  for scale in (state.get(scale_key(name)) for name in (first, second))]
+        parts = [
+            lists.grad,
+            lists.main,
+            state.get(REMAINDER),
+            state.get(first),
+            state.get(second),
+            lists.output if kind.output is not None else None,
+        ]
+        columns = [
+            None if part is None else self._tables.column(part, lists.main[0].device)  # type: ignore[arg-type]
+            for part in parts
+        ]
+        scales = [
+            None if scale is None else self._tables.column(scale, lists.main[0].device).values
+            for scale in (state.get(scale_key(name)) for name in (first, second))
+        ]
         addresses = [None if column is None else column.values for column in columns]
-        return [*addresses[:5], *scales, addresses[5]], all(column.aligned for column in columns if column)
+        return [*addresses[:5], *scales, addresses[5]], all(
+            column.aligned for column in columns if column
+        )
 
     def _streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
         """Streams of random numbers on the device."""
-        return self._tables.values(array("I", [noise.stream for noise in lists.noise]), device) if lists.noise else None
+        return (
+            self._tables.values(array("I", [noise.stream for noise in lists.noise]), device)
+            if lists.noise
+            else None
+        )
 
     def _index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self._tables.values(array("q", indices), device)
@@ -294,7 +464,8 @@ def _place(value: Multiplier | None) -> Any:
 
 
 def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
-    """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr: in double, rounded to FP32."""
+    """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr: in double,
+    rounded to FP32."""
     lr = numbers[RATE : RATE + 2].view(torch.float64)
     if not scalars.adapts:
         return lr.expand(len(sums)).float()

@@ -31,13 +31,18 @@ class Kind(NamedTuple):
     @property
     def is_supported(self) -> bool:
         """Whether there are kernels for it."""
-        return (self.grad in _FLOATS and (self.main, self.rest) in _MAINS
-                and self.moment1 in (None, *_FLOATS, torch.int8) and self.moment2 in (None, *_FLOATS, torch.uint8)
-                and self.output in (None, *_FLOATS))
+        return (
+            self.grad in _FLOATS
+            and (self.main, self.rest) in _MAINS
+            and self.moment1 in (None, *_FLOATS, torch.int8)
+            and self.moment2 in (None, *_FLOATS, torch.uint8)
+            and self.output in (None, *_FLOATS)
+        )
 
 
 class Part(NamedTuple):
-    """Tensors of one kind: where they are in the lists, and the lists of them alone. A kind of None: no kernel."""
+    """Tensors of one kind: where they are in the lists, and the lists of them alone. A kind of
+    None: no kernel."""
 
     indices: Sequence[int]
     kind: Kind | None
@@ -50,8 +55,12 @@ def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
         return []
     names = [*moments, None, None][:2]
     columns: list[Sequence[Tensor | None] | None] = [
-        lists.grad, lists.main, lists.state.get(REMAINDER),
-        *(None if name is None else lists.state[name] for name in names), lists.output]
+        lists.grad,
+        lists.main,
+        lists.state.get(REMAINDER),
+        *(None if name is None else lists.state[name] for name in names),
+        lists.output,
+    ]
     found = [_dtypes(column) for column in columns]
     if all(len(dtypes) == 1 for dtypes in found):
         kind = Kind(*(next(iter(dtypes)) for dtypes in found))  # type: ignore[arg-type]  # grad and main are lists
@@ -79,10 +88,13 @@ def _dtype(column: Sequence[Tensor | None] | None, at: int) -> torch.dtype | Non
 
 
 def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind | None:
-    """The kind, if there are kernels for it and the scales and random numbers are as they expect them."""
+    """The kind, if there are kernels for it and the scales and random numbers are as they expect
+    them."""
     dtypes = zip(moments, (kind.moment1, kind.moment2), strict=False)
-    scaled = all((scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
-                 for name, dtype in dtypes)
+    scaled = all(
+        (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
+        for name, dtype in dtypes
+    )
     noise = lists.noise or []
     alike = len({item.seed for item in noise}) <= 1 and not any(item.start for item in noise)
     return kind if kind.is_supported and scaled and alike else None
@@ -92,5 +104,10 @@ def _take(lists: TensorLists, indices: Sequence[int]) -> TensorLists:
     def some(values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in indices]
 
-    return TensorLists(some(lists.main), some(lists.grad), {key: some(found) for key, found in lists.state.items()},
-                       some(lists.output), None if lists.noise is None else some(lists.noise))
+    return TensorLists(
+        some(lists.main),
+        some(lists.grad),
+        {key: some(found) for key, found in lists.state.items()},
+        some(lists.output),
+        None if lists.noise is None else some(lists.noise),
+    )

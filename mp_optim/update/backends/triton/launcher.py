@@ -1,8 +1,8 @@
 """How launches happen: at once; not at all, but noted; or inside of a CUDA graph.
 
-What changes from step to step (rates, bias corrections, seeds) lies in memory, in one row of numbers for each call of a
-rule. In a graph the rows are those of one table that is written before each replay; everything else about a launch is
-fixed in the graph, and is what a rehearsal compares.
+What changes from step to step (rates, bias corrections, seeds) lies in memory, in one row of
+numbers for each call of a rule. In a graph the rows are those of one table that is written before
+each replay; everything else about a launch is fixed in the graph, and is what a rehearsal compares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mp_optim.update.lists import LambScalars
 __all__ = ["WIDTH", "Launcher", "Recording", "Rehearsal", "row_of"]
 
 WIDTH = 16
-"""Int32 values of a row: the seed, FP32 scalars as their bits, and from :data:`RATE` on LAMB's lr in FP64."""
+"""Int32 values of a row: the seed, FP32 scalars as their bits, and from :data:`RATE` on LAMB's lr
+in FP64."""
 RATE = 10
 
 
@@ -59,7 +60,8 @@ class Launcher:
 
 
 class Recording(Launcher):
-    """Launches at once as well, into a graph that is being captured: numbers are rows of a table that stays."""
+    """Launches at once as well, into a graph that is being captured: numbers are rows of a table
+    that stays."""
 
     def __init__(self, tables: Tables, table: Tensor) -> None:
         super().__init__(tables)
@@ -100,21 +102,31 @@ class Rehearsal(Launcher):
 
     def matches(self, other: Rehearsal) -> bool:
         """Whether a graph of the other step is one of this step, but for the numbers."""
-        return (not self.unfit and len(self.rows) == len(other.rows) and len(self.fixed) == len(other.fixed)
-                and all(map(_alike, self.fixed, other.fixed)))
+        return (
+            not self.unfit
+            and len(self.rows) == len(other.rows)
+            and len(self.fixed) == len(other.fixed)
+            and all(map(_alike, self.fixed, other.fixed))
+        )
 
     def upload(self) -> Tensor:
-        """The numbers of all calls on the device, shape (calls, WIDTH), in memory of their own; nothing waits."""
+        """The numbers of all calls on the device, shape (calls, WIDTH), in memory of their own;
+        nothing waits."""
         joined = array("i", b"".join(row.tobytes() for row in self.rows))
         if not joined:
             return torch.empty(0, WIDTH, dtype=torch.int32, device=self._device)
-        return self._tables.upload(torch.frombuffer(joined, dtype=torch.int32), self._device).view(-1, WIDTH)
+        return self._tables.upload(torch.frombuffer(joined, dtype=torch.int32), self._device).view(
+            -1, WIDTH
+        )
 
 
 def _alike(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Tables are compared by identity: the same ones, kept by whoever keeps the rehearsal; all else by value."""
+    """Tables are compared by identity: the same ones, kept by whoever keeps the rehearsal; all else
+    by value."""
     return len(mine) == len(theirs) and all(
-        a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
+        a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
+        for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 @contextmanager

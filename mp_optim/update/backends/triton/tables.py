@@ -1,4 +1,5 @@
-"""Tables of addresses and sizes on a device, copied there once for as long as they stay the same."""
+"""Tables of addresses and sizes on a device, copied there once for as long as they stay the
+same."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Plan:
 
 
 class Round:
-    """One pass over sums that lie tensor by tensor in a row: ``counts`` before, ``results`` after it."""
+    """One pass over sums that lie tensor by tensor in a row: ``counts`` before, ``results`` after
+    it."""
 
     def __init__(self, tables: Tables, counts: Sequence[int], device: torch.device) -> None:
         self.results = [max(1, -(-count // RUN)) for count in counts]
@@ -83,16 +85,20 @@ def _firsts(counts: Sequence[int]) -> list[int]:
 
 
 def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"),
-                                     torch.tensor(counts, dtype=torch.int64, device="cpu"))
+    owners = torch.repeat_interleave(
+        torch.arange(len(counts), dtype=torch.int32, device="cpu"),
+        torch.tensor(counts, dtype=torch.int64, device="cpu"),
+    )
     return tables.upload(owners, device), tables.values(array("i", _firsts(counts)), device)
 
 
 class Tables:
-    """Remembers what was copied to a device: by the list it came from, as long as that lives, and by its content.
+    """Remembers what was copied to a device: by the list it came from, as long as that lives, and
+    by its content.
 
-    A CUDA graph keeps using tables it was captured with, so those are never given up. A table is ordered with the
-    stream it was first used on: launches on other streams have to be ordered after that one, as for any tensor.
+    A CUDA graph keeps using tables it was captured with, so those are never given up. A table is
+    ordered with the stream it was first used on: launches on other streams have to be ordered after
+    that one, as for any tensor.
     """
 
     def __init__(self) -> None:
@@ -103,6 +109,7 @@ class Tables:
 
     def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
         """The addresses of tensors."""
+
         def build(steady: SteadyList) -> Column:
             addresses = steady.addresses
             aligned = not any(address % 16 for address in addresses)
@@ -112,10 +119,12 @@ class Tables:
 
     def plan(self, tensors: Sequence[Tensor], chunk: int, device: torch.device) -> Plan:
         """The programs that work on tensors in chunks of ``chunk`` elements."""
+
         def build(steady: SteadyList) -> Plan:
             sizes = steady.sizes
-            return self._remembered((sizes.tobytes(), chunk, device), device,
-                                    lambda: Plan(self, sizes, chunk, device))
+            return self._remembered(
+                (sizes.tobytes(), chunk, device), device, lambda: Plan(self, sizes, chunk, device)
+            )
 
         return self._known(tensors, ("plan", chunk, device), device, build)
 
@@ -124,24 +133,35 @@ class Tables:
         dtype = _DTYPES[values.typecode]
         if not values:
             return torch.empty(0, dtype=dtype, device=device)
-        return self._remembered((values.typecode, values.tobytes(), device), device,
-                                lambda: self.upload(torch.frombuffer(values, dtype=dtype), device))
+        return self._remembered(
+            (values.typecode, values.tobytes(), device),
+            device,
+            lambda: self.upload(torch.frombuffer(values, dtype=dtype), device),
+        )
 
     def upload(self, table: Tensor, device: torch.device) -> Tensor:
         """A copy of a table in host memory; nothing waits for it.
 
         Raises:
-            RuntimeError: a CUDA graph is being captured, which must not copy what the host may free.
+            RuntimeError: a CUDA graph is being captured, which must not copy what the host may
+                free.
         """
         if device.type != "cuda":
             return table.clone()
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("the addresses of these tensors are not on the device yet: take one step with the "
-                               "same tensors before a CUDA graph is captured")
+            raise RuntimeError(
+                "the addresses of these tensors are not on the device yet: take one step with the "
+                "same tensors before a CUDA graph is captured"
+            )
         return table.pin_memory().to(device, non_blocking=True)
 
-    def _known(self, tensors: Sequence[Tensor], kind: Hashable, device: torch.device,
-               build: Callable[[SteadyList], _Value]) -> _Value:
+    def _known(
+        self,
+        tensors: Sequence[Tensor],
+        kind: Hashable,
+        device: torch.device,
+        build: Callable[[SteadyList], _Value],
+    ) -> _Value:
         """What was made of this very list, which holds still as long as it lives."""
         if not isinstance(tensors, SteadyList):
             return self._kept(build(SteadyList(tensors)), device)
@@ -159,7 +179,9 @@ class Tables:
         if found is not None and found[0]() is None:  # its id may belong to a new list already
             del self._of_list[key]
 
-    def _remembered(self, key: Hashable, device: torch.device, build: Callable[[], _Value]) -> _Value:
+    def _remembered(
+        self, key: Hashable, device: torch.device, build: Callable[[], _Value]
+    ) -> _Value:
         """What was made of this content; the least recently asked for is given up first."""
         value: _Value | None = self._of_content.pop(key, None)
         if value is None:

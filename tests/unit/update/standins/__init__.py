@@ -1,1 +1,2 @@
-"""Modules that stand in for GPU libraries: their formulas in numpy, and their silence where they check nothing."""
+"""Modules that stand in for GPU libraries: their formulas in numpy, and their silence where they
+check nothing."""

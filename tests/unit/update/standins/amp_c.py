@@ -1,4 +1,5 @@
-"""apex's ``amp_C``: it checks devices and strides, hardly a dtype, and knows 32-bit indices except in Adam."""
+"""apex's ``amp_C``: it checks devices and strides, hardly a dtype, and knows 32-bit indices except
+in Adam."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ import torch
 from torch import Tensor
 
 from standins import gpu
-from standins.gpu import GPU, F, Lists, SegmentationFaultError, as_float, as_int, fma, product, values
+from standins.gpu import (
+    GPU,
+    F,
+    Lists,
+    SegmentationFaultError,
+    as_float,
+    as_int,
+    fma,
+    product,
+    values,
+)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DEPTH = {1: 110, 2: 64, 3: 48, 4: 36}
@@ -35,7 +46,11 @@ def _check(lists: Lists) -> None:
 
 def _misread(name: str, lists: Lists, believed: list[torch.dtype]) -> bool:
     """Whether memory is taken for another dtype than it has: every tensor for that of the first."""
-    wrong = any(tensor.dtype != dtype for tensors, dtype in zip(lists, believed, strict=True) for tensor in tensors)
+    wrong = any(
+        tensor.dtype != dtype
+        for tensors, dtype in zip(lists, believed, strict=True)
+        for tensor in tensors
+    )
     if wrong:
         GPU.damage.append(f"{name}: memory of another dtype is taken for {believed}")
     return wrong
@@ -45,8 +60,19 @@ def _apply(chunk: int, lists: Lists, kernel: Any, wide: bool = False) -> None:
     gpu.walk(chunk, lists, _DEPTH[len(lists)], wide, kernel)
 
 
-def _multi_tensor_adam(chunk: int, flag: Tensor, lists: Lists, lr: Any, beta1: Any, beta2: Any, eps: Any, step: Any,
-                       mode: Any, bias: Any, decay: Any) -> None:
+def _multi_tensor_adam(
+    chunk: int,
+    flag: Tensor,
+    lists: Lists,
+    lr: Any,
+    beta1: Any,
+    beta2: Any,
+    eps: Any,
+    step: Any,
+    mode: Any,
+    bias: Any,
+    decay: Any,
+) -> None:
     scalars = gpu.adam_scalars(lr, beta1, beta2, eps, step, mode, bias, decay)
     gpu.begin("multi_tensor_adam", flag)
     _check(lists)
@@ -78,7 +104,9 @@ def _multi_tensor_scale(chunk: int, flag: Tensor, lists: Lists, scale: Any) -> N
     _apply(chunk, lists, kernel)
 
 
-def _multi_tensor_l2norm(chunk: int, flag: Tensor, lists: Lists, per_tensor: Any = None) -> tuple[Tensor, Tensor]:
+def _multi_tensor_l2norm(
+    chunk: int, flag: Tensor, lists: Lists, per_tensor: Any = None
+) -> tuple[Tensor, Tensor]:
     gpu.begin("multi_tensor_l2norm", flag)
     if not lists[0]:
         raise SegmentationFaultError("tensor_lists[0][0] of an empty list")
@@ -96,11 +124,24 @@ def _multi_tensor_l2norm(chunk: int, flag: Tensor, lists: Lists, per_tensor: Any
 
     _apply(chunk, lists, kernel)
     norms = torch.from_numpy(gpu.rooted(sums))
-    return torch.from_numpy(gpu.rooted(np.array([sums.sum(dtype=F)]))), norms if per_tensor else torch.zeros(0)
+    return torch.from_numpy(
+        gpu.rooted(np.array([sums.sum(dtype=F)]))
+    ), norms if per_tensor else torch.zeros(0)
 
 
-def _multi_tensor_sgd(chunk: int, flag: Tensor, lists: Lists, decay: Any, momentum: Any, dampening: Any, lr: Any,
-                      nesterov: Any, first: Any, decay_after: Any, scale: Any) -> None:
+def _multi_tensor_sgd(
+    chunk: int,
+    flag: Tensor,
+    lists: Lists,
+    decay: Any,
+    momentum: Any,
+    dampening: Any,
+    lr: Any,
+    nesterov: Any,
+    first: Any,
+    decay_after: Any,
+    scale: Any,
+) -> None:
     numbers = [as_float(x) for x in (decay, momentum, dampening, lr)]
     flags, scale = [bool(as_int(x)) for x in (nesterov, first)], as_float(scale)
     gpu.begin("multi_tensor_sgd", flag)
@@ -108,15 +149,31 @@ def _multi_tensor_sgd(chunk: int, flag: Tensor, lists: Lists, decay: Any, moment
     kind = (lists[0][0].dtype, lists[1][0].dtype, len(lists))
     half, full = torch.float16, torch.float32
     if kind not in ((half, half, 3), (full, full, 3), (half, full, 4), (full, full, 4)):
-        raise RuntimeError("multi_tensor_sgd only supports some combinations of gradient & weight types.")
+        raise RuntimeError(
+            "multi_tensor_sgd only supports some combinations of gradient & weight types."
+        )
     if _misread("sgd", lists[:3], [kind[0], kind[1], kind[1]]) or int(flag):
         return
     _apply(chunk, lists[:3], lambda _, g, p, m: gpu.sgd(g, p, m, *numbers, *flags, scale))
 
 
-def _multi_tensor_lamb(chunk: int, flag: Tensor, lists: Lists, lr: Any, beta1: Any, beta2: Any, eps: Any, step: Any,
-                       bias: Any, decay: Any, averaging: Any, mode: Any, norm: Tensor, limit: Any,
-                       nvlamb: Any = False) -> None:
+def _multi_tensor_lamb(
+    chunk: int,
+    flag: Tensor,
+    lists: Lists,
+    lr: Any,
+    beta1: Any,
+    beta2: Any,
+    eps: Any,
+    step: Any,
+    bias: Any,
+    decay: Any,
+    averaging: Any,
+    mode: Any,
+    norm: Tensor,
+    limit: Any,
+    nvlamb: Any = False,
+) -> None:
     s = gpu.adam_scalars(lr, beta1, beta2, eps, step, mode, bias, decay)
     gpu.begin("multi_tensor_lamb", flag)
     _check(lists)
@@ -136,7 +193,9 @@ def _multi_tensor_lamb(chunk: int, flag: Tensor, lists: Lists, lr: Any, beta1: A
         grad = fma(old, s["weight_decay"], grad) if s["mode"] == 0 else grad
         new_m = fma(grad, weight, product(values(m), s["beta1"]))
         new_v = fma(grad, product(F(1) - s["beta2"], grad), product(values(v), s["beta2"]))
-        u = gpu.divided(gpu.divided(new_m, s["bc1"]), gpu.rooted(gpu.divided(new_v, s["bc2"])) + s["eps"])
+        u = gpu.divided(
+            gpu.divided(new_m, s["bc1"]), gpu.rooted(gpu.divided(new_v, s["bc2"])) + s["eps"]
+        )
         u = fma(old, s["weight_decay"], u) if s["mode"] == 1 else u
         for tensor, array in zip((g, m, v), (u, new_m, new_v), strict=True):
             gpu.store(tensor, array)
@@ -155,7 +214,12 @@ def _multi_tensor_lamb(chunk: int, flag: Tensor, lists: Lists, lr: Any, beta1: A
 def module() -> ModuleType:
     """A fresh module."""
     found = ModuleType("amp_C")
-    for function in (_multi_tensor_adam, _multi_tensor_scale, _multi_tensor_l2norm, _multi_tensor_sgd,
-                     _multi_tensor_lamb):
+    for function in (
+        _multi_tensor_adam,
+        _multi_tensor_scale,
+        _multi_tensor_l2norm,
+        _multi_tensor_sgd,
+        _multi_tensor_lamb,
+    ):
         setattr(found, function.__name__.lstrip("_"), function)
     return found

@@ -56,7 +56,8 @@ def flushed(x: Array) -> Array:
 
 
 def _rough(x: Array) -> Array:
-    """An approximation: every other value is one unit off, as the instructions are allowed to be."""
+    """An approximation: every other value is one unit off, as the instructions are allowed to
+    be."""
     odd = (np.ascontiguousarray(x).view(np.uint32).reshape(x.shape) >> 3) & 1
     return np.where(odd == 1, np.nextafter(x, np.where(x > 0, F(np.inf), F(-np.inf))), x).astype(F)
 
@@ -121,11 +122,14 @@ def flat_memory(tensor: Tensor) -> Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def walk(chunk: int, lists: Lists, most_tensors: int, wide: bool, kernel: Callable[..., None]) -> None:
-    """Collect chunks of tensors until a launch is full or the last chunk of the last tensor was added.
+def walk(
+    chunk: int, lists: Lists, most_tensors: int, wide: bool, kernel: Callable[..., None]
+) -> None:
+    """Collect chunks of tensors until a launch is full or the last chunk of the last tensor was
+    added.
 
-    An empty tensor at the end therefore loses everything that was collected; one in the last place of a launch's
-    table is written behind the table.
+    An empty tensor at the end therefore loses everything that was collected; one in the last place
+    of a launch's table is written behind the table.
     """
     blocks: list[tuple[int, int]] = []
     placed = 0
@@ -148,7 +152,9 @@ def walk(chunk: int, lists: Lists, most_tensors: int, wide: bool, kernel: Callab
                 blocks = []
 
 
-def _run(blocks: list[tuple[int, int]], lists: Lists, chunk: int, kernel: Callable[..., None]) -> None:
+def _run(
+    blocks: list[tuple[int, int]], lists: Lists, chunk: int, kernel: Callable[..., None]
+) -> None:
     for index, start in blocks:
         count = min(chunk, lists[0][index].numel() - start)
         kernel(index, *(flat_memory(tensors[index])[start : start + count] for tensors in lists))
@@ -159,7 +165,9 @@ def bias_correction(beta: Any, step: int, wanted: int) -> Any:
     return F(1 - np.float64(F(beta)) ** step) if wanted == 1 else F(1)
 
 
-def adam(p: Array, g: Array, m: Array, v: Array, scalars: dict[str, Any]) -> tuple[Array, Array, Array]:
+def adam(
+    p: Array, g: Array, m: Array, v: Array, scalars: dict[str, Any]
+) -> tuple[Array, Array, Array]:
     """Both libraries' Adam: (p, m, v)."""
     b1, b2, lr, wd, mode = (scalars[k] for k in ("beta1", "beta2", "lr", "weight_decay", "mode"))
     if mode == 0:
@@ -172,17 +180,35 @@ def adam(p: Array, g: Array, m: Array, v: Array, scalars: dict[str, Any]) -> tup
     return fma(-u, lr, p), m, v
 
 
-def adam_scalars(lr: Any, beta1: Any, beta2: Any, eps: Any, step: Any, mode: Any, bias: Any,
-                 decay: Any) -> dict[str, Any]:
+def adam_scalars(
+    lr: Any, beta1: Any, beta2: Any, eps: Any, step: Any, mode: Any, bias: Any, decay: Any
+) -> dict[str, Any]:
     """Adam's arguments as the kernels see them."""
     step, bias = as_int(step), as_int(bias)
-    return {"lr": as_float(lr), "beta1": as_float(beta1), "beta2": as_float(beta2), "eps": as_float(eps),
-            "mode": as_int(mode), "weight_decay": as_float(decay),
-            "bc1": bias_correction(beta1, step, bias), "bc2": bias_correction(beta2, step, bias)}
+    return {
+        "lr": as_float(lr),
+        "beta1": as_float(beta1),
+        "beta2": as_float(beta2),
+        "eps": as_float(eps),
+        "mode": as_int(mode),
+        "weight_decay": as_float(decay),
+        "bc1": bias_correction(beta1, step, bias),
+        "bc2": bias_correction(beta2, step, bias),
+    }
 
 
-def sgd(grad: Tensor, param: Tensor, buffer: Tensor, decay: Any, momentum: Any, dampening: Any, lr: Any,
-        nesterov: bool, first: bool, scale: Any) -> None:
+def sgd(
+    grad: Tensor,
+    param: Tensor,
+    buffer: Tensor,
+    decay: Any,
+    momentum: Any,
+    dampening: Any,
+    lr: Any,
+    nesterov: bool,
+    first: bool,
+    scale: Any,
+) -> None:
     """Both libraries' SGD; the buffer is read always, and written only with momentum."""
     g, p, m = product(values(grad), scale), values(param), values(buffer)
     if decay != 0:

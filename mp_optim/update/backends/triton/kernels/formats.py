@@ -1,4 +1,5 @@
-"""Values as they are stored: reading, rounding and writing. ``update/formats.py`` is the same in torch operations.
+"""Values as they are stored: reading, rounding and writing. ``update/formats.py`` is the same in
+torch operations.
 
 bfloat16 is handled as its 16 bits: the interpreter would truncate where a GPU rounds.
 """
@@ -11,15 +12,18 @@ GOLDEN = tl.constexpr(0x9E3779B9)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 TINY = tl.constexpr((127 - 100) << 23)  # the bits of 2^-100
-ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds |x| < 2^22 to the nearest even integer
+ROUNDER = tl.constexpr(
+    1.5 * 2.0**23
+)  # adding and subtracting it rounds |x| < 2^22 to the nearest even integer
 
 
-# -- memory -----------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------
 
 
 @triton.jit
 def place(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to element ``start`` of a tensor, from a column of addresses; None where there is no column.
+    """Pointer to element ``start`` of a tensor, from a column of addresses; None where there is no
+    column.
 
     ALIGNED: every address of the launch is a multiple of 16 bytes.
     """
@@ -76,7 +80,7 @@ def narrowed(value, TYPE: tl.constexpr):
     return raw
 
 
-# -- random numbers -----------------------------------------------------------------------------------------
+# -- random numbers -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -109,12 +113,13 @@ def sixteen_bits(words, ROOT: tl.constexpr):
     return bits.to(tl.int32)
 
 
-# -- moments ------------------------------------------------------------------------------------------------
+# -- moments --------------------------------------------------------------------------------------
 
 
 @triton.jit
 def decoded(raw, scale, TYPE: tl.constexpr, ROOT: tl.constexpr):
-    """FP32 values of a stored moment of shape (blocks, 256); ``scale`` of shape (blocks,), or None if it has none."""
+    """FP32 values of a stored moment of shape (blocks, 256); ``scale`` of shape (blocks,), or None
+    if it has none."""
     value = widened(raw, TYPE)
     if scale is not None:
         value = value * scale[:, None]
@@ -124,8 +129,16 @@ def decoded(raw, scale, TYPE: tl.constexpr, ROOT: tl.constexpr):
 
 
 @triton.jit
-def read_moment(pointer, scales, blocks, offsets, count, TYPE: tl.constexpr, ROOT: tl.constexpr,
-                MASKED: tl.constexpr):
+def read_moment(
+    pointer,
+    scales,
+    blocks,
+    offsets,
+    count,
+    TYPE: tl.constexpr,
+    ROOT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """FP32 values of a moment; ROOT says that it is the second one."""
     scale = scales
     if scales is not None:
@@ -134,8 +147,19 @@ def read_moment(pointer, scales, blocks, offsets, count, TYPE: tl.constexpr, ROO
 
 
 @triton.jit
-def write_moment(value, pointer, scales, blocks, offsets, count, words, TYPE: tl.constexpr, ROOT: tl.constexpr,
-                 NOISY: tl.constexpr, MASKED: tl.constexpr):
+def write_moment(
+    value,
+    pointer,
+    scales,
+    blocks,
+    offsets,
+    count,
+    words,
+    TYPE: tl.constexpr,
+    ROOT: tl.constexpr,
+    NOISY: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Store FP32 values of a moment; returns the values as they are stored."""
     scale = scales
     if scales is not None:
@@ -156,7 +180,9 @@ def dithered(value, sixteen):
     """bfloat16 bits of FP32 values whose lower 16 bits are cut off after random bits were added."""
     bits = value.to(tl.int32, bitcast=True)
     finite = (bits & INFINITY) != INFINITY
-    return tl.where(finite, (bits + sixteen) >> 16, narrowed(value, tl.bfloat16).to(tl.int32)).to(tl.int16)
+    return tl.where(finite, (bits + sixteen) >> 16, narrowed(value, tl.bfloat16).to(tl.int32)).to(
+        tl.int16
+    )
 
 
 @triton.jit
@@ -214,7 +240,7 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOIS
     return codes.to(TYPE)
 
 
-# -- main params --------------------------------------------------------------------------------------------
+# -- main params ----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -233,8 +259,19 @@ def read_main(pointer, rests, offsets, count, REST: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
-def write_main(value, pointer, rests, outputs, offsets, count, words, REST: tl.constexpr, OUTPUT: tl.constexpr,
-               NOISY: tl.constexpr, MASKED: tl.constexpr):
+def write_main(
+    value,
+    pointer,
+    rests,
+    outputs,
+    offsets,
+    count,
+    words,
+    REST: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    NOISY: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Store FP32 main params, split if there are remainders, and the outputs."""
     if rests is None:
         put(pointer, value, offsets, count, MASKED)
@@ -250,7 +287,8 @@ def write_main(value, pointer, rests, outputs, offsets, count, words, REST: tl.c
 
 @triton.jit
 def split(value, words, REST: tl.constexpr, NOISY: tl.constexpr):
-    """Upper 16 bits, rounded to nearest with ties away from zero, and what is missing; both int32."""
+    """Upper 16 bits, rounded to nearest with ties away from zero, and what is missing; both
+    int32."""
     bits = value.to(tl.int32, bitcast=True)
     is_nan = (bits & MAGNITUDE) > INFINITY
     if REST == tl.int8:

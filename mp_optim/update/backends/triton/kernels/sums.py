@@ -1,7 +1,7 @@
 """Sums of squares in FP64 in the order of ``update/sums.py``.
 
-Reductions in an order of our own are built from halvings of two elements each: the sum of two does not depend on
-their order, and Triton leaves that of more open.
+Reductions in an order of our own are built from halvings of two elements each: the sum of two does
+not depend on their order, and Triton leaves that of more open.
 """
 
 import triton
@@ -48,7 +48,16 @@ def pairs_added(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def chunk_sums(owners, firsts, sizes, tensors, sums, TYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+def chunk_sums(
+    owners,
+    firsts,
+    sizes,
+    tensors,
+    sums,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Each program the sum of one chunk, a power of two of blocks of 1024."""
     tensor, start, count = located(owners, firsts, sizes, None, CHUNK)
     pointer = place(tensors, tensor, start, TYPE, ALIGNED)
@@ -70,8 +79,11 @@ def _chunk_sum(pointer, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr, MASKED:
 
 
 @triton.jit
-def run_sums(owners, firsts, starts, counts, sums, results, COLUMNS: tl.constexpr, RUN: tl.constexpr):
-    """Each program the sums, column by column, of a run of RUN of its tensor's ``counts`` rows in ``sums``."""
+def run_sums(
+    owners, firsts, starts, counts, sums, results, COLUMNS: tl.constexpr, RUN: tl.constexpr
+):
+    """Each program the sums, column by column, of a run of RUN of its tensor's ``counts`` rows in
+    ``sums``."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     at = (program - tl.load(firsts + tensor)) * RUN
