@@ -1,11 +1,11 @@
 """A Megatron-style mixed-precision optimizer stack. Start at :func:`get_megatron_optimizer`."""
 
 from mp_optim import checkpoint
-from mp_optim.chained import ChainedOptimizer
+from mp_optim.api import get_megatron_optimizer
 from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
-from mp_optim.distributed_optimizer import DistributedOptimizer
-from mp_optim.entry import get_megatron_optimizer
-from mp_optim.param_groups import (
+from mp_optim.distributed.chained import ChainedOptimizer
+from mp_optim.distributed.optimizer import DistributedOptimizer
+from mp_optim.groups.overrides import (
     ParamGroupOverride,
     ParamKey,
     ParamPredicate,
@@ -14,6 +14,7 @@ from mp_optim.param_groups import (
     get_mup_config_overrides,
     get_standard_config_overrides,
 )
+from mp_optim.groups.scheduler import OptimizerParamScheduler
 from mp_optim.placement import HybridDeviceOptimizer
 from mp_optim.planner import plan
 from mp_optim.precision import (
@@ -24,8 +25,7 @@ from mp_optim.precision import (
     MegatronOptimizer,
     StepResult,
 )
-from mp_optim.process_groups import ProcessGroups
-from mp_optim.scheduler import OptimizerParamScheduler
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon
 
 __version__ = "0.1.0"

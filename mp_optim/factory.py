@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mp_optim.chained import ChainedOptimizer
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed_optimizer import DistributedOptimizer
-from mp_optim.param_groups import (
+from mp_optim.distributed.chained import ChainedOptimizer
+from mp_optim.distributed.optimizer import DistributedOptimizer
+from mp_optim.groups.overrides import (
     ParamKey,
     check_claims,
     get_param_groups,
@@ -28,7 +28,8 @@ from mp_optim.precision import (
     MegatronGradScaler,
     MegatronOptimizer,
 )
-from mp_optim.process_groups import ProcessGroups
+from mp_optim.process.caller_warnings import warn
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
 from mp_optim.update import (
     SGD,
@@ -40,7 +41,6 @@ from mp_optim.update import (
     set_host_cores,
     set_host_threads,
 )
-from mp_optim.warn import warn
 
 __all__ = ["build", "device_of", "with_data_parallel"]
 

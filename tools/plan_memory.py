@@ -1,167 +1,34 @@
 #!/usr/bin/env python
-"""What a model and its optimizer take on one rank, before anything is allocated.
+"""What a model of tools/train.py and its optimizer take on one rank, before anything is allocated.
 
 python tools/plan_memory.py --model tests/functional/full_size/qwen3_30b_a3b.yaml --dp 8 --ep 8
---gpu-memory 80
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from mp_optim import OptimizerConfig
-from mp_optim.planner import Layout, MemoryPlan, SweepRow, smallest_fraction, specs_of, sweep
+from mp_optim.cli.plan import GIB, Options, report
 from training.loading import load_yaml
 from training.models import hf_config
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-GIB = 2**30
-
-
-@dataclass
-class Options:
-    """What to plan for. Memory is in GiB per rank."""
-
-    model: Path
-    """A YAML file of tools/train.py, or a Hugging Face config.json (or the folder it is in)."""
-    layout: tyro.conf.OmitArgPrefixes[Layout] = field(default_factory=Layout)
-    gpu_memory: float | None = None
-    """What parameters, gradients and optimizer may take of the accelerator: finds the smallest
-    offload fraction."""
-    host_memory: float | None = None
-    """What the host has for this rank."""
-    fractions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    output: Path | None = None
-    """Folder for plan.md and plan.png."""
+__all__ = ["GIB", "load", "main"]
 
 
 def load(path: Path) -> tuple[Any, OptimizerConfig]:
-    """The model's config and the optimizer's; without one in the file, AdamW for bf16."""
-    if path.suffix in (".yaml", ".yml"):
-        config = load_yaml(path)
-        return hf_config(config.model), config.optimizer
-    import transformers
-
-    return transformers.AutoConfig.from_pretrained(path), OptimizerConfig(lr=1e-4, bf16=True)
-
-
-def table(rows: list[SweepRow], options: Options) -> Table:
-    """One line a plan; what does not fit is red."""
-    shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")
-    shown.add_column("state")
-    for head in ("fraction", "accelerator", "pinned host", "pageable host", "host"):
-        shown.add_column(head, justify="right")
-    for row in rows:
-        accelerator = f"{row.plan.accelerator.total / GIB:.2f}"
-        fits = options.gpu_memory is None or row.plan.accelerator.total <= options.gpu_memory * GIB
-        shown.add_row(
-            row.form,
-            f"{row.plan.fraction:g}",
-            accelerator if fits else f"[red]{accelerator}[/red]",
-            *(
-                f"{size / GIB:.2f}"
-                for size in (
-                    row.plan.pinned_host.total,
-                    row.plan.pageable_host.total,
-                    row.plan.host_total,
-                )
-            ),
-        )
-    return shown
-
-
-def _words(layout: Layout) -> str:
-    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("dp", "tp", "ep"))
-    return f"{sizes}, {layout.sharding}"
-
-
-def markdown(rows: list[SweepRow]) -> str:
-    """The same as a table for documents."""
-    lines = [
-        "| state | fraction on the host | accelerator, GiB | pinned host, GiB | pageable host, GiB "
-        "|",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.form} | {row.plan.fraction:g} | {row.plan.accelerator.total / GIB:.2f} | "
-        f"{row.plan.pinned_host.total / GIB:.2f} | {row.plan.pageable_host.total / GIB:.2f} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
-    """Accelerator and host bytes over the fraction, a line for each form of state."""
-    figure, places = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=False)
-    for form in dict.fromkeys(row.form for row in rows):
-        mine = [row.plan for row in rows if row.form == form]
-        for axes, total in zip(
-            places, (lambda p: p.accelerator.total, lambda p: p.host_total), strict=True
-        ):
-            axes.plot(
-                [p.fraction for p in mine], [total(p) / GIB for p in mine], marker="o", label=form
-            )
-    for axes, title, limit in zip(
-        places, ("accelerator", "host"), (options.gpu_memory, options.host_memory), strict=True
-    ):
-        axes.set(
-            title=title,
-            xlabel="share of the optimizer on the host",
-            ylabel="GiB per rank",
-            ylim=(0, None),
-        )
-        if limit is not None:
-            axes.axhline(limit, color="red", linewidth=0.8, linestyle="--")
-        axes.grid(alpha=0.25)
-    places[0].legend(frameon=False)
-    figure.suptitle(f"{options.model.stem}, {_words(options.layout)}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def fitting(options: Options, source: Any, config: OptimizerConfig) -> MemoryPlan:
-    """The plan with the smallest fraction that fits."""
-    host = None if options.host_memory is None else int(options.host_memory * GIB)
-    return smallest_fraction(
-        source,
-        config,
-        options.layout,
-        gpu_memory=int((options.gpu_memory or 0) * GIB),
-        host_memory=host,
-    )
+    """The model's config and the optimizer's of a YAML file."""
+    config = load_yaml(path)
+    return hf_config(config.model), config.optimizer
 
 
 def main(options: Options, console: Console) -> None:
-    source, config = load(options.model)
-    specs = specs_of(source)
-    rows = sweep(specs, config, options.layout, fractions=options.fractions)
-    console.print(
-        f"{sum(spec.numel for spec in specs) / 1e9:.2f} B params in {len(specs)} tensors",
-        highlight=False,
-    )
-    console.print(table(rows, options))
-    if options.gpu_memory is not None:
-        found = fitting(options, specs, config)
-        console.print(
-            f"optimizer_offload_fraction={found.fraction:g} is the smallest that fits "
-            f"{options.gpu_memory:g} GiB:",
-            highlight=False,
-        )
-        console.print(str(found), highlight=False)
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "plan.md").write_text(markdown(rows), encoding="utf-8")
-        draw(options.output / "plan.png", rows, options)
+    report(*load(options.model), options, console)
 
 
 if __name__ == "__main__":

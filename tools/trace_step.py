@@ -27,7 +27,7 @@ from benchmarks import overlap
 from rich.console import Console
 
 from mp_optim import HybridDeviceOptimizer
-from mp_optim.placement.stages import Span
+from mp_optim.placement.timeline import Span
 
 _COLORS = {
     "wait_copies": "#fdae6b",

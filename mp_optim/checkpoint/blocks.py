@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.flat import FlatShard
-from mp_optim.layouts import is_split
+from mp_optim.slots.tensor_layout import is_split
 
 __all__ = ["BLOCK", "is_cut", "scales_of_elements"]
 

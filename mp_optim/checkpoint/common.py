@@ -14,7 +14,7 @@ import torch
 
 from mp_optim.checkpoint.manifest import Manifest, read_checked
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.state_dict import with_params
+from mp_optim.slots.state_dict import with_params
 
 __all__ = ["COMMON", "packed", "read_common", "without_state"]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Saved
-from mp_optim.checkpoint.state_dict import with_params
-from mp_optim.names import canonical_names, prefixed
 from mp_optim.slots import ParamGroups, Slot
+from mp_optim.slots.names import canonical_names, prefixed
+from mp_optim.slots.state_dict import with_params
 
 __all__ = [
     "MODEL",

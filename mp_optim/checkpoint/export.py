@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from mp_optim.checkpoint.durable import replace_durably, sync_directory, sync_file
 from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.own_modes import in_own_modes
+from mp_optim.process.torch_modes import in_own_modes
 
 __all__ = ["export_safetensors"]
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
-from mp_optim.missing_ranks import call, learn_addresses, naming_missing_ranks
+from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks
 
 __all__ = ["Ranks", "job_timeout"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mp_optim.checkpoint.entries import MODEL, STATE
 from mp_optim.checkpoint.index import Index
-from mp_optim.names import matched_names
+from mp_optim.slots.names import matched_names
 
 __all__ = ["common_under", "index_under", "renamed_entries"]
 

@@ -53,7 +53,7 @@ from mp_optim.checkpoint.reading import Reading, plan_reading, read_index
 from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entries
 from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.writing import Writing, plan_writing
-from mp_optim.own_modes import in_own_modes
+from mp_optim.process.torch_modes import in_own_modes
 
 __all__ = ["load", "save", "verify", "versions"]
 

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from mp_optim.host_memory import cut
 from mp_optim.placement.transfer import Transfer
+from mp_optim.process.host_memory import cut
 
 __all__ = ["ALIGNMENT", "HostArena", "aligned_bytes"]
 

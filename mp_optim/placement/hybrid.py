@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.own_modes import in_own_modes
 from mp_optim.placement.arena import aligned_bytes
-from mp_optim.placement.arrivals import Arrivals, final_in_backward
 from mp_optim.placement.cores import occupy, worker_threads
-from mp_optim.placement.pipeline import HostPipeline, Traffic, staging_bytes
+from mp_optim.placement.device_split import DeviceSplitOptimizer, Place
+from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
+from mp_optim.placement.pipeline import HostPipeline, TransferBytes, staging_bytes
 from mp_optim.placement.schedule import HostSchedule, OffloadMode
-from mp_optim.placement.seats import Place, SeatedOptimizer
-from mp_optim.placement.stages import Stages
+from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.transfer import Transfer
-from mp_optim.slot_optimizer import Closure, SlotOptimizer
+from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, SlotUpdate, current_grad, iter_slots, local_tensor, update_of
+from mp_optim.slots.optimizer import Closure, SlotOptimizer
 from mp_optim.update import FusedAdam, RuleOptimizer, global_grad_norm
 
 __all__ = ["HybridDeviceOptimizer"]
 
 
-class HybridDeviceOptimizer(SeatedOptimizer):
+class HybridDeviceOptimizer(DeviceSplitOptimizer):
     """Steps a fraction of its parameters on the host, the rest where they lie.
 
     Args:
@@ -89,7 +89,7 @@ class HybridDeviceOptimizer(SeatedOptimizer):
             transfer,
             pin_cpu_params,
         )
-        self.stages = Stages()
+        self.stages = StepTimeline()
         self._pipeline = HostPipeline(
             self._transfer,
             bucket_bytes=bucket_bytes,
@@ -97,7 +97,7 @@ class HybridDeviceOptimizer(SeatedOptimizer):
             depth=3 if overlap_cpu_optimizer_d2h_h2d else 1,
             stages=self.stages,
         )
-        self._arrivals = Arrivals(self._arrived)
+        self._arrivals = GradHooks(self._arrived)
         self._watched: list[tuple[Slot, Tensor]] = []
         if offload_mode != "sync":
             self.schedule = HostSchedule(
@@ -269,7 +269,7 @@ class HybridDeviceOptimizer(SeatedOptimizer):
         return None if hosted else self._subs["device"].verdict_device()
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TransferBytes:
         """Bytes the last step moved between the places."""
         return self._pipeline.traffic if self.schedule is None else self.schedule.traffic
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mp_optim.placement.arena import HostArena, aligned_bytes
-from mp_optim.placement.stages import WAIT_COPIES, Stages
+from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.placement.transfer import CopyPair, Transfer
 from mp_optim.slots import SlotUpdate
 
-__all__ = ["HostPipeline", "Traffic", "staging_bytes"]
+__all__ = ["HostPipeline", "TransferBytes", "staging_bytes"]
 
 Bucket = list[SlotUpdate]
 
 
 @dataclass
-class Traffic:
+class TransferBytes:
     """Bytes of the last step over the bus."""
 
     down: int = 0
@@ -82,7 +82,7 @@ class HostPipeline:
         bucket_bytes: int,
         depth: int,
         pin: bool,
-        stages: Stages | None = None,
+        stages: StepTimeline | None = None,
     ) -> None:
         if bucket_bytes < 1 or depth < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}, depth={depth}: both must be at least 1")
@@ -90,9 +90,9 @@ class HostPipeline:
         self._bucket_bytes = bucket_bytes
         self._depth = depth
         self._pin = pin
-        self._times = stages or Stages()
+        self._times = stages or StepTimeline()
         self._stages: list[_Stage] = []
-        self.traffic = Traffic()
+        self.traffic = TransferBytes()
 
     def over(self, transfer: Transfer) -> HostPipeline:
         """The same pipeline over another transfer."""
@@ -129,7 +129,7 @@ class HostPipeline:
             step: steps one bucket, whose tensors are on the host.
         """
         buckets = list(_buckets(updates, shares, self._bucket_bytes))
-        self.traffic = Traffic(
+        self.traffic = TransferBytes(
             down=sum(u.grad.nbytes for u in updates),
             up=sum(u.output.nbytes for u in updates if u.output is not None),
         )

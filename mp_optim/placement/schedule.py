@@ -15,17 +15,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mp_optim.own_modes import in_own_modes
-from mp_optim.placement.arrivals import GradientStamp
+from mp_optim.placement.backward_jobs import BackwardJob, Bucket, Halves, HostArithmetic
 from mp_optim.placement.buckets import fitting_bucket_bytes, plan_buckets
-from mp_optim.placement.early import Bucket, EarlyJob, Halves, HostArithmetic
-from mp_optim.placement.pipeline import Traffic
+from mp_optim.placement.grad_hooks import GradVersion
+from mp_optim.placement.pipeline import TransferBytes
 from mp_optim.placement.speculation import WINDOW, speculates_next, warn_of_written
-from mp_optim.placement.stages import WAIT_COPIES, WAIT_WORKER, Stages
+from mp_optim.placement.timeline import WAIT_COPIES, WAIT_WORKER, StepTimeline
 from mp_optim.placement.transfer import Transfer
 from mp_optim.placement.worker import Worker, WorkerError
-from mp_optim.slot_optimizer import SlotOptimizer
+from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update import choose_backend
 
 __all__ = ["HostSchedule", "OffloadMode"]
@@ -40,7 +40,7 @@ class _Piece:
     bucket: Bucket
     updates: list[SlotUpdate]
     staged: list[SlotUpdate]
-    job: EarlyJob | None
+    job: BackwardJob | None
     label: str
     ticket: Any = None
     halves: list[Halves] | None = None
@@ -66,7 +66,8 @@ class HostSchedule:
         pipelined: in ``step()``, start all copies before the arithmetic.
         open_round: called before the first bucket of a round is planned: makes the host's optimizer
             have current tensors and settings.
-        touch: called before a step is published (see :class:`~mp_optim.broken_off.StepMark`).
+        touch: called before a step is published (see
+            :class:`~mp_optim.slots.interrupted_step.StepMark`).
         set_up: called once in the worker thread.
 
     Attributes:
@@ -85,7 +86,7 @@ class HostSchedule:
         transfer: Transfer,
         *,
         mode: OffloadMode,
-        stages: Stages,
+        stages: StepTimeline,
         bucket_bytes: int,
         pin_staging: bool,
         pin_mains: bool,
@@ -99,7 +100,7 @@ class HostSchedule:
         self.enabled = True
         self.predicted: Callable[[], float] = lambda: 1.0
         self.settle_settings: Callable[[], None] = lambda: None
-        self.traffic = Traffic()
+        self.traffic = TransferBytes()
         self.counts = Counter(
             {
                 "speculation_hits": 0,
@@ -123,7 +124,7 @@ class HostSchedule:
         self._failure: WorkerError | None = None
         self._speculates = mode == "speculative"
         self._verdicts: deque[bool] = deque(maxlen=WINDOW)
-        self._sums: dict[int, tuple[GradientStamp, Slot, float]] = {}
+        self._sums: dict[int, tuple[GradVersion, Slot, float]] = {}
         self._buckets: list[Bucket] = []
         self._cut(slots)
 
@@ -216,13 +217,13 @@ class HostSchedule:
             key=_by_slot,
         )
         bucket.waiting = {}
-        stamps = {u.slot: GradientStamp.of(u.grad, self._arrivals[u.slot]) for u in updates}
+        stamps = {u.slot: GradVersion.of(u.grad, self._arrivals[u.slot]) for u in updates}
         staged = bucket.stage(updates)
         halves = []
         rule = self.arithmetic.rule
         if self._round.speculates and rule is not None and not any(map(rule.is_collective, staged)):
             halves = bucket.halves(rule.plan(staged))
-        bucket.job = EarlyJob(
+        bucket.job = BackwardJob(
             bucket, updates, staged, stamps, halves, self._label(list(stamps)), self.arithmetic
         )
         self._worker.submit(bucket.job)
@@ -314,7 +315,7 @@ class HostSchedule:
             WorkerError: the worker failed; nothing was stepped.
         """
         self.finish()
-        self.traffic = Traffic(
+        self.traffic = TransferBytes(
             down=sum(u.grad.nbytes for u in updates),
             up=sum(u.output.nbytes for u in updates if u.output is not None),
         )
@@ -364,7 +365,7 @@ class HostSchedule:
             bucket.expected = frozenset(update.slot for update in mine)
         return pieces
 
-    def _is_fresh(self, job: EarlyJob, updates: Sequence[SlotUpdate]) -> bool:
+    def _is_fresh(self, job: BackwardJob, updates: Sequence[SlotUpdate]) -> bool:
         """Whether a job was given just these gradients, as they are now, and writes the outputs
         that are wanted."""
         return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mp_optim.warn import warn
+from mp_optim.process.caller_warnings import warn
 
 __all__ = ["PAUSE_BELOW", "RESUME_AT", "WINDOW", "speculates_next", "warn_of_written"]
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mp_optim.host_memory import zeros_host
-from mp_optim.own_modes import in_own_modes
+from mp_optim.process.host_memory import zeros_host
+from mp_optim.process.torch_modes import in_own_modes
 
 __all__ = ["CudaTransfer", "ImmediateTransfer", "MetaTransfer", "Transfer", "transfer_for"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory import build
-from mp_optim.param_groups import ParamKey
+from mp_optim.groups.overrides import ParamKey
 from mp_optim.placement import HybridDeviceOptimizer
 from mp_optim.planner.layout import Layout, model_shard, state_shard
 from mp_optim.planner.params import ParamSpec, specs_of
@@ -21,7 +21,7 @@ from mp_optim.planner.sharded import of_one_rank, without_sharding
 from mp_optim.precision import MegatronOptimizer
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import iter_slots
-from mp_optim.update.lists import REMAINDER
+from mp_optim.update.kernel_args import REMAINDER
 
 __all__ = ["Memory", "MemoryPlan", "memory_of", "plan", "plan_rank"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mp_optim.names import named_params
-from mp_optim.param_groups import is_expert_param
+from mp_optim.groups.overrides import is_expert_param
+from mp_optim.slots.names import named_params
 
 __all__ = ["ParamSpec", "specs_of"]
 

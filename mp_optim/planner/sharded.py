@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.distributed.buckets import Bucket, make_buckets
+from mp_optim.distributed.transport import bucket_elements
 from mp_optim.quantized import FLOAT8_DTYPES
-from mp_optim.sharding.buckets import Bucket, make_buckets
-from mp_optim.sharding.transport import bucket_elements
 
 __all__ = ["Held", "of_one_rank", "without_sharding"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
-from mp_optim.process_groups import ProcessGroups
 from mp_optim.quantized import FLOAT8_DTYPES
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import Slot
 
 __all__ = ["Float16OptimizerWithFloat16Params"]

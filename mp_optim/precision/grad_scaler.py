@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.host_memory import as_tensor
-from mp_optim.own_modes import in_own_modes
-from mp_optim.setting_rules import WHOLE, Rule, check_setting
+from mp_optim.config.setting_checks import WHOLE, Rule, check_setting
+from mp_optim.process.host_memory import as_tensor
+from mp_optim.process.torch_modes import in_own_modes
 
 __all__ = ["ConstantGradScaler", "DynamicGradScaler", "MegatronGradScaler"]
 

@@ -17,18 +17,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from mp_optim.arguments import ModelParams
-from mp_optim.broken_off import StepMark
 from mp_optim.checkpoint.blocks import is_cut
-from mp_optim.layouts import Layout, layout_of, shard_groups_of
-from mp_optim.own_modes import in_own_modes
-from mp_optim.precision.agreement import Agreement, same_values, stands_for
-from mp_optim.precision.columns import SlotColumns
-from mp_optim.precision.doors import StateDoor
+from mp_optim.precision.dtensor_state import as_local_state, as_sharded
+from mp_optim.precision.host_swap import HostSwap
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
-from mp_optim.precision.parking import Parking
-from mp_optim.precision.sharded import as_local_state, as_sharded
-from mp_optim.process_groups import ProcessGroups
+from mp_optim.precision.remainders import Agreement, same_values, stands_for
+from mp_optim.precision.slot_table import SlotTable
+from mp_optim.precision.state_door import StateDoor
+from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import (
     check_quantized,
     dequantized,
@@ -37,7 +33,7 @@ from mp_optim.quantized import (
     is_quantized,
     quantize_,
 )
-from mp_optim.slot_optimizer import check_fits
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
     Slot,
     follow,
@@ -47,10 +43,14 @@ from mp_optim.slots import (
     stream_of,
     with_names,
 )
+from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.names import ModelParams
+from mp_optim.slots.optimizer import check_fits
+from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
 from mp_optim.update import as_slot_optimizer
 from mp_optim.update.checksums import checksums_of
-from mp_optim.update.lists import REMAINDER, scale_key
-from mp_optim.update.stored import MASTER, as_master, joined
+from mp_optim.update.kernel_args import REMAINDER, scale_key
+from mp_optim.update.state_format import MASTER, as_master, joined
 
 __all__ = ["MainParams"]
 
@@ -77,10 +77,10 @@ class MainParams(StateDoor):
         self.optimizer = optimizer
         self.inner = as_slot_optimizer(optimizer)
         self.process_groups = process_groups or ProcessGroups()
-        self._seen = SlotColumns()
+        self._seen = SlotTable()
         self._norm_groups: list[str] | None = None
         self._reloaded = 0
-        self._parking = Parking()
+        self._parking = HostSwap()
         self._agreement = Agreement()
         super().__init__(
             [with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults)

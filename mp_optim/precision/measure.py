@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.missing_ranks import call, learn_addresses, naming_missing_ranks, wait_for
-from mp_optim.slots import SteadyList
+from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks, wait_for
+from mp_optim.slots import CachedTensorList
 from mp_optim.update.sums import index_on
 
 __all__ = [
@@ -89,7 +89,7 @@ def measure(
         all_keys: every key of the model, also those without a gradient now, so that all ranks
             reduce alike.
     """
-    grads = SteadyList.of(grads)
+    grads = CachedTensorList.of(grads)
     if len(grads.devices) == 1:
         sums = sum_of_squares(grads).to(device)
     else:

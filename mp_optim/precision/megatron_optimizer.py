@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.own_modes import in_own_modes
-from mp_optim.precision.backward import BackwardLink, DuringBackward
+from mp_optim.precision.backward_overlap import BackwardOverlap, OverlapControls
 from mp_optim.precision.description import Description, describe
+from mp_optim.precision.device_verdict import DeviceVerdict, Formed, decide_on_device, form
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.graphed import GraphedStep, check_capturable
+from mp_optim.precision.graph_step import GraphedStep, check_capturable
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
@@ -27,26 +27,26 @@ from mp_optim.precision.measure import (
     measure,
     norm_groups,
 )
-from mp_optim.precision.pending import Formed, PendingVerdict, decide_on_device, form
-from mp_optim.precision.settings_alike import disagreement
+from mp_optim.precision.settings_agreement import disagreement
 from mp_optim.precision.standstill import StandstillWatched
 from mp_optim.precision.verdict import Verdict, decide
-from mp_optim.process_groups import ProcessGroups
+from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import quantize_
-from mp_optim.slot_optimizer import Closure
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
+    CachedTensorList,
     Multiplier,
     SlotUpdate,
-    SteadyList,
     iter_slots,
     local_tensor,
 )
+from mp_optim.slots.optimizer import Closure
 from mp_optim.update import choose_backend
 
 __all__ = ["MegatronOptimizer"]
 
 
-class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
+class MegatronOptimizer(StandstillWatched, OverlapControls, MainParams):
     """Common part of the precision wrappers.
 
     Args:
@@ -72,12 +72,12 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
     ) -> None:
         self.config = config
         self.grad_scaler = grad_scaler
-        self._grads: tuple[list[int], SteadyList] | None = None
-        self._last: Verdict | PendingVerdict = Verdict()
+        self._grads: tuple[list[int], CachedTensorList] | None = None
+        self._last: Verdict | DeviceVerdict = Verdict()
         self._counts = {"steps": 0, "skipped_steps": 0}
         self._graphed: GraphedStep | None = None
         super().__init__(optimizer, process_groups)
-        self.backward_link = BackwardLink(
+        self.backward_link = BackwardOverlap(
             self, self._seen, self._sum_of_squares, self._push_settings
         )
         self.backward_link.follow(self._params())
@@ -127,13 +127,13 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         """Whether :meth:`gather` found any."""
         return self._grads is not None and bool(self._grads[0])
 
-    def _eagerly(self) -> Verdict | PendingVerdict:
+    def _eagerly(self) -> Verdict | DeviceVerdict:
         inv_scale = self._inv_scale
         with self._timed("optimizer-clip-main-grad"):
             measurement, device = self.measure(), self.verdict_device()
             self.watch.see_gradients(self, self.has_gradients())
             there = [*measurement.sums.values(), *([] if inv_scale is None else [inv_scale])]
-            verdict: Verdict | PendingVerdict
+            verdict: Verdict | DeviceVerdict
             if device is None or any(value.device != device for value in there):
                 verdict = decide(measurement, inv_scale, self.config)
                 if verdict.disagrees:
@@ -154,7 +154,7 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
     @property
     def _verdict(self) -> Verdict:
         """The last verdict, and its step in the counts; waits for the device if nobody has yet."""
-        if isinstance(self._last, PendingVerdict):
+        if isinstance(self._last, DeviceVerdict):
             self._last = self._last.settle()
             self._counts["skipped_steps"] += self._last.skip
             if self._last.disagrees:
@@ -249,7 +249,7 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         backend, _ = choose_backend(self.config.fused_backend, grads[0].device)
         return backend.sum_of_squares(grads)
 
-    def apply(self, verdict: Verdict | PendingVerdict) -> None:
+    def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         """Step the slots that have a gradient, unless the verdict says skip."""
         self.follow(verdict)
         if self._grads is None:
@@ -273,7 +273,7 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
                 quantize_(self._seen.params[index], self.inner.main_param(self._seen.slots[index]))
         self._seen.stepped()
 
-    def follow(self, verdict: Verdict | PendingVerdict) -> None:
+    def follow(self, verdict: Verdict | DeviceVerdict) -> None:
         """Take a verdict as the last one, after the one before it is settled, and count its
         step."""
         _ = self._verdict
@@ -282,7 +282,7 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
         if isinstance(verdict, Verdict):
             self._counts["skipped_steps"] += verdict.skip
 
-    def _clipped(self, verdict: Verdict | PendingVerdict) -> float | None:
+    def _clipped(self, verdict: Verdict | DeviceVerdict) -> float | None:
         """The gradients' norm after clipping, for rules that clip by it themselves; they need
         numbers."""
         norm = verdict.norms.get(MAIN) if isinstance(verdict, Verdict) else None
@@ -305,7 +305,7 @@ class MegatronOptimizer(StandstillWatched, DuringBackward, MainParams):
 
     # -- the step by CUDA graphs ------------------------------------------------------------------
 
-    def _by_graph(self) -> Verdict | PendingVerdict:
+    def _by_graph(self) -> Verdict | DeviceVerdict:
         _ = self._verdict
         device = self.verdict_device()
         if device is None or (

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.arguments import ModelParams
-from mp_optim.missing_ranks import call, naming_missing_ranks
-from mp_optim.precision.pending import PendingVerdict
+from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.verdict import Verdict
+from mp_optim.process.caller_warnings import warn
+from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
 from mp_optim.slots import ParamGroups, current_grad, iter_slots, local_tensor, slot_name
-from mp_optim.warn import warn
+from mp_optim.slots.names import ModelParams
 
 if TYPE_CHECKING:
     from mp_optim.precision.megatron_optimizer import MegatronOptimizer
@@ -147,9 +147,9 @@ class StandstillWatched:
         """Notices steps that cannot have trained anything."""
         return StandstillWatch()
 
-    def take_note(self, verdict: Verdict | PendingVerdict) -> None:
+    def take_note(self, verdict: Verdict | DeviceVerdict) -> None:
         """Judge a step by its verdict, as soon as the host knows it."""
-        if isinstance(verdict, PendingVerdict):
+        if isinstance(verdict, DeviceVerdict):
             verdict.when_settled(self._judged)
         else:
             self._judged(verdict)

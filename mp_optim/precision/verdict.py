@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.result import StepResult
-from mp_optim.update.lists import fp32
+from mp_optim.update.kernel_args import fp32
 
 __all__ = ["Verdict", "decide"]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
-from mp_optim.update.lists import AdamScalars, TensorLists
+from mp_optim.update.kernel_args import AdamScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings
-from mp_optim.update.stored import StatePrecision
+from mp_optim.update.state_format import StatePrecision
 
 __all__ = ["FusedAdam"]
 
@@ -23,7 +23,7 @@ class FusedAdam(RuleOptimizer):
         params: FP32 parameters, named parameters or groups.
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
         backend: see ``OptimizerConfig.fused_backend``.
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
             ``exp_avg_dtype``.
     """
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mp_optim.update.batches import piece_elements
-from mp_optim.update.formats import mix
+from mp_optim.update.chunking import piece_elements
+from mp_optim.update.codecs import mix
 
 __all__ = ["checksums_of"]
 

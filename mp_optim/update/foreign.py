@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.host_memory import as_tensor, empty_host_tensor
-from mp_optim.own_modes import in_own_modes
-from mp_optim.slot_optimizer import Closure, SlotOptimizer, check_step
+from mp_optim.process.host_memory import as_tensor, empty_host_tensor
+from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
+from mp_optim.slots.optimizer import Closure, SlotOptimizer, check_step
 
 __all__ = ["ForeignOptimizer", "as_slot_optimizer"]
 

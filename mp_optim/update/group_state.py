@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.slots import Slot, SteadyList
+from mp_optim.slots import CachedTensorList, Slot
 
-__all__ = ["GroupState", "Share", "shares_of"]
+__all__ = ["GroupState", "Share", "updates_by_group"]
 
 
 class Share(NamedTuple):
@@ -21,7 +21,7 @@ class Share(NamedTuple):
     positions: list[int]
 
 
-def shares_of(slots: Sequence[Slot]) -> list[Share]:
+def updates_by_group(slots: Sequence[Slot]) -> list[Share]:
     """The shares of all groups that occur, in the order in which they do."""
     found: dict[int, Share] = {}
     for at, slot in enumerate(slots):
@@ -47,8 +47,8 @@ class GroupState:
         self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
-        self.steady_mains: SteadyList | None = None
-        self._whole: dict[str, SteadyList] = {}
+        self.steady_mains: CachedTensorList | None = None
+        self._whole: dict[str, CachedTensorList] = {}
         self._positions = list(range(count))
 
     def is_whole(self, positions: Sequence[int]) -> bool:
@@ -61,7 +61,7 @@ class GroupState:
         if not self.is_whole(positions):
             return [self.slots[position][name] for position in positions]
         if name not in self._whole:
-            self._whole[name] = SteadyList(slot[name] for slot in self.slots).hold()
+            self._whole[name] = CachedTensorList(slot[name] for slot in self.slots).hold()
         return self._whole[name]
 
     def replaced(self) -> None:

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.missing_ranks import naming_missing_ranks, wait_for
-from mp_optim.setting_rules import NOT_NEGATIVE, check_flags, check_setting
+from mp_optim.config.setting_checks import NOT_NEGATIVE, check_flags, check_setting
+from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
-from mp_optim.update.lists import LambScalars, TensorLists, fp32
+from mp_optim.update.kernel_args import LambScalars, TensorLists, fp32
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings
-from mp_optim.update.stored import StatePrecision
+from mp_optim.update.state_format import StatePrecision
 from mp_optim.update.sums import index_on
 
 __all__ = ["FusedLAMB"]
@@ -33,7 +33,7 @@ class FusedLAMB(RuleOptimizer):
         grad_averaging: weigh the gradient with ``1 - beta1`` in the first moment.
         max_grad_norm: clip the global gradient norm to this; 0 turns clipping off.
         use_nvlamb: adapt the learning rate also where ``weight_decay`` is 0.
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
             ``exp_avg_dtype``.
     """
 

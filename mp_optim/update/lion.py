@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.setting_rules import check_betas, check_schedule
+from mp_optim.config.setting_checks import check_betas, check_schedule
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
-from mp_optim.update.lists import LionScalars, TensorLists
+from mp_optim.update.kernel_args import LionScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.stored import StatePrecision
+from mp_optim.update.state_format import StatePrecision
 
 __all__ = ["Lion"]
 
@@ -22,7 +22,7 @@ class Lion(RuleOptimizer):
 
     Args:
         betas: of the interpolation that is signed, and of the momentum.
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`, such as
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
             ``exp_avg_dtype``.
     """
 

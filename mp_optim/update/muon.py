@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.layouts import Layout
-from mp_optim.muon_settings import (
+from mp_optim.config.muon import (
     COEFFICIENT_TYPES,
     MATMUL_PRECISIONS,
     SCALAR_OPTIMIZERS,
@@ -20,15 +19,23 @@ from mp_optim.muon_settings import (
     coefficients,
     scale_factor,
 )
-from mp_optim.setting_rules import FRACTION, POSITIVE, WHOLE, check_flags, check_setting
+from mp_optim.config.setting_checks import FRACTION, POSITIVE, WHOLE, check_flags, check_setting
 from mp_optim.slots import SlotUpdate, SlotUpdates
+from mp_optim.slots.tensor_layout import Layout
 from mp_optim.update.backends import Backend
-from mp_optim.update.batches import piece_elements
-from mp_optim.update.formats import Noise, decode, encode_, join, split_
-from mp_optim.update.lists import REMAINDER, AdamScalars, LionScalars, TensorLists, fp32, scale_key
+from mp_optim.update.chunking import piece_elements
+from mp_optim.update.codecs import Noise, decode, encode_, join, split_
+from mp_optim.update.kernel_args import (
+    REMAINDER,
+    AdamScalars,
+    LionScalars,
+    TensorLists,
+    fp32,
+    scale_key,
+)
 from mp_optim.update.newton_schulz import orthogonalize
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
-from mp_optim.update.stored import StatePrecision
+from mp_optim.update.state_format import StatePrecision
 
 __all__ = ["Muon"]
 
@@ -54,7 +61,7 @@ class Muon(RuleOptimizer):
         momentum: of the exponential average of gradients.
         nesterov: orthogonalise the average one step ahead.
         num_ns_steps, coefficient_type: the Newton-Schulz iteration (see
-            :mod:`mp_optim.muon_settings`).
+            :mod:`mp_optim.config.muon`).
         scale_mode, extra_scale_factor: of the step.
         fp32_matmul_prec: ``medium`` for products in bfloat16, ``highest`` for FP32.
         tp_mode: ``duplicated`` gathers a matrix that is split over ranks, and each orthogonalises
@@ -63,8 +70,8 @@ class Muon(RuleOptimizer):
             matrix, whose parts are orthogonalised by themselves; None for matrices that are one.
         betas, eps, bias_correction, adam_w_mode: of groups that are stepped by Adam or Lion.
         scalar_optimizer: which of these two; what ``backend`` has to have kernels for.
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`; ``exp_avg_dtype`` is
-            the momentum's.
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`;
+            ``exp_avg_dtype`` is the momentum's.
     """
 
     def __init__(

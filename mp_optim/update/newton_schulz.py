@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mp_optim.own_modes import without_autocast
+from mp_optim.process.torch_modes import without_autocast
 from mp_optim.update.sums import sum_of_squares
 
 __all__ = ["orthogonalize"]
@@ -24,7 +24,7 @@ def orthogonalize(
 
     Args:
         matrices: shape (..., rows, columns).
-        polynomials: the steps (see :mod:`mp_optim.muon_settings`).
+        polynomials: the steps (see :mod:`mp_optim.config.muon`).
         dtype: of the products: bfloat16 or float32. Matrices are rounded to it first, then divided
             by their norm.
 

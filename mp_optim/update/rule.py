@@ -13,24 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.capabilities import refusal
-from mp_optim.missing_ranks import naming_missing_ranks, wait_for
-from mp_optim.own_modes import in_own_modes
-from mp_optim.setting_rules import (
+from mp_optim.config.capabilities import refusal
+from mp_optim.config.setting_checks import (
     NOT_NEGATIVE,
     check_betas,
     check_flags,
     check_schedule,
     check_setting,
 )
-from mp_optim.slot_optimizer import Closure
+from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.slots import (
+    CachedTensorList,
     DeviceMultiplier,
     Multiplier,
     Slot,
     SlotUpdate,
     SlotUpdates,
-    SteadyList,
     all_same,
     are_plain,
     current_grad,
@@ -39,12 +38,13 @@ from mp_optim.slots import (
     stream_of,
     update_of,
 )
+from mp_optim.slots.optimizer import Closure
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
-from mp_optim.update.formats import Noise, is_blocked, mix
-from mp_optim.update.group_state import GroupState, Share, shares_of
-from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
+from mp_optim.update.codecs import Noise, is_blocked, mix
+from mp_optim.update.group_state import GroupState, Share, updates_by_group
+from mp_optim.update.kernel_args import REMAINDER, TensorLists, scale_key
 from mp_optim.update.rule_state import RuleState
-from mp_optim.update.stored import StatePrecision
+from mp_optim.update.state_format import StatePrecision
 
 __all__ = [
     "PlannedLaunch",
@@ -84,7 +84,7 @@ class PlannedLaunch(NamedTuple):
     settings: dict[str, Any]
     launch: _Launch
     updates: SlotUpdates
-    mains: SteadyList
+    mains: CachedTensorList
     outputs: Sequence[Tensor | None]
     lists: TensorLists
 
@@ -266,7 +266,7 @@ class RuleOptimizer(RuleState):
     def _shares_of(self, columns: SlotUpdates) -> Iterator[tuple[Share, SlotUpdates]]:
         """The updates by group."""
         if self._shares is None or self._shares[0] is not columns.slots:
-            self._shares = (columns.slots, shares_of(columns.slots))
+            self._shares = (columns.slots, updates_by_group(columns.slots))
         shares = self._shares[1]
         for share in shares:
             yield share, columns if len(shares) == 1 else columns.take(share.members)
@@ -304,7 +304,7 @@ class RuleOptimizer(RuleState):
                 launch,
                 updates.take(members),
                 [positions[at] for at in members],
-                SteadyList(mains[at] for at in members),
+                CachedTensorList(mains[at] for at in members),
                 settings,
             )
 
@@ -341,7 +341,7 @@ class RuleOptimizer(RuleState):
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
-    def _mains(self, index: int, positions: Sequence[int]) -> SteadyList:
+    def _mains(self, index: int, positions: Sequence[int]) -> CachedTensorList:
         """The plain tensors to step at some positions of a group, with state that fits them."""
         params, own = self.param_groups[index]["params"], self._groups[index]
         whole = own.is_whole(positions)
@@ -353,7 +353,7 @@ class RuleOptimizer(RuleState):
                 return own.steady_mains
         else:
             self.allocate_state([Slot(index, position) for position in positions])
-        mains = SteadyList(tensors if are_plain(tensors) else map(local_tensor, tensors))
+        mains = CachedTensorList(tensors if are_plain(tensors) else map(local_tensor, tensors))
         for dtype in mains.dtypes:
             if dtype != self.precision.main_dtype(dtype):
                 position = next(
@@ -375,16 +375,16 @@ class RuleOptimizer(RuleState):
         launch: _Launch,
         updates: SlotUpdates,
         positions: list[int],
-        mains: SteadyList,
+        mains: CachedTensorList,
         settings: dict[str, Any],
     ) -> PlannedLaunch:
         own = self._groups[index]
-        outputs = (
-            updates.outputs if isinstance(updates.outputs, SteadyList) else list(updates.outputs)
-        )
+        outputs = updates.outputs
+        if not isinstance(outputs, CachedTensorList):
+            outputs = list(outputs)
         lists = TensorLists(
             main=_contiguous(mains),
-            grad=_contiguous(SteadyList.of(updates.grads)),
+            grad=_contiguous(CachedTensorList.of(updates.grads)),
             state={
                 key: own.tensors(key, positions)
                 for key in self._stored_keys(settings, launch.dtype)
@@ -442,15 +442,17 @@ def settings_now(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _contiguous(tensors: SteadyList) -> SteadyList:
+def _contiguous(tensors: CachedTensorList) -> CachedTensorList:
     """The list itself if every tensor in it is contiguous, else one that is."""
-    return tensors if tensors.contiguous else SteadyList(tensor.contiguous() for tensor in tensors)
+    if tensors.contiguous:
+        return tensors
+    return CachedTensorList(tensor.contiguous() for tensor in tensors)
 
 
 def _contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The list itself if every tensor in it is contiguous, else one with copies of those that are
     not: a step that the device skips leaves them as they are."""
-    if isinstance(outputs, SteadyList) and outputs.contiguous:
+    if isinstance(outputs, CachedTensorList) and outputs.contiguous:
         return outputs
     if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
         return outputs

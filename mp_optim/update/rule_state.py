@@ -10,14 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.host_memory import Form, as_tensor, beside, zeros
-from mp_optim.own_modes import in_own_modes
-from mp_optim.slot_optimizer import SlotOptimizer, check_fits
+from mp_optim.process.host_memory import Form, as_tensor, beside, zeros
+from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, local_tensor
-from mp_optim.update.formats import SECOND, join, keep_valid, split_
+from mp_optim.slots.optimizer import SlotOptimizer, check_fits
+from mp_optim.update.codecs import SECOND, join, keep_valid, split_
 from mp_optim.update.group_state import GroupState
-from mp_optim.update.lists import REMAINDER
-from mp_optim.update.stored import MASTER, StatePrecision, fitted, full_precision, moment_forms
+from mp_optim.update.kernel_args import REMAINDER
+from mp_optim.update.state_format import (
+    MASTER,
+    StatePrecision,
+    fitted,
+    full_precision,
+    moment_forms,
+)
 
 __all__ = ["RuleState"]
 

@@ -7,12 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.setting_rules import FINITE, NOT_NEGATIVE, check_flags, check_schedule, check_setting
+from mp_optim.config.setting_checks import (
+    FINITE,
+    NOT_NEGATIVE,
+    check_flags,
+    check_schedule,
+    check_setting,
+)
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
-from mp_optim.update.lists import SgdScalars, TensorLists
+from mp_optim.update.kernel_args import SgdScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_range
-from mp_optim.update.stored import StatePrecision
+from mp_optim.update.state_format import StatePrecision
 
 __all__ = ["SGD"]
 
@@ -21,8 +27,8 @@ class SGD(RuleOptimizer):
     """SGD over FP32 tensors. The momentum buffer starts as the first gradient.
 
     Args:
-        **precision: fields of :class:`~mp_optim.update.stored.StatePrecision`; ``exp_avg_dtype`` is
-            the buffer's.
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`;
+            ``exp_avg_dtype`` is the buffer's.
     """
 
     rule = "sgd"

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mp_optim.update.batches import piece_elements
+from mp_optim.update.chunking import piece_elements
 
 __all__ = ["BLOCK", "combine_pieces", "index_on", "root", "sum_of_squares"]
 

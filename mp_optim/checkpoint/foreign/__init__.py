@@ -5,11 +5,11 @@ and to :class:`ForeignState`, which is by parameter name; :func:`import_state` a
 
 from mp_optim.checkpoint.foreign.apex import from_apex
 from mp_optim.checkpoint.foreign.deepspeed import from_deepspeed, to_deepspeed
-from mp_optim.checkpoint.foreign.live import export_state, import_state
+from mp_optim.checkpoint.foreign.file import from_checkpoint, from_file, to_file
 from mp_optim.checkpoint.foreign.megatron import from_megatron
-from mp_optim.checkpoint.foreign.neutral import ForeignGroup, ForeignState
-from mp_optim.checkpoint.foreign.own import from_checkpoint, from_file, to_file
+from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState
 from mp_optim.checkpoint.foreign.torch_format import fp32_params, from_torch, to_torch
+from mp_optim.checkpoint.foreign.transfer import export_state, import_state
 
 __all__ = [
     "ForeignGroup",

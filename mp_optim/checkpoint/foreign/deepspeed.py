@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.foreign.neutral import MASTER, STEP, ForeignGroup, ForeignState
+from mp_optim.checkpoint.foreign.state import MASTER, STEP, ForeignGroup, ForeignState
 
 __all__ = ["from_deepspeed", "to_deepspeed"]
 

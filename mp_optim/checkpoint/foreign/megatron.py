@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.checkpoint.foreign.neutral import MASTER, ForeignState, positional_state
+from mp_optim.checkpoint.foreign.state import MASTER, ForeignState, positional_state
 
 __all__ = ["from_megatron"]
 

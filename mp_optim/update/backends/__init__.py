@@ -1,7 +1,6 @@
 """What carries a rule out on a device, behind one interface."""
 
 from mp_optim.update.backends.interface import Backend
-from mp_optim.update.backends.proof import Proof
 from mp_optim.update.backends.selection import (
     check_forms,
     check_serves,
@@ -10,10 +9,11 @@ from mp_optim.update.backends.selection import (
     proof_of,
     rule_note,
 )
+from mp_optim.update.backends.self_test import SelfTest
 
 __all__ = [
     "Backend",
-    "Proof",
+    "SelfTest",
     "check_forms",
     "check_serves",
     "choose_backend",

@@ -13,8 +13,8 @@ import torch
 
 from mp_optim.update.backends.multi_tensor import MOST_ELEMENTS, Kind, MultiTensorBackend, take
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.batches import mark_written, piece_elements, publish
-from mp_optim.update.lists import AdamScalars, LambScalars, TensorLists
+from mp_optim.update.chunking import mark_written, piece_elements, publish
+from mp_optim.update.kernel_args import AdamScalars, LambScalars, TensorLists
 
 __all__ = ["ApexBackend", "load"]
 

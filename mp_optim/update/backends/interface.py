@@ -7,7 +7,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mp_optim.update.lists import AdamScalars, LambScalars, LionScalars, SgdScalars, TensorLists
+from mp_optim.update.kernel_args import (
+    AdamScalars,
+    LambScalars,
+    LionScalars,
+    SgdScalars,
+    TensorLists,
+)
 
 __all__ = ["Backend"]
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mp_optim.slots import SteadyList
+from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.formats import Noise, is_blocked
-from mp_optim.update.lists import (
+from mp_optim.update.codecs import Noise, is_blocked
+from mp_optim.update.kernel_args import (
     MAIN,
     REMAINDER,
     AdamScalars,
@@ -165,7 +165,7 @@ class _Table:
         lists: Mapping[str, Sequence[Tensor]],
         noise: Sequence[Noise] | None = None,
     ) -> None:
-        steady = {name: SteadyList.of(tensors) for name, tensors in lists.items()}
+        steady = {name: CachedTensorList.of(tensors) for name, tensors in lists.items()}
         self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
         self._arrays["numel"] = (steady.get("moment1") or steady["grad"]).sizes
         if noise is not None:
@@ -260,23 +260,23 @@ class NativeBackend(ReferenceBackend):
                 _mark_written(part)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        steady = SteadyList.of(tensors)
+        steady = CachedTensorList.of(tensors)
         if len(steady.dtypes) == 1:
             return self._sum_alike(steady)
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         for dtype in steady.dtypes:
             mine = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
             sums[torch.tensor(mine, device="cpu")] = self._sum_alike(
-                SteadyList(steady[index] for index in mine)
+                CachedTensorList(steady[index] for index in mine)
             )
         return sums
 
-    def _sum_alike(self, tensors: SteadyList) -> Tensor:
+    def _sum_alike(self, tensors: CachedTensorList) -> Tensor:
         """Sums of squares of tensors of one dtype."""
         if tensors[0].dtype not in _GRADS:
             return super().sum_of_squares(tensors)
         if not tensors.contiguous:
-            tensors = SteadyList(tensor.contiguous() for tensor in tensors)
+            tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
         self._call(
             "mp_measure", _Table(_Kind(tensors[0].dtype), {"grad": tensors}), sums.data_ptr(), None
@@ -311,7 +311,7 @@ def _by_kind(
     columns = _columns(lists, moments)
     columns["output"] = _outputs(lists)
     complete = len(columns["output"]) in (0, len(lists.output))
-    dtypes = {name: SteadyList.of(tensors).dtypes for name, tensors in columns.items()}
+    dtypes = {name: CachedTensorList.of(tensors).dtypes for name, tensors in columns.items()}
     if complete and all(len(found) <= 1 for found in dtypes.values()):
         known: dict[str, Any] = {name: next(iter(found)) for name, found in dtypes.items() if found}
         kind = _Kind(**known)
@@ -343,7 +343,7 @@ def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
 
 def _outputs(lists: TensorLists) -> list[Tensor]:
     """The outputs that there are; a list that knows its addresses is handed on as it is."""
-    if isinstance(lists.output, SteadyList):
+    if isinstance(lists.output, CachedTensorList):
         return lists.output
     return [output for output in lists.output if output is not None]
 

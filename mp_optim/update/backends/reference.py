@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mp_optim.update.batches import batches, publish
-from mp_optim.update.formats import SECOND, Noise, decode, encode_, join, split_
-from mp_optim.update.lists import (
+from mp_optim.update.chunking import batches, publish
+from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, split_
+from mp_optim.update.kernel_args import (
     REMAINDER,
     AdamScalars,
     LambScalars,

@@ -12,13 +12,13 @@ from functools import cache
 
 import torch
 
-from mp_optim.capabilities import BACKENDS, CAPABILITIES, Capability
+from mp_optim.config.capabilities import BACKENDS, CAPABILITIES, Capability
 from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.interface import Backend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import native_library
-from mp_optim.update.backends.proof import BFLOAT16_MOMENTS, REMAINDERS, Proof, prove
 from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.self_test import BFLOAT16_MOMENTS, REMAINDERS, SelfTest, prove
 from mp_optim.update.backends.torch_fused import TorchBackend
 
 __all__ = [
@@ -128,14 +128,14 @@ def forget() -> None:
     _chosen.cache_clear()
 
 
-def proof_of(name: str, device: torch.device) -> Proof:
+def proof_of(name: str, device: torch.device) -> SelfTest:
     """What is known about a backend on a device: it is loaded, and takes its first step, when this
     is first asked."""
     return _proven(name, device)[1]
 
 
 @cache
-def _proven(name: str, device: torch.device) -> tuple[Backend, Proof]:
+def _proven(name: str, device: torch.device) -> tuple[Backend, SelfTest]:
     """A backend and its proof; ``reference`` stands in for one that cannot be had."""
     source = _SOURCES[name]
     try:
@@ -150,7 +150,7 @@ def _proven(name: str, device: torch.device) -> tuple[Backend, Proof]:
                 f"its kernels run on {' and '.join(source.devices())}, not on {device.type}{none}"
             )
     except Exception as error:
-        unusable = Proof(
+        unusable = SelfTest(
             name, str(device), False, False, math.nan, math.nan, _why_not(error, source)
         )
         return ReferenceBackend(), unusable

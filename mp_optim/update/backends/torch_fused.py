@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.batches import batches, mark_written, publish
-from mp_optim.update.lists import AdamScalars, SgdScalars, TensorLists
+from mp_optim.update.chunking import batches, mark_written, publish
+from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
 
 __all__ = ["TorchBackend"]
 

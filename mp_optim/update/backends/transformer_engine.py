@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.backends.multi_tensor import READABLE, Kind, MultiTensorBackend
-from mp_optim.update.batches import publish
-from mp_optim.update.lists import REMAINDER, AdamScalars, TensorLists
+from mp_optim.update.chunking import publish
+from mp_optim.update.kernel_args import REMAINDER, AdamScalars, TensorLists
 
 __all__ = ["TransformerEngineBackend", "load"]
 

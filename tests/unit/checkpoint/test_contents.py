@@ -2,11 +2,9 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
-from launch import HERE
 from models import build, same_bits, train
 from rich.console import Console
 from safetensors.torch import load_file
@@ -14,9 +12,7 @@ from torch import nn
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint.contents import compare, open_checkpoint
-
-sys.path.insert(0, str(HERE.parents[2] / "tools"))
-import inspect_checkpoint
+from mp_optim.cli import inspect as inspect_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch import HERE
 from models import build
 from old_form import metadata_of, replaced, unpacked
 
@@ -24,10 +23,8 @@ from mp_optim import checkpoint
 from mp_optim.checkpoint import foreign
 from mp_optim.checkpoint.contents import open_checkpoint
 from mp_optim.checkpoint.metadata import from_metadata
-
-sys.path.insert(0, str(HERE.parents[2] / "tools"))
-import convert_checkpoint
-import inspect_checkpoint
+from mp_optim.cli import convert as convert_checkpoint
+from mp_optim.cli import inspect as inspect_checkpoint
 
 
 class Calls:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.missing_ranks import call, learn_addresses, naming_missing_ranks
+from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks
 
 RANKS = 4
 TIMEOUT = 4.0

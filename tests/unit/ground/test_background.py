@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mp_optim.background import in_background
+from mp_optim.process.background_calls import in_background
 
 
 def failing() -> None:

@@ -110,10 +110,11 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
     mp_optim.checkpoint.save(tmp_path / "OTHER", model, optimizer)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    inspect = importlib.import_module("inspect_checkpoint")
+    inspect = importlib.import_module("mp_optim.cli.inspect")
     for line in blocks_of("docs/checkpoints.md", "bash")[0].strip().splitlines():
-        _, program, *arguments = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
-        assert program == "tools/inspect_checkpoint.py"
+        words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
+        assert words[:3] == ["python", "-m", "mp_optim.cli.inspect"]
+        arguments = words[3:]
         assert (
             inspect.main(tyro.cli(inspect.Command, args=arguments), inspect.Console(quiet=True))
             == 0
@@ -137,7 +138,7 @@ def commands_in(document):
     return [line for line in lines if re.match(r"(python|bash|torchrun)\b.* tools/", f"{line} ")]
 
 
-LAUNCHED = {"tools/train.py", "tools/convert_checkpoint.py", "tools/inspect_checkpoint.py"}
+LAUNCHED = {"tools/train.py"}
 """Programs whose commands are carried out by other tests, with files that exist."""
 
 
@@ -238,7 +239,7 @@ def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
     them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from convert_checkpoint import Options, main
+    from mp_optim.cli.convert import Options, main
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
     names = {
@@ -256,9 +257,9 @@ def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
             exec(block, names)
             continue
         for line in block.strip().splitlines():
-            program, *arguments = shlex.split(line)[1:]
-            assert program == "tools/convert_checkpoint.py"
-            main(tyro.cli(Options, args=arguments))
+            words = shlex.split(line)
+            assert words[:3] == ["python", "-m", "mp_optim.cli.convert"]
+            main(tyro.cli(Options, args=words[3:]))
     written = {path.name for path in tmp_path.iterdir()}
     assert {
         "from_torch.pt",

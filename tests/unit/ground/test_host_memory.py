@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from mp_optim.host_memory import (
+from mp_optim.process.host_memory import (
     ALIGNMENT,
     HUGE_FROM,
     Block,

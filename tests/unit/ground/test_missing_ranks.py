@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from missing_ranks_worker import RANKS, SCENARIOS, TIMEOUT
 
-from mp_optim.presence import Address, exists, own_address
+from mp_optim.ranks.presence import Address, exists, own_address
 
 HERE = Path(__file__).parent
 SECONDS = 10.0
@@ -57,7 +57,7 @@ def test_the_ranks_that_are_gone_are_named_and_no_others(told, scenario):
 
 def test_a_process_is_there_until_it_ends():
     program = (
-        "from mp_optim.presence import own_address; import sys; print(own_address(None), "
+        "from mp_optim.ranks.presence import own_address; import sys; print(own_address(None), "
         "flush=True); "
         "sys.stdin.read()"
     )

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.distributed.collectives import start_reduction
 from mp_optim.planner import Layout, plan
-from mp_optim.sharding.reduce import start_reduction
 
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mp_optim.placement import graph
-from mp_optim.precision import pending
+from mp_optim.precision import cuda_graph, device_verdict
 from mp_optim.update import sums
 from mp_optim.update.backends.triton import backend
 
@@ -54,7 +53,7 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeGraph:
-    """See :class:`mp_optim.placement.graph.Graph`."""
+    """See :class:`mp_optim.precision.cuda_graph.Graph`."""
 
     made: ClassVar[list[TapeGraph]] = []
 
@@ -80,7 +79,7 @@ class TapeGraph:
                     lambda: launch(executor, *args, **named)
                 ),
             )
-            patch.setattr(pending, "root", rooted)
+            patch.setattr(device_verdict, "root", rooted)
             patch.setattr(backend, "root", rooted)
             with _Tape(self.played):
                 return work()
@@ -95,4 +94,4 @@ class TapeGraph:
 def allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every device graphs of this kind."""
     TapeGraph.made.clear()
-    monkeypatch.setattr(graph, "graph_for", lambda device: TapeGraph)
+    monkeypatch.setattr(cuda_graph, "graph_for", lambda device: TapeGraph)

@@ -92,7 +92,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def steps(model: Net, rule: str) -> dict[str, Any]:
-    """Given gradients, one of which holds a nan on the first rank alone."""
+    """StepInputs gradients, one of which holds a nan on the first rank alone."""
     optimizer = built(model, rule)
     norms: list[float | None] = []
     for step in range(STEPS):

@@ -13,7 +13,7 @@ from models import DTYPES, AdversarialTransfer, TinyMoE, config_for, is_expert, 
 from torch import Tensor, nn
 
 from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.placement.early import EarlyJob
+from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.schedule import HostSchedule
 
 MODES = ("sync", "overlap", "speculative")
@@ -88,17 +88,17 @@ def different_groups(model: nn.Module, count: int) -> list[dict[str, Any]]:
 @contextmanager
 def delays(seconds: Sequence[float]) -> Iterator[None]:
     """Worker jobs take these times longer, in turn."""
-    waits, run = itertools.cycle(seconds or (0.0,)), EarlyJob.run
+    waits, run = itertools.cycle(seconds or (0.0,)), BackwardJob.run
 
-    def slow(job: EarlyJob) -> None:
+    def slow(job: BackwardJob) -> None:
         time.sleep(next(waits))
         run(job)
 
-    EarlyJob.run = slow  # type: ignore[method-assign]
+    BackwardJob.run = slow  # type: ignore[method-assign]
     try:
         yield
     finally:
-        EarlyJob.run = run  # type: ignore[method-assign]
+        BackwardJob.run = run  # type: ignore[method-assign]
 
 
 def state_of(optimizer: Any) -> dict[str, Tensor]:

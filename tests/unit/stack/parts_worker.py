@@ -23,8 +23,8 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.sharding.ranges import plan_whole
-from mp_optim.sharding.reduce import start_reduction
+from mp_optim.distributed.bucket_plan import plan_whole
+from mp_optim.distributed.collectives import start_reduction
 
 FOLDER = ""
 RANKS = 3

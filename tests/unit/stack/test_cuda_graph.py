@@ -15,7 +15,7 @@ from waiting import no_waiting
 
 from mp_optim import FusedLAMB, OptimizerConfig, get_megatron_optimizer
 from mp_optim.precision import Float16OptimizerWithFloat16Params, MegatronOptimizer
-from mp_optim.precision.graphed import MOST_CHANGES
+from mp_optim.precision.graph_step import MOST_CHANGES
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the tests marked gpu do this on the GPU"),

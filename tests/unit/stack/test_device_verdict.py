@@ -25,8 +25,8 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.precision import MegatronOptimizer, pending
+from mp_optim.precision.device_verdict import decide_on_device
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
-from mp_optim.precision.pending import decide_on_device
 from mp_optim.precision.verdict import decide
 from mp_optim.slots import Slot
 from mp_optim.update import choose_backend

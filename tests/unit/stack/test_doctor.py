@@ -1,4 +1,4 @@
-"""``python -m mp_optim.doctor`` on this machine."""
+"""``python -m mp_optim.cli.doctor`` on this machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from mp_optim import OptimizerConfig, doctor
-from mp_optim.capabilities import BACKENDS
+from mp_optim.config.capabilities import BACKENDS
 from mp_optim.update.backends.native_library import native_library
 
 
 def run_doctor(**environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "mp_optim.doctor"],
+        [sys.executable, "-m", "mp_optim.cli.doctor"],
         env={**os.environ, **environment},
         timeout=120,
         capture_output=True,

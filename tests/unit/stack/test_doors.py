@@ -15,7 +15,7 @@ from torch import nn
 import mp_optim
 from mp_optim import get_megatron_optimizer
 from mp_optim.checkpoint.foreign import export_state
-from mp_optim.checkpoint.foreign.neutral import MASTER
+from mp_optim.checkpoint.foreign.state import MASTER
 
 FORMS = ["fp32", "bf16", "fp16", "bf16-remainder", "bf16-8bit8", "bf16-master"]
 PLACES = [(0.0, "sync"), (0.4, "sync"), (1.0, "overlap"), (1.0, "speculative")]

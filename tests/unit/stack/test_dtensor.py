@@ -11,7 +11,7 @@ from fsdp_worker import CASES, STEPS
 from models import build, tokens_of
 from torch.distributed.tensor import DTensor, Partial
 
-from mp_optim.layouts import shard_groups_of
+from mp_optim.slots.tensor_layout import shard_groups_of
 
 HERE = Path(__file__).parent
 

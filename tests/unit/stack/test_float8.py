@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer, plan
-from mp_optim.float8 import quantize_weights
+from mp_optim.distributed.buckets import check_shardable
 from mp_optim.planner.memory import memory_of
-from mp_optim.precision import graphed
+from mp_optim.precision import graph_step
 from mp_optim.quantized import FLOAT8_DTYPES, dequantized, quantize_, scaled_codes
-from mp_optim.sharding.buckets import check_shardable
+from mp_optim.quantized.weights import quantize_weights
 
 E4M3 = torch.float8_e4m3fn
 
@@ -458,14 +458,14 @@ def test_a_cuda_graph_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = build()[1].chained_optimizers[0]
     device = torch.device("cpu")
     monkeypatch.setattr(stack, "verdict_device", lambda: device)
-    monkeypatch.setattr(graphed.graph, "graph_for", lambda device: None)
+    monkeypatch.setattr(graph_step.cuda_graph, "graph_for", lambda device: None)
     monkeypatch.setattr(
-        graphed, "choose_backend", lambda name, device: (SimpleNamespace(capturable=True), "")
+        graph_step, "choose_backend", lambda name, device: (SimpleNamespace(capturable=True), "")
     )
     with pytest.raises(
         ValueError, match="optimizer_cuda_graph=True: parameters in 8 bits are quantised outside"
     ):
-        graphed.check_capturable(stack)
+        graph_step.check_capturable(stack)
 
 
 def test_a_float8_gradient_is_refused() -> None:

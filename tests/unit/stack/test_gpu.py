@@ -5,7 +5,7 @@ import torch
 from models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of
 
 from mp_optim import FusedAdam, get_megatron_optimizer
-from mp_optim.float8 import quantize_weights
+from mp_optim.quantized.weights import quantize_weights
 
 pytestmark = pytest.mark.gpu
 

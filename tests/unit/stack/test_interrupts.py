@@ -17,7 +17,7 @@ from models import DTYPES, TinyMoE, config_for, is_expert, same_bits
 from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, checkpoint, get_megatron_optimizer
-from mp_optim.broken_off import BrokenOffError
+from mp_optim.slots.interrupted_step import BrokenOffError
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.reference import ReferenceBackend
 

@@ -580,7 +580,8 @@ def test_sharded_parameters_take_their_part(tmp_path):
 def command(*arguments):
     sys.path.insert(0, str(ROOT / "tools"))
     import tyro
-    from convert_checkpoint import Options, main
+
+    from mp_optim.cli.convert import Options, main
 
     main(tyro.cli(Options, args=[str(argument) for argument in arguments]))
 

@@ -167,7 +167,7 @@ def test_names_that_versions_before_wrote_are_understood(
 ) -> None:
     model = WRAPS[wrap]()
     with monkeypatch.context() as before:
-        before.setattr("mp_optim.names.canonical_name", lambda module, name: name)
+        before.setattr("mp_optim.slots.names.canonical_name", lambda module, name: name)
         stack = trained(model)
         assert names_of(stack) != sorted(NAMES)
         mp_optim.checkpoint.save(tmp_path, model, stack)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim.placement import worker as worker_module
-from mp_optim.placement.early import EarlyJob
+from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.transfer import ImmediateTransfer
 from mp_optim.placement.worker import PATIENCE, Worker, WorkerError
 from mp_optim.update.rule import RuleOptimizer
@@ -63,7 +63,7 @@ def goes_on_like(pair, other):
 def test_a_job_that_raises(mode, error, monkeypatch):
     pair, other = ready(mode)
     with monkeypatch.context() as patch:
-        patch.setattr(EarlyJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck")))
+        patch.setattr(BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck")))
         pair[0](tokens_of(50)).backward()
         raised = fails_in_time(*pair, "no such luck")
     assert any(name in str(raised) for name, _ in pair[0].named_parameters())
@@ -165,7 +165,7 @@ def test_a_worker_that_is_gone_without_a_word(mode, monkeypatch):
     pair, other = ready(mode)
     release = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(EarlyJob, "run", lambda job: release.wait(SECONDS))
+        patch.setattr(BackwardJob, "run", lambda job: release.wait(SECONDS))
         pair[0](tokens_of(50)).backward()
         for schedule in schedules(pair[1]):
             patch.setattr(schedule.worker._thread, "is_alive", lambda: False)
@@ -183,7 +183,7 @@ def test_a_full_queue(mode, monkeypatch):
     (schedule,) = schedules(pair[1])
     stuck = schedule.worker.thread
     with monkeypatch.context() as patch:
-        patch.setattr(EarlyJob, "run", lambda job: release.wait(60))
+        patch.setattr(BackwardJob, "run", lambda job: release.wait(60))
         schedule.worker._queue.capacity = 1
         started = time.monotonic()
         pair[0](tokens_of(50)).backward()  # does not raise, and does not hang
@@ -202,9 +202,9 @@ def test_a_full_queue(mode, monkeypatch):
 def test_a_slow_worker_is_waited_for(monkeypatch):
     """Only a worker that is gone is an error, however long one takes that works."""
     pair, other = ready("speculative", experts=False)
-    run_job = EarlyJob.run
+    run_job = BackwardJob.run
     monkeypatch.setattr(worker_module, "PATIENCE", 0.05)
-    monkeypatch.setattr(EarlyJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
+    monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
     goes_on_like(pair, other)
 
 
@@ -306,11 +306,11 @@ sys.path.insert(0, {here!r})
 import torch
 from models import tokens_of
 from offload import build_mode, run
-from mp_optim.placement.early import EarlyJob
+from mp_optim.placement.backward_jobs import BackwardJob
 model, optimizer = build_mode("speculative")
 run(model, optimizer, 3)
-run_job = EarlyJob.run
-EarlyJob.run = lambda job: (time.sleep(1.0), run_job(job))
+run_job = BackwardJob.run
+BackwardJob.run = lambda job: (time.sleep(1.0), run_job(job))
 optimizer.zero_grad()
 model(tokens_of(5)).backward()
 print("ready", flush=True)

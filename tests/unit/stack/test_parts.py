@@ -10,8 +10,8 @@ import torch
 from parts_worker import KEPT_WHOLE, OTHERWISE, PROGRAMS, RANKS, SHARED
 
 from mp_optim import OptimizerConfig
+from mp_optim.precision.device_verdict import decide_on_device
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
-from mp_optim.precision.pending import decide_on_device
 from mp_optim.precision.verdict import decide
 
 HERE = Path(__file__).parent

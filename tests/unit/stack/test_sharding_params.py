@@ -22,7 +22,7 @@ from mp_optim import (
     MegatronOptimizer,
     get_megatron_optimizer,
 )
-from mp_optim.sharding.ranges import ALIGNMENT
+from mp_optim.distributed.bucket_plan import ALIGNMENT
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mp_optim.sharding.agreement import difference
-from mp_optim.sharding.ranges import ALIGNMENT, plan_flat, plan_whole
+from mp_optim.distributed.bucket_plan import ALIGNMENT, plan_flat, plan_whole
+from mp_optim.ranks.agreement import difference
 
 SIZES = st.lists(st.integers(0, 5000), max_size=12)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mp_optim.placement import stages as module
-from mp_optim.placement.stages import ARITHMETIC, WAIT_COPIES, WAIT_WORKER, Stages
+from mp_optim.placement.timeline import ARITHMETIC, WAIT_COPIES, WAIT_WORKER, StepTimeline
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def during(stages, clock, name, start, end):
 
 
 def test_what_is_over_when_the_step_begins_to_wait_is_hidden(clock):
-    stages = Stages()
+    stages = StepTimeline()
     during(stages, clock, ARITHMETIC[0], 101.0, 103.0)  # all of it during backward
     during(stages, clock, WAIT_COPIES, 103.0, 103.5)
     during(stages, clock, ARITHMETIC[-1], 104.0, 108.0)  # half of it
@@ -42,7 +42,7 @@ def test_what_is_over_when_the_step_begins_to_wait_is_hidden(clock):
 
 
 def test_a_round_that_nobody_waited_for_is_hidden_whole(clock):
-    stages = Stages()
+    stages = StepTimeline()
     during(stages, clock, ARITHMETIC[0], 101.0, 103.0)
     stages.end_step()
     assert stages.metrics()["hidden_ms"] == stages.metrics()["host_ms"] == 2000.0
@@ -51,7 +51,7 @@ def test_a_round_that_nobody_waited_for_is_hidden_whole(clock):
 
 
 def test_a_stage_that_fails_is_timed_too(clock):
-    stages = Stages()
+    stages = StepTimeline()
     with pytest.raises(KeyError), stages.stage(WAIT_WORKER):
         clock[0] += 0.25
         raise KeyError

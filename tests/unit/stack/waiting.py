@@ -94,7 +94,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
     """
     from triton.runtime.interpreter import GridExecutor
 
-    from mp_optim.precision import pending
+    from mp_optim.precision import device_verdict
     from mp_optim.update import sums
     from mp_optim.update.backends.triton import backend
 
@@ -114,7 +114,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         return [own.steps for optimizer in optimizers for own in _groups(optimizer)]
 
     newest: list[Any] = []
-    create, settle = pending.PendingVerdict.__init__, unwatched(pending.PendingVerdict.settle)
+    create = device_verdict.DeviceVerdict.__init__
+    settle = unwatched(device_verdict.DeviceVerdict.settle)
 
     def created(self: Any, *args: Any) -> None:
         create(self, *args)
@@ -126,10 +127,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         return settle(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pending.PendingVerdict, "__init__", created)
-        patch.setattr(pending.PendingVerdict, "settle", settled)
+        patch.setattr(device_verdict.DeviceVerdict, "__init__", created)
+        patch.setattr(device_verdict.DeviceVerdict, "settle", settled)
         patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
-        for module in (pending, backend, sums):
+        for module in (device_verdict, backend, sums):
             patch.setattr(module, "root", unwatched(module.root))
         with _Functions(counters) as functions, _Kernels() as kernels:
             modes[:] = [functions, kernels]

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mp_optim.capabilities import CAPABILITIES, RULES, Capability
+from mp_optim.config.capabilities import CAPABILITIES, RULES, Capability
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native_library import native_library
-from mp_optim.update.backends.proof import Difference, difference
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.formats import join
-from mp_optim.update.lists import (
+from mp_optim.update.backends.self_test import Difference, difference
+from mp_optim.update.codecs import join
+from mp_optim.update.kernel_args import (
     REMAINDER,
     AdamScalars,
     LambScalars,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mp_optim.update.backends.proof import MOST_LR, MOST_RELATIVE, MOST_ULPS, Difference
+from mp_optim.update.backends.self_test import MOST_LR, MOST_RELATIVE, MOST_ULPS, Difference
 
 
 def test_parameters_are_compared_in_units_of_the_largest_and_of_the_rate():

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion
-from mp_optim.update import batches as batching
-from mp_optim.update.formats import (
+from mp_optim.update import chunking as batching
+from mp_optim.update.codecs import (
     BLOCK,
     Noise,
     blocks_of,
@@ -26,7 +26,7 @@ from mp_optim.update.formats import (
     keep_valid,
     split_,
 )
-from mp_optim.update.stored import StatePrecision
+from mp_optim.update.state_format import StatePrecision
 
 BLOCKED = [(torch.float16, False), (torch.float16, True), (torch.int8, False), (torch.uint8, True)]
 BITS = [torch.int16, torch.int8]

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import FusedAdam, FusedLAMB, choose_backend
-from mp_optim.update import batches as batching
+from mp_optim.update import chunking as batching
 from mp_optim.update.backends import apex as apex_module
 from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.apex import ApexBackend
 from mp_optim.update.backends.multi_tensor import CHUNK, MOST_ELEMENTS, MOST_TENSORS, check_launch
-from mp_optim.update.backends.proof import Difference
 from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.self_test import Difference
 from mp_optim.update.backends.transformer_engine import TransformerEngineBackend
-from mp_optim.update.formats import join
-from mp_optim.update.lists import REMAINDER, AdamScalars, LambScalars, SgdScalars, TensorLists
+from mp_optim.update.codecs import join
+from mp_optim.update.kernel_args import REMAINDER, AdamScalars, LambScalars, SgdScalars, TensorLists
 from standins import amp_c, te
 from standins.gpu import GPU, Gpu, SegmentationFaultError
 

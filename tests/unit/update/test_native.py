@@ -25,7 +25,7 @@ from mp_optim.update.backends import native as native_module
 from mp_optim.update.backends.native import NativeBackend, set_host_cores, set_host_threads
 from mp_optim.update.backends.native_library import NativeLibrary, native_library
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.formats import (
+from mp_optim.update.codecs import (
     MOMENT_DTYPES,
     SECOND,
     Noise,
@@ -35,7 +35,7 @@ from mp_optim.update.formats import (
     split_,
     stored_dtype,
 )
-from mp_optim.update.lists import (
+from mp_optim.update.kernel_args import (
     MAIN,
     REMAINDER,
     AdamScalars,

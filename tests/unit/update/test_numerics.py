@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, RuleOptimizer, choose_backend, sums
-from mp_optim.update import batches as batching
+from mp_optim.update import chunking as batching
 from mp_optim.update.sums import sum_of_squares
 
 # Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mp_optim import host_memory
+from mp_optim.process import host_memory
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, ForeignOptimizer, FusedAdam, FusedLAMB, as_slot_optimizer
 
@@ -168,7 +168,7 @@ def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
         return optimizer, copy.deepcopy(optimizer.state_dict())
 
     _, expected = stepped()
-    monkeypatch.setattr("mp_optim.host_memory.HUGE_FROM", 64)
+    monkeypatch.setattr("mp_optim.process.host_memory.HUGE_FROM", 64)
     optimizer, found = stepped()
     first, last = (optimizer.slot_state(Slot(0, at))["exp_avg"] for at in (1, 3))
     assert first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()

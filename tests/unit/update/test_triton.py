@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.slots import SteadyList
+from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends import choose_backend, proof_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.backends.triton.launcher import WIDTH
 from mp_optim.update.backends.triton.tables import _bytes_of
-from mp_optim.update.formats import BLOCK, Noise, blocks_of, encode_, is_blocked, split_
-from mp_optim.update.lists import (
+from mp_optim.update.codecs import BLOCK, Noise, blocks_of, encode_, is_blocked, split_
+from mp_optim.update.kernel_args import (
     REMAINDER,
     AdamScalars,
     LambScalars,
@@ -612,10 +612,10 @@ def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
     lists = on_device(lists_of(1, [300] * 20, KEYS["adam"], Case()))
     if steady:
         lists = TensorLists(
-            SteadyList(lists.main),
-            SteadyList(lists.grad),
-            {key: SteadyList(found) for key, found in lists.state.items()},
-            SteadyList(lists.output),
+            CachedTensorList(lists.main),
+            CachedTensorList(lists.grad),
+            {key: CachedTensorList(found) for key, found in lists.state.items()},
+            CachedTensorList(lists.output),
         )
     run(kernels(), "adam", lists, GROUP, 1, 1.0)
     assert (
@@ -625,7 +625,10 @@ def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
     assert len(uploads) == 8
     lists.grad[:] = [grad.clone() for grad in lists.grad]
     moved = TensorLists(
-        lists.main, SteadyList(lists.grad) if steady else lists.grad, lists.state, lists.output
+        lists.main,
+        CachedTensorList(lists.grad) if steady else lists.grad,
+        lists.state,
+        lists.output,
     )
     run(kernels(), "adam", moved, GROUP, 3, 0.5)
     assert len(uploads) == 9
@@ -653,7 +656,7 @@ def test_one_launch_however_many_tensors(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_tables_of_lists_that_are_gone_are_forgotten() -> None:
     tables = kernels()._tables
     before = len(tables._of_list)
-    tensors = SteadyList([torch.zeros(3, device=DEVICE)])
+    tensors = CachedTensorList([torch.zeros(3, device=DEVICE)])
     kernels().sum_of_squares(tensors)
     assert len(tables._of_list) == before + 2
     del tensors

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mp_optim.slots import SteadyList
+from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton.kernels import lamb, rules, sums
 from mp_optim.update.backends.triton.kinds import Kind, Part, parts_of
@@ -31,7 +31,7 @@ from mp_optim.update.backends.triton.launcher import (
     using,
 )
 from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
-from mp_optim.update.lists import (
+from mp_optim.update.kernel_args import (
     REMAINDER,
     AdamScalars,
     LambScalars,
@@ -277,24 +277,23 @@ class TritonBackend(ReferenceBackend):
             )
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        steady = SteadyList.of(tensors)
+        steady = CachedTensorList.of(tensors)
         if len(steady.dtypes) == 1:
             return self._sum_alike(steady)
         device = steady[0].device if steady else torch.device("cpu")
         sums = torch.empty(len(steady), dtype=torch.float64, device=device)
         for dtype in steady.dtypes:
             mine = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
-            sums.index_copy_(
-                0, self._index(mine, device), self._sum_alike(SteadyList(steady[i] for i in mine))
-            )
+            alike = CachedTensorList(steady[i] for i in mine)
+            sums.index_copy_(0, self._index(mine, device), self._sum_alike(alike))
         return sums
 
-    def _sum_alike(self, tensors: SteadyList) -> Tensor:
+    def _sum_alike(self, tensors: CachedTensorList) -> Tensor:
         """Sums of squares of tensors of one dtype."""
         if tensors[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return super().sum_of_squares(tensors)
         if not tensors.contiguous:
-            tensors = SteadyList(tensor.contiguous() for tensor in tensors)
+            tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
         device = tensors[0].device
         plan, column = (
             self._tables.plan(tensors, SUM_CHUNK, device),

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.slots import SteadyList
-from mp_optim.update.formats import is_blocked
-from mp_optim.update.lists import REMAINDER, TensorLists, scale_key
+from mp_optim.slots import CachedTensorList
+from mp_optim.update.codecs import is_blocked
+from mp_optim.update.kernel_args import REMAINDER, TensorLists, scale_key
 
 __all__ = ["Kind", "Part", "parts_of"]
 
@@ -77,7 +77,7 @@ def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
 def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
     if column is None:
         return {None}
-    if isinstance(column, SteadyList):
+    if isinstance(column, CachedTensorList):
         return set(column.dtypes)
     return {None if tensor is None else tensor.dtype for tensor in column}
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.backends.triton.tables import Tables
-from mp_optim.update.lists import LambScalars
+from mp_optim.update.kernel_args import LambScalars
 
 __all__ = ["WIDTH", "Launcher", "Recording", "Rehearsal", "row_of"]
 

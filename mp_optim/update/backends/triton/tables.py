@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mp_optim.slots import SteadyList
+from mp_optim.slots import CachedTensorList
 
 __all__ = ["RUN", "Column", "Plan", "Tables"]
 
@@ -102,7 +102,7 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[SteadyList], Any]] = {}
+        self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]] = {}
         self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
         self._bytes = 0
         self._captured: list[Any] = []
@@ -110,7 +110,7 @@ class Tables:
     def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
         """The addresses of tensors."""
 
-        def build(steady: SteadyList) -> Column:
+        def build(steady: CachedTensorList) -> Column:
             addresses = steady.addresses
             aligned = not any(address % 16 for address in addresses)
             return Column(self.values(addresses, device), aligned)
@@ -120,7 +120,7 @@ class Tables:
     def plan(self, tensors: Sequence[Tensor], chunk: int, device: torch.device) -> Plan:
         """The programs that work on tensors in chunks of ``chunk`` elements."""
 
-        def build(steady: SteadyList) -> Plan:
+        def build(steady: CachedTensorList) -> Plan:
             sizes = steady.sizes
             return self._remembered(
                 (sizes.tobytes(), chunk, device), device, lambda: Plan(self, sizes, chunk, device)
@@ -160,11 +160,11 @@ class Tables:
         tensors: Sequence[Tensor],
         kind: Hashable,
         device: torch.device,
-        build: Callable[[SteadyList], _Value],
+        build: Callable[[CachedTensorList], _Value],
     ) -> _Value:
         """What was made of this very list, which holds still as long as it lives."""
-        if not isinstance(tensors, SteadyList):
-            return self._kept(build(SteadyList(tensors)), device)
+        if not isinstance(tensors, CachedTensorList):
+            return self._kept(build(CachedTensorList(tensors)), device)
         key = (id(tensors), kind)
         found = self._of_list.get(key)
         if found is not None and found[0]() is tensors:

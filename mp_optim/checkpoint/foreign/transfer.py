@@ -1,0 +1,179 @@
+"""Foreign state into an optimizer that is there, and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from mp_optim.checkpoint.foreign.state import MASTER, STEP, ForeignGroup, ForeignState
+from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots import ParamGroups, Slot, local_tensor
+from mp_optim.slots.names import matched_names
+from mp_optim.slots.state_dict import plain_groups
+
+__all__ = ["export_state", "import_state"]
+
+_REMAINDER = "remainder"
+
+
+class NamedOptimizer(Protocol):
+    """What is needed of an optimizer."""
+
+    param_groups: ParamGroups
+
+    def slots(self) -> list[Slot]: ...
+    def slot_name(self, slot: Slot) -> str: ...
+    def slot_state(self, slot: Slot) -> dict[str, Any]: ...
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
+    def named_main_params(self) -> Iterator[tuple[str, Tensor]]: ...
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None: ...
+    def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]: ...
+
+
+@in_own_modes
+def import_state(
+    optimizer: NamedOptimizer,
+    foreign: ForeignState,
+    *,
+    main_from_model: bool = False,
+    convert: bool = False,
+) -> None:
+    """Load foreign state by parameter name. Hyperparameters stay what they are configured to be.
+
+    The model's parameters take the values of the FP32 ones that are imported, rounded. A parameter
+    that was never stepped gets zeros and keeps its value. Sharded parameters take their part; every
+    rank is given the whole state.
+
+    Args:
+        main_from_model: start from the model's value where there is no FP32 value for a 16-bit
+            parameter.
+        convert: round state to the dtypes configured here also where that loses bits.
+
+    Raises:
+        ValueError: names or shapes do not fit, or bits would be lost, listing what; nothing was
+            written.
+    """
+    slots = {
+        optimizer.slot_name(slot): slot for slot in optimizer.slots() if optimizer.slot_state(slot)
+    }
+    foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
+    missing, unknown = (
+        sorted(slots.keys() - set(foreign.names)),
+        sorted(set(foreign.names) - slots.keys()),
+    )
+    if missing or unknown:
+        raise ValueError(
+            f"names do not fit this optimizer: missing {missing}, unknown {unknown}; rename with "
+            "foreign.renamed(...)"
+        )
+    whole: dict[str, Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    groups = plain_groups(optimizer.param_groups)
+    for name, slot in slots.items():
+        param = optimizer.param_groups[slot.group]["params"][slot.position]
+        own = optimizer.slot_state(slot)
+        given = _fitting(name, param, foreign.state.get(name, {}), own, main_from_model)
+        if MASTER in foreign.state.get(name, {}):
+            whole[name] = given[MASTER]
+        if not {MASTER, _REMAINDER} & own.keys():
+            given.pop(MASTER, None)
+        state[groups[slot.group]["params"][slot.position]] = given
+    loaded: dict[str, Any] = {"param_groups": groups, "state": state}
+    scaler = getattr(optimizer, "grad_scaler", None)
+    if scaler is not None:
+        loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
+    optimizer.restore(loaded, convert=convert)
+    optimizer.reload_model_params(
+        whole
+    )  # FP32 parameters that are stepped elsewhere have a copy outside the state
+    for name, value in whole.items():
+        slot = slots[name]
+        param = optimizer.param_groups[slot.group]["params"][slot.position]
+        if _REMAINDER in optimizer.slot_state(slot):  # rounded as it goes with the remainder
+            value = getattr(param, "main_param", param)
+        local_tensor(param).copy_(local_tensor(value))
+
+
+def _fitting(
+    name: str,
+    param: Tensor,
+    foreign: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    main_from_model: bool,
+) -> dict[str, Tensor]:
+    """A parameter's foreign state in its shape and layout."""
+    if not foreign:
+        zeros = {
+            key: torch.zeros_like(value)
+            for key, value in own.items()
+            if key not in (MASTER, _REMAINDER) and not key.endswith("_scale")
+        }
+        return {**zeros, MASTER: param.detach().float()}
+    given = {
+        key: value if key == STEP else _like(f"{name}.{key}", param, value)
+        for key, value in foreign.items()
+    }
+    if MASTER not in given and param.dtype != torch.float32:
+        if not main_from_model:
+            raise ValueError(
+                f"{name} is {param.dtype}, and the state has no FP32 value of it; to start from "
+                "the "
+                "model's values, pass main_from_model=True"
+            )
+        given[MASTER] = param.detach().float()
+    return given
+
+
+def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor in the parameter's shape and layout; a flat one is taken row by row."""
+    if value.dim() == 1 and value.numel() == param.numel():
+        value = value.reshape(param.shape)
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{label}: saved shape {tuple(value.shape)}, expected {tuple(param.shape)}"
+        )
+    if not isinstance(param, DTensor):
+        return value
+    mesh = param.device_mesh
+    spread = DTensor.from_local(
+        value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return spread.redistribute(placements=param.placements)
+
+
+@in_own_modes
+def export_state(optimizer: NamedOptimizer) -> ForeignState:
+    """All state in FP32, whole (collective for sharded parameters), with the FP32 value of every
+    parameter.
+
+    Tensors that are stored so already are the live ones: write or clone them before the next step.
+    """
+    mains = dict(optimizer.named_main_params())
+    state: dict[str, dict[str, Tensor]] = {}
+    for slot in optimizer.slots():
+        name = optimizer.slot_name(slot)
+        found = {
+            key: value
+            for key, value in optimizer.full_slot_state(slot).items()
+            if key != _REMAINDER
+        }
+        state[name] = {key: _gathered(value) for key, value in found.items()}
+        if found:
+            state[name][MASTER] = _gathered(mains[name])
+    groups = [
+        ForeignGroup(
+            tuple(optimizer.slot_name(Slot(index, at)) for at in range(len(group["params"]))),
+            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+        )
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    scaler = getattr(optimizer, "grad_scaler", None)
+    return ForeignState(tuple(groups), state, None if scaler is None else scaler.state_dict())
+
+
+def _gathered(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach()

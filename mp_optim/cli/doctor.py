@@ -1,0 +1,219 @@
+"""``python -m mp_optim.cli.doctor``: what this machine can do for the optimizer, and the config
+that follows from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mp_optim.config.capabilities import BACKENDS, CAPABILITIES, Capability
+from mp_optim.update import choose_backend, proof_of
+from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
+
+__all__ = ["Report", "examine", "main"]
+
+Table = list[list[str]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the doctor found: facts as (name, value), backends with a heading, what ``auto`` takes
+    where, and code."""
+
+    facts: Table
+    backends: Table
+    auto: Table
+    config: str
+
+
+def examine() -> Report:
+    """Look at this process's machine; every backend is loaded, and takes its first step."""
+    devices = _devices()
+    return Report(
+        facts=[*_software(), *_host(), *_accelerators()],
+        backends=_backends(devices),
+        auto=[[str(device), *_auto(device)] for device in devices],
+        config=_config(),
+    )
+
+
+def _accelerator() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _devices() -> list[torch.device]:
+    found = _accelerator()
+    return [torch.device("cpu"), *([found] if found else [])]
+
+
+def _auto(device: torch.device) -> list[str]:
+    backend, why = choose_backend("auto", device)
+    return [backend.name, why]
+
+
+def _backends(devices: Sequence[torch.device]) -> Table:
+    rows = [["backend", "on", "usable", "same bits as reference", "rules", "why"]]
+    for name in (name for name in BACKENDS if name != "auto"):
+        proofs = [proof_of(name, device) for device in devices]
+        shown = [proof for proof in proofs if proof.usable] or proofs[-1:]
+        rules = ", ".join(CAPABILITIES.get(name, Capability()).rules)
+        rows += [
+            [
+                name,
+                proof.device,
+                "yes" if proof.usable else "no",
+                ("yes" if proof.exact else "no") if proof.usable else "-",
+                rules,
+                proof.reason,
+            ]
+            for proof in shown
+        ]
+    return rows
+
+
+def _software() -> Table:
+    return [
+        ["python", platform.python_version()],
+        ["torch", torch.__version__],
+        ["CUDA of torch", str(getattr(torch.version, "cuda", None) or "none: a CPU build")],
+        ["machine", f"{platform.system()} {platform.machine()}"],
+    ]
+
+
+def _host() -> Table:
+    library = native_library()
+    native = (
+        f"{library.level} of {', '.join(library.levels)}"
+        if library.handle is not None
+        else f"none: {library.why}"
+    )
+    return [
+        ["native kernels", native],
+        [ENVIRONMENT, os.environ.get(ENVIRONMENT) or "not set"],
+        ["cores for this process", f"{_cores()} of {os.cpu_count()}"],
+        ["threads of torch", str(torch.get_num_threads())],
+        ["memory", _memory()],
+    ]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> str:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return "unknown"
+    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+
+
+def _accelerators() -> Table:
+    if not torch.cuda.is_available():
+        return [
+            ["accelerators", "none that torch can use"],
+            ["pinned memory", "not needed without an accelerator"],
+        ]
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        rows.append(
+            [
+                f"cuda:{index}",
+                f"{found.name}, {found.total_memory / 2**30:.1f} GiB, compute capability "
+                f"{found.major}.{found.minor}",
+            ]
+        )
+    return [*rows, ["pinned memory", _pinned()]]
+
+
+def _pinned() -> str:
+    try:
+        memory = torch.empty(1 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return "works" if memory.is_pinned() else "does not work"
+    except RuntimeError as error:
+        return f"does not work: {str(error).splitlines()[0]}"
+
+
+def _config() -> str:
+    """One config that runs here as fast as it can with the same bits everywhere."""
+    device = _accelerator()
+    half = "bf16" if device is None or torch.cuda.is_bf16_supported() else "fp16"
+    lines = [
+        "from mp_optim import OptimizerConfig",
+        "",
+        "config = OptimizerConfig(",
+        '    optimizer="adam",',
+        "    lr=3e-4,",
+        "    weight_decay=0.1,",
+        f"    {half}=True,",
+        "    clip_grad=1.0,",
+    ]
+    if native_library().handle is not None and torch.get_num_threads() > _cores():
+        lines.append(
+            f"    host_threads={_cores()},  # the cores of this process; torch has "
+            f"{torch.get_num_threads()}"
+        )
+    if device is not None:
+        lines += [
+            "    # if its memory is short:",
+            "    # optimizer_cpu_offload=True,",
+            "    # optimizer_offload_fraction=0.5,",
+            "    # overlap_cpu_optimizer_d2h_h2d=True,",
+        ]
+        if _pinned() != "works":
+            lines += ["    # pin_cpu_grads=False,", "    # pin_cpu_params=False,"]
+    return "\n".join([*lines, ")"])
+
+
+def render(report: Report) -> str:
+    """The report as plain text."""
+    parts = [
+        _columns(report.facts),
+        _columns(report.backends),
+        "fused_backend='auto' takes",
+        _columns(report.auto),
+        "A config for this machine:",
+        report.config,
+    ]
+    return "\n\n".join(parts)
+
+
+def _columns(rows: Table) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _show_rich(report: Report) -> None:
+    """The report with colours, on a terminal."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+    from rich.table import Table as RichTable
+
+    console = Console()
+    for rows, titled in ((report.facts, False), (report.backends, True), (report.auto, False)):
+        table = RichTable(*(rows[0] if titled else []), show_header=titled, title=None)
+        for row in rows[1:] if titled else rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(Syntax(report.config, "python"))
+
+
+def main() -> None:
+    """Print the report."""
+    report = examine()
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        _show_rich(report)
+    else:
+        print(render(report))
+
+
+if __name__ == "__main__":
+    main()

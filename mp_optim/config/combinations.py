@@ -1,0 +1,275 @@
+"""What the fields of a config may be together: contradictions, and fields that do something only in
+company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+
+from mp_optim.config.capabilities import refusal
+from mp_optim.config.field_checks import check_fields
+from mp_optim.config.fields import ConfigFields
+from mp_optim.config.muon import coefficients
+
+__all__ = ["check_config"]
+
+
+def check_config(config: ConfigFields) -> None:
+    """Raise if a value is out of range, contradictory or without effect.
+
+    Raises:
+        ValueError: naming field and value.
+    """
+    for check in (check_fields, _check_together, _check_precision, _check_graph, _check_inert):
+        check(config)
+
+
+def _fail(config: ConfigFields, name: str, rule: str) -> None:
+    raise ValueError(f"{name}={getattr(config, name)!r}: {rule}")
+
+
+def _check_together(config: ConfigFields) -> None:
+    """Fields that contradict each other."""
+    for low, high in (
+        ("min_lr", "lr"),
+        ("decoupled_min_lr", "decoupled_lr"),
+        ("min_loss_scale", "initial_loss_scale"),
+    ):
+        floor, top = getattr(config, low), getattr(config, high)
+        if floor is not None and top is not None and floor > top:
+            _fail(config, low, f"must not exceed {high}={top!r}")
+    if config.optimizer_cuda_graph and config.is_distributed:
+        _fail(
+            config,
+            "optimizer_cuda_graph",
+            "a step that reduces over data-parallel ranks is not captured; set it to "
+            "False, or use_distributed_optimizer=False",
+        )
+    if (
+        config.optimizer == "muon"
+        and config.is_distributed
+        and not config.use_layer_wise_distributed_optimizer
+        and config.data_parallel_sharding_strategy != "no_shard"
+    ):
+        _fail(
+            config,
+            "use_distributed_optimizer",
+            "muon needs whole matrices; set use_layer_wise_distributed_optimizer=True",
+        )
+    if (
+        config.use_layer_wise_distributed_optimizer
+        and config.data_parallel_sharding_strategy == "no_shard"
+    ):
+        _fail(
+            config,
+            "data_parallel_sharding_strategy",
+            "contradicts use_layer_wise_distributed_optimizer=True",
+        )
+    try:
+        coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
+    except ValueError as error:
+        raise ValueError(f"muon_{error}") from None
+
+
+_MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_STATE_DTYPES = {
+    "main_grads_dtype": (torch.float32,),
+    "main_params_dtype": (torch.float32,),
+    "exp_avg_dtype": _MOMENT_DTYPES,
+    "exp_avg_sq_dtype": _MOMENT_DTYPES,
+}
+
+
+def _check_precision(config: ConfigFields) -> None:
+    if config.fp16 and config.bf16:
+        raise ValueError("fp16=True and bf16=True: set the one that matches the model's dtype")
+    half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
+    if config.params_dtype not in (half, torch.float32):
+        _fail(
+            config,
+            "params_dtype",
+            f"contradicts fp16={config.fp16!r}, bf16={config.bf16!r}; set the flag that "
+            "matches the model",
+        )
+    for name, choices in _STATE_DTYPES.items():
+        value = getattr(config, name)
+        if value not in choices:
+            _fail(config, name, f"must be one of {list(choices)} in this version")
+    moments = [
+        dtype
+        for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype)
+        if isinstance(dtype, torch.dtype)
+    ]
+    refused = refusal(
+        config.fused_backend,
+        config.elementwise_rule,
+        moments,
+        config.param_remainder_bits if config.keeps_remainders else None,
+        config.stochastic_rounding,
+    )
+    if refused is not None:
+        _fail(config, *refused)
+    if config.param_remainder_bits not in (8, 16):
+        _fail(config, "param_remainder_bits", "must be 16 or 8")
+
+
+_DISTRIBUTED: tuple[str, Callable[[ConfigFields], bool]] = (
+    "use_distributed_optimizer=True",
+    lambda c: c.is_distributed,
+)
+
+_NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
+    "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "overlap_cpu_optimizer_d2h_h2d": (
+        "optimizer_cpu_offload=True",
+        lambda c: c.optimizer_cpu_offload,
+    ),
+    "offload_mode": (
+        "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
+        lambda c: c.may_offload,
+    ),
+    "gpu_memory": (
+        "optimizer_offload_fraction='auto'",
+        lambda c: c.optimizer_offload_fraction == "auto",
+    ),
+    "pin_cpu_grads": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "pin_cpu_params": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "loss_scale": ("fp16=True", lambda c: c.fp16),
+    "initial_loss_scale": (
+        "fp16=True without loss_scale",
+        lambda c: c.fp16 and c.loss_scale is None,
+    ),
+    "min_loss_scale": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
+    "loss_scale_window": (
+        "fp16=True without loss_scale",
+        lambda c: c.fp16 and c.loss_scale is None,
+    ),
+    "hysteresis": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
+    "adam_beta1": (
+        "optimizer='adam' or 'lamb', or muon with adam",
+        lambda c: c.elementwise_rule in ("adam", "lamb"),
+    ),
+    "adam_beta2": (
+        "optimizer='adam' or 'lamb', or muon with adam",
+        lambda c: c.elementwise_rule in ("adam", "lamb"),
+    ),
+    "adam_eps": (
+        "optimizer='adam' or 'lamb', or muon with adam",
+        lambda c: c.elementwise_rule in ("adam", "lamb"),
+    ),
+    "decoupled_weight_decay": (
+        "optimizer='adam' or 'lamb'",
+        lambda c: c.optimizer in ("adam", "lamb"),
+    ),
+    "lion_beta1": ("optimizer='lion', or muon with lion", lambda c: c.elementwise_rule == "lion"),
+    "lion_beta2": ("optimizer='lion', or muon with lion", lambda c: c.elementwise_rule == "lion"),
+    "sgd_momentum": ("optimizer='sgd'", lambda c: c.optimizer == "sgd"),
+    "lamb_use_nvlamb": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
+    "lamb_grad_averaging": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
+    "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
+    "exp_avg_dtype": (
+        "use_precision_aware_optimizer=True",
+        lambda c: c.use_precision_aware_optimizer,
+    ),
+    "exp_avg_sq_dtype": (
+        "use_precision_aware_optimizer=True and optimizer='adam' or 'lamb'",
+        lambda c: c.use_precision_aware_optimizer and c.elementwise_rule in ("adam", "lamb"),
+    ),
+    "store_param_remainders": (
+        "use_precision_aware_optimizer=True",
+        lambda c: c.use_precision_aware_optimizer,
+    ),
+    "param_remainder_bits": (
+        "use_precision_aware_optimizer=True, store_param_remainders=True and bf16=True",
+        lambda c: c.keeps_remainders,
+    ),
+    "stochastic_rounding": (
+        "use_precision_aware_optimizer=True and bfloat16 or 8-bit state",
+        lambda c: (
+            c.use_precision_aware_optimizer
+            and (
+                c.param_remainder_bits == 8
+                or not {c.exp_avg_dtype, c.exp_avg_sq_dtype}.isdisjoint(
+                    {torch.bfloat16, torch.uint8}
+                )
+            )
+        ),
+    ),
+    "stochastic_rounding_seed": ("stochastic_rounding=True", lambda c: c.stochastic_rounding),
+    "data_parallel_sharding_strategy": _DISTRIBUTED,
+    "overlap_grad_reduce": _DISTRIBUTED,
+    "overlap_param_gather": (
+        "use_distributed_optimizer=True and data_parallel_sharding_strategy='optim' or "
+        "'optim_grads'",
+        lambda c: c.is_distributed and c.data_parallel_sharding_strategy != "no_shard",
+    ),
+    "grad_reduce_in_fp32": _DISTRIBUTED,
+    "grad_reduce_op": _DISTRIBUTED,
+    "reduce_scatter_with_fp32_accumulation": _DISTRIBUTED,
+    "bucket_size": (
+        "use_distributed_optimizer=True without use_layer_wise_distributed_optimizer",
+        lambda c: c.is_distributed and not c.use_layer_wise_distributed_optimizer,
+    ),
+    "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
+    **{
+        name: ("optimizer='muon'", lambda c: c.optimizer == "muon")
+        for name in (
+            "muon_momentum",
+            "muon_use_nesterov",
+            "muon_split_qkv",
+            "muon_scale_mode",
+            "muon_extra_scale_factor",
+            "muon_fp32_matmul_prec",
+            "muon_num_ns_steps",
+            "muon_coefficient_type",
+            "muon_tp_mode",
+            "muon_scalar_optimizer",
+        )
+    },
+}
+"""Fields that do something only in company: what they need, and whether a config has it."""
+
+
+def _check_graph(config: ConfigFields) -> None:
+    if not config.optimizer_cuda_graph:
+        return
+    if config.optimizer == "muon":
+        _fail(
+            config,
+            "optimizer_cuda_graph",
+            "muon's step is not captured; set optimizer_cuda_graph=False",
+        )
+    if config.fused_backend not in ("auto", "triton"):
+        _fail(
+            config,
+            "optimizer_cuda_graph",
+            f"steps by fused_backend={config.fused_backend!r} cannot be captured; "
+            "choose 'triton' or 'auto', or set optimizer_cuda_graph=False",
+        )
+    if config.may_offload:
+        _fail(
+            config,
+            "optimizer_cuda_graph",
+            "a host part cannot be captured; set optimizer_cpu_offload=False, or "
+            "optimizer_cuda_graph=False",
+        )
+    if config.timers is not None:
+        _fail(
+            config,
+            "optimizer_cuda_graph",
+            "timers have nothing to be called between in a graph; set timers=None, "
+            "or optimizer_cuda_graph=False",
+        )
+
+
+def _check_inert(config: ConfigFields) -> None:
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, (needed, has) in _NEEDS.items():
+        if getattr(config, name) != defaults[name] and not has(config):
+            _fail(
+                config,
+                name,
+                f"has no effect without {needed}; set that, or leave it at {defaults[name]!r}",
+            )

@@ -1,0 +1,204 @@
+"""The fields of an OptimizerConfig, with what each means and its default. They are checked in
+:mod:`mp_optim.config.field_checks` (each by itself) and :mod:`mp_optim.config.combinations`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["ConfigFields"]
+
+
+@dataclass(kw_only=True)
+class ConfigFields:
+    """See :class:`mp_optim.OptimizerConfig`, which adds the checks."""
+
+    optimizer: str = "adam"
+    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd, lamb, lion, or muon for
+    matrices with ``muon_scalar_optimizer`` for the rest."""
+    lr: float | None = None
+    """Learning rate; the max_lr of every param group. Required."""
+    min_lr: float | None = None
+    """Floor of the schedule."""
+    decoupled_lr: float | None = None
+    """Learning rate of embedding and output parameters."""
+    decoupled_min_lr: float | None = None
+    """Schedule floor of embedding and output parameters."""
+    weight_decay: float = 0.01
+    """Weight decay; biases and 1-D parameters get none by the standard overrides."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay query and key layernorm weights, although they are 1-D."""
+    fp16: bool = False
+    """Model parameters are float16: FP32 main params and a loss scale."""
+    bf16: bool = False
+    """Model parameters are bfloat16: FP32 main params."""
+    params_dtype: torch.dtype | str = torch.float32
+    """Dtype of the model's parameters, a torch dtype or its name. float32 stands for what fp16 and
+    bf16 say."""
+    use_precision_aware_optimizer: bool = False
+    """Keep optimizer state in the dtypes below, on the host too."""
+    main_grads_dtype: torch.dtype | str = torch.float32
+    """Gradients are read in the dtype they have and widened to this one in registers: float32."""
+    main_params_dtype: torch.dtype | str = torch.float32
+    """Dtype of the main params: float32."""
+    exp_avg_dtype: torch.dtype | str = torch.float32
+    """Dtype of the first moment, or sgd's momentum: float32, bfloat16, float16 (with a scale for
+    each block of 256), or uint8 (8-bit codes with a scale for each block of 256)."""
+    exp_avg_sq_dtype: torch.dtype | str = torch.float32
+    """Dtype of the second moment; the same choices."""
+    store_param_remainders: bool = True
+    """With ``use_precision_aware_optimizer``, keep of a bfloat16 parameter's FP32 main param only
+    what the parameter itself does not say: 2 bytes instead of 4, and the same bits."""
+    param_remainder_bits: int = 16
+    """Bits of a remainder: 16 for all of FP32, 8 for its upper 24 bits."""
+    stochastic_rounding: bool = False
+    """Round bfloat16 and 8-bit state stochastically; reproducible for any placement and number of
+    threads."""
+    stochastic_rounding_seed: int = 0
+    """Seed of the random bits."""
+    loss_scale: float | None = None
+    """Constant loss scale for fp16; dynamic if not given."""
+    initial_loss_scale: float = 2.0**32
+    """Where the dynamic loss scale starts."""
+    min_loss_scale: float = 1.0
+    """Floor of the dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Clean steps in a row before the loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows in a row before the loss scale halves."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment (adam, lamb)."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment (adam, lamb)."""
+    adam_eps: float = 1e-8
+    """Added to the denominator (adam, lamb)."""
+    decoupled_weight_decay: bool = True
+    """Decay the parameter (AdamW) rather than adding to the gradient."""
+    sgd_momentum: float = 0.9
+    """Momentum of sgd."""
+    lion_beta1: float = 0.95
+    """Weight of the momentum in the blend whose sign is the step (lion)."""
+    lion_beta2: float = 0.98
+    """Decay of the momentum (lion)."""
+    muon_momentum: float = 0.95
+    """Decay of muon's momentum, an average of gradients."""
+    muon_use_nesterov: bool = False
+    """Muon orthogonalises its momentum one step ahead."""
+    muon_split_qkv: bool = True
+    """Muon orthogonalises the query, key and value parts of a fused weight (``linear_qkv``) each by
+    itself."""
+    muon_scale_mode: str = "spectral"
+    """Scale of muon's steps: spectral sqrt(max(rows, columns)), unit_rms_norm sqrt(rows / columns),
+    or shape_scaling sqrt(max(1, rows / columns))."""
+    muon_extra_scale_factor: float = 1.0
+    """Multiplies the scale; 0.2 with spectral comes near the length of AdamW's steps, so that its
+    lr can be kept."""
+    muon_fp32_matmul_prec: str = "medium"
+    """Products of matrices in muon: medium is bfloat16, highest is FP32."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps of muon."""
+    muon_coefficient_type: str = "quintic"
+    """Polynomials of these steps: simple, quintic or polar_express."""
+    muon_tp_mode: str = "duplicated"
+    """Matrices that are split over ranks: duplicated, gathered and orthogonalised whole, or
+    blockwise, each part by itself, so that results depend on the layout."""
+    muon_scalar_optimizer: str = "adam"
+    """With muon, what steps embeddings, output layers and whatever is no matrix: adam or lion."""
+    lamb_use_nvlamb: bool = False
+    """LAMB adapts the learning rate also where weight decay is 0."""
+    lamb_grad_averaging: bool = True
+    """LAMB weighs the gradient with 1 - beta1 in the first moment."""
+    clip_grad: float = 1.0
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+    grad_norm_skip_threshold: float = math.inf
+    """Skip steps whose gradient norm is larger."""
+    log_num_zeros_in_grad: bool = False
+    """Count zero gradient elements (one more read of every gradient)."""
+    optimizer_cpu_offload: bool = False
+    """Keep and step part of the optimizer on the host."""
+    optimizer_offload_fraction: float | str = 0.0
+    """Share of parameter elements that are stepped on the host, 0 to 1, or ``"auto"``: as little as
+    ``gpu_memory`` allows, on each rank."""
+    gpu_memory: int | None = None
+    """Bytes of the accelerator that model parameters, gradients and optimizer may take with
+    ``optimizer_offload_fraction="auto"``; by default three quarters of it. Activations have to do
+    with the rest."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Overlap transfers in both directions with the host's arithmetic."""
+    offload_mode: str = "sync"
+    """When the host works: sync (in ``step()``), overlap (gradients come down and are measured
+    during backward) or speculative (they are also stepped then, into a second half of main params
+    and moments; the verdict publishes it). The same bits in all three."""
+    pin_cpu_grads: bool = True
+    """Page-lock the staging memory for gradients and parameters."""
+    pin_cpu_params: bool = True
+    """Page-lock main params on the host."""
+    use_distributed_optimizer: bool = False
+    """Reduce gradients over the data-parallel ranks, and keep main params and state only for an
+    owned share (ZeRO)."""
+    data_parallel_sharding_strategy: str = "optim"
+    """What data-parallel ranks share out: optim (main params and state: ZeRO-1), optim_grads
+    (gradients too: ZeRO-2), or no_shard (nothing: every rank steps everything, with the same
+    bits)."""
+    use_layer_wise_distributed_optimizer: bool = False
+    """Share out whole parameters, balanced by size, for rules that need whole matrices."""
+    overlap_grad_reduce: bool = False
+    """Reduce each bucket of gradients while backward computes the others."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward; each module waits for its own."""
+    grad_reduce_in_fp32: bool = False
+    """Add up and send gradients in FP32 rather than in the parameter's dtype."""
+    grad_reduce_op: str = "avg"
+    """What becomes of the ranks' gradients: avg, or sum (for losses divided by the number of tokens
+    of all ranks)."""
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Send 16-bit gradients as they are but add them in FP32, in the order of ranks, rounding once;
+    always so where the backend is not NCCL."""
+    bucket_size: int | None = None
+    """Elements after which a bucket of parameters is closed; by default 40 M, or 1 M for each rank
+    if that is more."""
+    fused_backend: str = "auto"
+    """What carries the rule out: auto (the fastest that has the bits of ``reference``), native (on
+    the host), reference, torch, triton, apex or transformer_engine (their own bits; see
+    docs/numerics.md)."""
+    optimizer_cuda_graph: bool = False
+    """Capture the step in CUDA graphs and replay it, once gradients stay where they are in memory
+    (triton kernels, all of the optimizer on a GPU)."""
+    host_threads: int | None = None
+    """Threads of the native host kernels, for the whole process; by default
+    ``torch.get_num_threads()``, and during backward (``offload_mode``) two and at least a quarter
+    fewer."""
+    host_cores: tuple[int, ...] | None = None
+    """Cores that the native kernels' threads are pinned to, in turn, for the whole process."""
+    timers: Callable[..., Any] | None = None
+    """Megatron's timers: ``timers(name, log_level=1)`` has ``start(barrier=)`` and ``stop()``;
+    called around the measuring (``optimizer-clip-main-grad``) and the stepping
+    (``optimizer-inner-step``)."""
+    barrier_with_L1_time: bool = False
+    """Timers wait for all ranks before they start."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether gradients are reduced, and state shared out, over data-parallel ranks."""
+        return self.use_distributed_optimizer or self.use_layer_wise_distributed_optimizer
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether some of the optimizer is on the host, or will be if that turns out to be
+        needed."""
+        return self.optimizer_cpu_offload and self.optimizer_offload_fraction != 0.0
+
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether bfloat16 parameters are stepped as they are, beside their remainders."""
+        return self.use_precision_aware_optimizer and self.store_param_remainders and self.bf16
+
+    @property
+    def elementwise_rule(self) -> str:
+        """The rule that backends carry out: muon's products of matrices are torch's, whatever the
+        backend."""
+        return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer

@@ -1,0 +1,264 @@
+"""Adding up gradients so that every rank gets its shard of the sum, in an order of additions that
+ranks alone decide.
+
+Two ways. *Exchange*: each rank sends every other its shard, and the owner adds in FP32 in the order
+of ranks, rounding once: the same bits on any backend, and the only way on gloo. *Collective*: the
+backend's reduce-scatter (NCCL), which needs no memory to receive and adds in an order of its own,
+though always the same for the same bucket.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.ranks.missing_ranks import wait_for, wait_for_all
+
+__all__ = ["Reduction", "all_gather", "broadcast", "start_reduction", "uses_exchange"]
+
+_gather_into: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+class Reduction(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> None:
+        """Return when the owned shard is complete (on an accelerator: for work queued from now
+        on)."""
+
+
+def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: bool) -> bool:
+    """Whether gradients on a device are exchanged and added here, rather than by the backend."""
+    return fp32_accumulation or group._get_backend(device).name() != "nccl"
+
+
+def start_reduction(
+    grads: Tensor,
+    owned: Tensor,
+    group: ProcessGroup,
+    bounds: Sequence[int],
+    *,
+    divisor: int,
+    exchange: bool,
+    add: bool,
+) -> Reduction:
+    """Start to reduce a bucket.
+
+    Args:
+        grads: this rank's gradients, flat; not to be touched before the end.
+        owned: where this rank's shard of the result goes; may be its part of ``grads``.
+        bounds: where each rank's shard begins in ``grads``, and where the last one ends.
+        divisor: what the sum is divided by: 1 for a sum.
+        exchange: which way.
+        add: add to what is in ``owned`` instead of replacing it.
+    """
+    if exchange or group.size() == 1:
+        return _Exchange(grads, owned, group, bounds, divisor, add)
+    if _are_even(bounds):
+        return _Collective(grads, owned, group, divisor, add)
+    return _ToOwners(grads, owned, group, bounds, divisor, add)
+
+
+def _are_even(bounds: Sequence[int]) -> bool:
+    return len({last - first for first, last in itertools.pairwise(bounds)}) == 1
+
+
+_PADDING = 1.25
+"""By how much the fullest shard may exceed the mean before an exchange is done in several
+rounds."""
+
+
+def _piece(bounds: Sequence[int]) -> int:
+    """Elements of a shard that are exchanged in one round. The owner of a large one receives it
+    from every rank: in one round, that would take as much memory as so many whole buckets."""
+    ranks, numel = len(bounds) - 1, bounds[-1]
+    fullest = max(last - first for first, last in itertools.pairwise(bounds))
+    return fullest if fullest * ranks <= _PADDING * numel else -(-numel // (2 * ranks))
+
+
+@dataclass(slots=True)
+class _Exchange:
+    grads: Tensor
+    owned: Tensor
+    group: ProcessGroup
+    bounds: Sequence[int]
+    divisor: int
+    add: bool
+    piece: int = 0
+    received: Tensor | None = None
+    sent: Tensor | None = None
+    work: Any = None
+
+    def __post_init__(self) -> None:
+        self.piece = max(1, _piece(self.bounds))
+        if self.group.size() > 1:
+            self._start(0)
+
+    def _parts(self, start: int) -> list[tuple[int, int]]:
+        """What goes to each rank in the round that begins at ``start`` of every shard."""
+        return [
+            (min(first + start, last), min(first + start + self.piece, last))
+            for first, last in itertools.pairwise(self.bounds)
+        ]
+
+    def _start(self, start: int) -> None:
+        parts, width = self._parts(start), self.grads.element_size()
+        self.sent = (
+            self.grads
+            if self.piece >= self._fullest
+            else torch.cat([self.grads[a:b] for a, b in parts])
+        )
+        mine = parts[self.group.rank()]
+        count = mine[1] - mine[0]
+        self.received = self.grads.new_empty(count * self.group.size())
+        even = len({b - a for a, b in parts}) == 1
+        self.work = dist.all_to_all_single(
+            _bytes(self.received),
+            _bytes(self.sent),
+            None if even else [count * width] * self.group.size(),
+            None if even else [(b - a) * width for a, b in parts],
+            group=self.group,
+            async_op=True,
+        )
+
+    @property
+    def _fullest(self) -> int:
+        return max(last - first for first, last in itertools.pairwise(self.bounds))
+
+    def wait(self) -> None:
+        for start in range(0, max(1, self._fullest), self.piece):
+            if start:
+                self._start(start)
+            if self.work is not None:
+                wait_for(self.work, self.group, self.grads.device)
+            self._add_up(start)
+
+    def _add_up(self, start: int) -> None:
+        """The owned part of a round, in the order of ranks."""
+        received, ranks = self.grads if self.received is None else self.received, self.group.size()
+        rows = received.view(ranks, received.numel() // ranks)
+        total = rows[0].to(torch.float32, copy=True)
+        for row in rows[1:]:
+            total += row
+        self.received = self.sent = None
+        _finish(total, self.owned[start : start + len(total)], self.divisor, self.add)
+
+
+@dataclass(slots=True)
+class _ToOwners:
+    """The backend's reductions, one for each rank's shard: what there is for shards of different
+    sizes."""
+
+    grads: Tensor
+    owned: Tensor
+    group: ProcessGroup
+    bounds: Sequence[int]
+    divisor: int
+    add: bool
+    works: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        average = self.divisor == self.group.size()
+        if not average and self.divisor != 1:  # before the sum: 16-bit floats may not hold it
+            self.grads.div_(self.divisor)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self.works = [
+            dist.reduce(
+                self.grads[first:last],
+                dst=dist.get_global_rank(self.group, rank),
+                op=op,
+                group=self.group,
+                async_op=True,
+            )
+            for rank, (first, last) in enumerate(itertools.pairwise(self.bounds))
+            if last > first
+        ]
+
+    def wait(self) -> None:
+        wait_for_all(self.works, self.group, self.grads.device)
+        rank = self.group.rank()
+        mine = self.grads[self.bounds[rank] : self.bounds[rank + 1]]
+        if self.add:
+            self.owned += mine
+        elif mine.data_ptr() != self.owned.data_ptr():
+            self.owned.copy_(mine)
+
+
+@dataclass(slots=True)
+class _Collective:
+    grads: Tensor
+    owned: Tensor
+    group: ProcessGroup
+    divisor: int
+    add: bool
+    result: Tensor | None = None
+    work: Any = None
+
+    def __post_init__(self) -> None:
+        self.result = torch.empty_like(self.owned) if self.add else self.owned
+        average = self.divisor == self.group.size()
+        if not average and self.divisor != 1:  # before the sum: 16-bit floats may not hold it
+            self.grads.div_(self.divisor)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self.work = _reduce_scatter(self.result, self.grads, op=op, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        wait_for(self.work, self.group, self.grads.device)
+        if self.add and self.result is not None:
+            self.owned += self.result
+
+
+def _finish(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
+    if divisor != 1:
+        total /= divisor
+    if add:
+        total += owned
+    owned.copy_(total)
+
+
+def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list[Any]:
+    """Start to fill a flat buffer with all ranks' shards, of which this rank has its own.
+
+    Args:
+        bounds: where each rank's shard begins, and where the last one ends.
+
+    Returns:
+        Work to wait for.
+    """
+    if group.size() == 1:
+        return []
+    data, width = _bytes(flat), flat.element_size()
+    parts = [data[first * width : last * width] for first, last in itertools.pairwise(bounds)]
+    if _are_even(bounds):
+        return [_gather_into(data, parts[group.rank()], group=group, async_op=True)]
+    return [
+        dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, part in enumerate(parts)
+        if len(part)
+    ]
+
+
+def broadcast(flat: Tensor, group: ProcessGroup) -> None:
+    """Give every rank the first one's values."""
+    if group.size() > 1:
+        work = dist.broadcast(
+            _bytes(flat), src=dist.get_global_rank(group, 0), group=group, async_op=True
+        )
+        wait_for(work, group, flat.device)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: backends differ in the dtypes they move."""
+    return tensor.view(torch.uint8)

@@ -1,0 +1,181 @@
+"""What a rank owns of each parameter: a plain tensor to step, and the form in which its state is
+shown and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.distributed.bucket_plan import ALIGNMENT
+from mp_optim.distributed.buckets import Bucket, Entry
+
+__all__ = ["ATTRIBUTES", "ParamShard", "ParamWatcher", "make_fragment"]
+
+ATTRIBUTES = ("shared", "tensor_model_parallel", "partition_dim", "grad_norm_group")
+"""Attributes of parameters that say in which norm a gradient counts, and how tensor parallelism
+splits it."""
+
+torch.serialization.add_safe_globals([FlatShard])
+
+
+@dataclass(frozen=True, slots=True)
+class ParamShard:
+    """The owned elements of one parameter.
+
+    Attributes:
+        name: FQN of the parameter. shape: its shape.
+        start, stop: owned elements, [start, stop) of the row-major flattened parameter.
+        tensor: these elements, a view of the bucket: 1-D, or where parameters stay whole, of the
+            parameter's shape if all of it is stepped here, and of no rows if nothing is.
+        grad: where their reduced gradient is; None if the parameter was frozen.
+        shown_whole: every rank steps all of the parameter, so state is shown as plain tensors of
+            its shape.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    tensor: Tensor
+    grad: Tensor | None
+    shown_whole: bool
+
+    def show(self, key: str, value: Any) -> Any:
+        """A state tensor as a part of the whole parameter's; scalars and scales of blocks
+        unchanged."""
+        if (
+            not isinstance(value, Tensor)
+            or value.numel() != self.tensor.numel()
+            or value.dim() != self.tensor.dim()
+        ):
+            return value
+        if self.shown_whole or key == "step":
+            return value
+        return FlatShard(value.detach().reshape(-1), self.shape, self.start)
+
+    def own(self, key: str, value: Any) -> Any:
+        """The owned part of a saved state tensor: of a shard of just these elements, or of the
+        whole parameter.
+
+        Raises:
+            ValueError: it is a shard of other elements.
+        """
+        if isinstance(value, FlatShard):
+            if (value.start, value.local.numel(), value.shape) != (
+                self.start,
+                self.stop - self.start,
+                self.shape,
+            ):
+                raise ValueError(
+                    f"{self.name}.{key}: saved elements [{value.start}, "
+                    f"{value.start + value.local.numel()}) of "
+                    f"{tuple(value.shape)}, this rank owns [{self.start}, {self.stop}) of "
+                    f"{tuple(self.shape)}; load "
+                    "other layouts with mp_optim.checkpoint"
+                )
+            return value.local.view(self.tensor.shape)
+        if key == "step" or not isinstance(value, Tensor):
+            return value
+        if key.endswith("_scale") and value.dim() > 1:  # that of each element
+            return value.reshape(*self.tensor.shape, 1)
+        if key.endswith("_scale"):
+            blocks = -(-self.shape.numel() // ALIGNMENT)
+            return (
+                value[self.start // ALIGNMENT : -(-self.stop // ALIGNMENT)]
+                if value.shape == (blocks,)
+                else value
+            )
+        if value.shape == self.shape and value.shape != self.tensor.shape:
+            return value.reshape(-1)[self.start : self.stop].view(self.tensor.shape)
+        return value
+
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """:meth:`own` for a slot's whole state; never modifies its argument."""
+        return {key: self.own(key, value) for key, value in state.items()}
+
+
+def make_fragment(
+    name: str,
+    param: Tensor,
+    found: tuple[Bucket, Entry] | None,
+    *,
+    shard_groups: tuple[ProcessGroup, ...],
+    everything: bool,
+    keeps_shape: bool,
+    placed_alike: bool,
+) -> ParamShard:
+    """What this rank steps of a parameter, as a leaf tensor with a version counter of its own.
+
+    Args:
+        found: where the parameter is; None if it is in no bucket (frozen, or without elements).
+        shard_groups: over which its norms are added up.
+        everything: all of it is stepped here, whoever owns its gradients.
+        keeps_shape: the tensor has the parameter's shape if it is all of it, and as many dimensions
+            if it is nothing.
+        placed_alike: ranks place and cut by the parameter's size rather than by what they own of
+            it.
+    """
+    if found is None:
+        start, stop, flat = 0, 0, torch.empty(0, dtype=param.dtype, device=param.device)
+    else:
+        bucket, entry = found
+        start, stop = (0, param.numel()) if everything else (entry.start, entry.stop)
+        first = entry.placed.start + start
+        flat = bucket.params.data[first : first + stop - start]
+    tensor: Any = flat
+    if keeps_shape and flat.numel() == param.numel():
+        tensor = flat.view(param.shape)
+    elif keeps_shape and not flat.numel() and param.dim():
+        tensor = flat.view(0, *param.shape[1:])
+    tensor.requires_grad_(param.requires_grad)
+    tensor.first_element, tensor.shard_groups = start, shard_groups
+    for attribute in ATTRIBUTES:
+        if hasattr(param, attribute) and (
+            attribute != "partition_dim" or tensor.shape == param.shape
+        ):
+            setattr(
+                tensor, attribute, getattr(param, attribute)
+            )  # a flat piece has not the parameter's dimensions
+    if placed_alike:
+        tensor.offload_share = param.numel()
+    grad = None
+    if found is not None:
+        grad = (bucket.local_grad(entry) if everything else bucket.owned_grad(entry)).view(
+            tensor.shape
+        )
+    elif param.requires_grad:
+        grad = tensor.detach().clone()
+    tensor.main_grad = grad
+    return ParamShard(name, param.shape, start, stop, tensor, grad, everything)
+
+
+class ParamWatcher:
+    """The model's parameters as they were last seen, to notice that somebody replaced, moved or
+    wrote one."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.look(params)
+
+    def look(self, params: Sequence[Tensor]) -> None:
+        """Take what is there now as seen."""
+        self._params = list(params)
+        self._marks = [(param._version, param.data_ptr()) for param in params]
+
+    def changed(self, params: Sequence[Tensor]) -> list[int]:
+        """Indices of parameters that are other tensors, lie elsewhere or were written since the
+        last look."""
+        return [index for index, param in enumerate(params) if not self.is_same(index, param)]
+
+    def is_same(self, index: int, param: Tensor) -> bool:
+        """Whether a parameter is the one last seen at an index, was not written since and lies
+        where it lay."""
+        return (
+            param is self._params[index]
+            and (param._version, param.data_ptr()) == self._marks[index]
+        )

@@ -1,0 +1,167 @@
+"""How gradients get to the ranks that own them and parameters back: buckets of our own, or
+Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.distributed.buckets import Bucket, Entry, check_shardable, make_buckets
+from mp_optim.distributed.collectives import broadcast
+from mp_optim.distributed.grad_reducer import GradReducer, ReduceSettings
+from mp_optim.distributed.megatron_ddp import (
+    MegatronGatherer,
+    MegatronReducer,
+    buckets_of,
+    is_megatron_ddp,
+)
+from mp_optim.distributed.param_gatherer import ParamGatherer
+
+__all__ = ["Reducer", "Transport", "make_transport"]
+
+_DDP_DECIDES = (
+    "overlap_grad_reduce",
+    "grad_reduce_in_fp32",
+    "reduce_scatter_with_fp32_accumulation",
+    "bucket_size",
+    "use_layer_wise_distributed_optimizer",
+)
+
+
+class Reducer(Protocol):
+    """See :class:`~mp_optim.distributed.grad_reducer.GradReducer`."""
+
+    bytes_gathered: int
+    has_gradients: bool
+    on_reduced: Callable[[int], None] | None
+
+    @property
+    def bytes_reduced(self) -> int: ...
+    def watch(self, index: int, entry: Entry) -> None: ...
+    def finish(self) -> None: ...
+    def zero(self) -> None: ...
+    def no_sync(self) -> AbstractContextManager[Any]: ...
+
+
+class Gatherer(Protocol):
+    """See :class:`~mp_optim.distributed.param_gatherer.ParamGatherer`."""
+
+    bytes_gathered: int
+
+    def look(self) -> None: ...
+    def start(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Buckets, and what moves their contents between ranks."""
+
+    buckets: list[Bucket]
+    reducer: Reducer
+    gatherer: Gatherer
+
+
+def make_transport(
+    params: Sequence[Tensor],
+    names: Sequence[str],
+    places: Sequence[int],
+    config: OptimizerConfig,
+    group: ProcessGroup,
+    chunks: Sequence[nn.Module],
+    divisor: int,
+    guard: Callable[[str], Any],
+) -> Transport:
+    """Put trainable parameters into buckets. Collective.
+
+    Args:
+        params, names: in the order in which forward uses them. places: their numbers in that order,
+            in the whole model.
+        chunks: modules that hold them.
+        divisor: what averages are divided by.
+        guard: context in which communication happens.
+
+    Raises:
+        ValueError: a parameter or the config does not fit.
+    """
+    if any(map(is_megatron_ddp, chunks)):
+        return _megatrons(params, names, config, group, chunks)
+    check_shardable(zip(names, params, strict=True))
+    keeps = config.data_parallel_sharding_strategy != "optim_grads"
+    buckets = make_buckets(
+        params,
+        names,
+        rank=group.rank(),
+        ranks=group.size(),
+        keep_grads=keeps,
+        bucket_size=bucket_elements(config, group.size()),
+        grads_in_fp32=config.grad_reduce_in_fp32,
+        whole=config.use_layer_wise_distributed_optimizer,
+    )
+    with guard("sending the first rank's parameters to the others"):
+        for bucket in buckets:
+            broadcast(bucket.params, group)
+    gatherer = ParamGatherer(buckets, group, chunks if config.overlap_param_gather else [], guard)
+    settings = ReduceSettings(
+        group=group,
+        divisor=divisor if config.grad_reduce_op == "avg" else 1,
+        fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
+        during_backward=config.overlap_grad_reduce or not keeps,
+        overlap=config.overlap_grad_reduce,
+        keep_grads=keeps,
+        replicate=config.data_parallel_sharding_strategy == "no_shard",
+    )
+    place_of = {id(param): place for param, place in zip(params, places, strict=True)}
+    first_used = [min(place_of[id(entry.param)] for entry in bucket.entries) for bucket in buckets]
+    return Transport(
+        buckets, GradReducer(buckets, first_used, settings, guard, gatherer.check_use), gatherer
+    )
+
+
+def bucket_elements(config: OptimizerConfig, ranks: int) -> int:
+    """Elements at which a bucket is closed."""
+    return config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+
+
+def _megatrons(
+    params: Sequence[Tensor],
+    names: Sequence[str],
+    config: OptimizerConfig,
+    group: ProcessGroup,
+    chunks: Sequence[nn.Module],
+) -> Transport:
+    defaults = {"overlap_grad_reduce": False, "bucket_size": None}
+    for name in _DDP_DECIDES:
+        if getattr(config, name) != defaults.get(name, False):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r}: the model is wrapped in Megatron's "
+                "DistributedDataParallel, whose ddp_config decides that; leave it at its default "
+                "here"
+            )
+    if config.data_parallel_sharding_strategy != "optim" or config.grad_reduce_op != "avg":
+        raise ValueError(
+            f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}, "
+            "grad_reduce_op="
+            f"{config.grad_reduce_op!r}: Megatron's DistributedDataParallel keeps gradients and "
+            "scales "
+            "them itself; leave both at their defaults, or pass the bare module"
+        )
+    for chunk in chunks:
+        if not is_megatron_ddp(chunk):
+            raise ValueError(
+                f"some model chunks are wrapped in Megatron's DistributedDataParallel, a "
+                f"{type(chunk).__name__} is not; wrap all or none"
+            )
+        if chunk.ddp_config.overlap_param_gather != config.overlap_param_gather:  # type: ignore[union-attr]
+            raise ValueError(
+                f"overlap_param_gather={config.overlap_param_gather!r} differs from the model's "
+                "ddp_config; set both alike"
+            )
+    buckets = buckets_of(chunks, params, names, group)
+    return Transport(buckets, MegatronReducer(chunks, buckets), MegatronGatherer(chunks, buckets))

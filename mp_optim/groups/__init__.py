@@ -1,0 +1,1 @@
+"""Param groups: which parameters share hyperparameters, and how these change over steps."""

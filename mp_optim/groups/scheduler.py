@@ -1,0 +1,243 @@
+"""Learning rate and weight decay as functions of the number of steps (or samples) done."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.process.caller_warnings import warn
+
+__all__ = ["OptimizerParamScheduler", "cooldown_factor", "decay_factor", "lr_at"]
+
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+WD_STYLES = ("constant", "linear", "cosine")
+
+
+def decay_factor(style: str, done: float) -> float:
+    """What is left of ``max - min`` after a share ``done`` in [0, 1] of the decay: 1 at 0, 0 at
+    1."""
+    return 0.5 * (1.0 + math.cos(math.pi * done)) if style == "cosine" else 1.0 - done
+
+
+def cooldown_factor(style: str, done: float) -> float:
+    """The same for the cooldown of WSD; ``exponential`` is 2*0.5**x - 1 (Megatron), ``minus_sqrt``
+    1 - sqrt(x)."""
+    if style == "exponential":
+        return float(2.0 * 0.5**done - 1.0)
+    return 1.0 - math.sqrt(done) if style == "minus_sqrt" else decay_factor(style, done)
+
+
+class OptimizerParamScheduler:
+    """Sets ``lr`` and ``weight_decay`` of every param group.
+
+    A group's own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``, ``wd_mult`` and ``lr_mult`` win
+    over the arguments; groups of :func:`mp_optim.get_megatron_optimizer` have ``max_lr``, and
+    ``min_lr`` if the config says it. Tensor learning rates are filled in place. All ``*_steps`` are
+    in the unit that :meth:`step` is called with.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        init_lr: where warmup starts. max_lr, min_lr: top and floor of the schedule.
+        lr_warmup_steps, lr_decay_steps: end of the warmup, end of the whole schedule.
+        lr_decay_style: constant, linear, cosine, inverse-square-root or WSD.
+        start_wd, end_wd, wd_incr_steps, wd_incr_style: weight decay ramp (constant, linear,
+            cosine).
+        use_checkpoint_opt_param_scheduler: take the checkpoint's settings at load.
+        override_opt_param_scheduler: keep this object's settings at load.
+        wsd_decay_steps, lr_wsd_decay_style: length and shape of WSD's cooldown.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+
+    _LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
+    _SETTINGS = (
+        "max_lr",
+        "min_lr",
+        "init_lr",
+        "lr_warmup_steps",
+        "lr_decay_steps",
+        "lr_decay_style",
+        "start_wd",
+        "end_wd",
+        "wd_incr_steps",
+        "wd_incr_style",
+        "wsd_decay_steps",
+        "lr_wsd_decay_style",
+    )
+
+    def __init__(
+        self,
+        optimizer: Any,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float | None,
+        lr_warmup_steps: int,
+        lr_decay_steps: int,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: int,
+        wd_incr_style: str,
+        use_checkpoint_opt_param_scheduler: bool = True,
+        override_opt_param_scheduler: bool = False,
+        wsd_decay_steps: int | None = None,
+        lr_wsd_decay_style: str | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.init_lr, self.max_lr, self.min_lr = init_lr, max_lr, min_lr or 0.0
+        self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style = (
+            lr_warmup_steps,
+            lr_decay_steps,
+            lr_decay_style,
+        )
+        self.start_wd, self.end_wd = start_wd, end_wd
+        self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
+        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
+        self.override_opt_param_scheduler = override_opt_param_scheduler
+        self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
+        self._limits = [
+            {name: group[name] for name in self._LIMITS if name in group}
+            for group in optimizer.param_groups
+        ]
+        self.num_steps = 0
+        self._check()
+        tops = {group.get("max_lr", max_lr) for group in optimizer.param_groups}
+        if tops and max_lr not in tops:
+            warn(
+                f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, "
+                f"{sorted(tops)}; set "
+                "OptimizerConfig.lr, or the groups'"
+            )
+        self.step(0)
+
+    def _check(self) -> None:
+        wsd, end = self.lr_decay_style == "WSD", self.lr_decay_steps
+        rules = {
+            "lr_decay_style": (self.lr_decay_style in LR_STYLES, f"one of {LR_STYLES}"),
+            "wd_incr_style": (self.wd_incr_style in WD_STYLES, f"one of {WD_STYLES}"),
+            "min_lr": (0.0 <= self.min_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
+            "init_lr": (0.0 <= self.init_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
+            "lr_decay_steps": (self.lr_decay_steps > 0, "> 0"),
+            "lr_warmup_steps": (0 <= self.lr_warmup_steps < end, f"in [0, lr_decay_steps={end})"),
+            "end_wd": (0.0 <= self.start_wd <= self.end_wd, ">= start_wd >= 0"),
+            "wd_incr_steps": (
+                self.wd_incr_style == "constant" or self.wd_incr_steps > 0,
+                "> 0 for a ramp",
+            ),
+            "wsd_decay_steps": (
+                not wsd or (self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end),
+                f"in (0, lr_decay_steps={end}] for WSD",
+            ),
+            "lr_wsd_decay_style": (
+                not wsd or self.lr_wsd_decay_style in WSD_STYLES,
+                f"one of {WSD_STYLES} for WSD",
+            ),
+        }
+        for name, (good, rule) in rules.items():
+            if not good:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
+        if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
+            raise ValueError(
+                f"end_wd={self.end_wd!r}: must equal start_wd={self.start_wd!r} for wd_incr_style="
+                "'constant'"
+            )
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The learning rate of a group at ``num_steps``."""
+        return lr_at(
+            self, param_group.get("max_lr", self.max_lr), param_group.get("min_lr", self.min_lr)
+        )
+
+    def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
+        """The weight decay of a group at ``num_steps``, before ``wd_mult``."""
+        group = param_group or {}
+        start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
+        if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
+            return float(end)
+        return float(
+            end
+            - (end - start) * decay_factor(self.wd_incr_style, self.num_steps / self.wd_incr_steps)
+        )
+
+    def step(self, increment: int = 1) -> None:
+        """Count ``increment`` more steps and set every group's ``lr`` and ``weight_decay``."""
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            lr = self.get_lr(group) * group.get("lr_mult", 1.0)
+            if isinstance(group["lr"], Tensor):
+                with torch.no_grad():
+                    group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+            group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {
+            **{name: getattr(self, name) for name in self._SETTINGS},
+            "num_steps": self.num_steps,
+        }
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise; change nothing."""
+        if self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler:
+            return
+        for name in self._SETTINGS:
+            saved = state_dict.get(name, getattr(self, name))
+            if saved != getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} here, {saved!r} in the checkpoint; set "
+                    "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the saved one was; loading twice is loading once. Sets the groups at once.
+
+        With ``override_opt_param_scheduler`` the groups' own limits, too, are those of this
+        object's construction, whatever an optimizer's state dict brought along.
+
+        Raises:
+            ValueError: the settings differ and neither of the two flags says whose to take.
+        """
+        self.check_state_dict(state_dict)
+        if self.override_opt_param_scheduler:
+            for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
+                for name in self._LIMITS:
+                    group.pop(name, None)
+                group.update(limits)
+        else:
+            for name in self._SETTINGS:
+                setattr(self, name, state_dict.get(name, getattr(self, name)))
+        self.num_steps = state_dict["num_steps"]
+        self.step(0)
+
+
+def lr_at(schedule: OptimizerParamScheduler, max_lr: float, min_lr: float) -> float:
+    """The schedule's learning rate between ``min_lr`` and ``max_lr`` after
+    ``schedule.num_steps``."""
+    done, warmup, end = schedule.num_steps, schedule.lr_warmup_steps, schedule.lr_decay_steps
+    if warmup > 0 and done <= warmup:
+        start = min(schedule.init_lr, max_lr)
+        return start + (max_lr - start) * done / warmup
+    if schedule.lr_decay_style == "constant":
+        return max_lr
+    if done > end:
+        return min_lr
+    if schedule.lr_decay_style == "inverse-square-root":
+        return max(min_lr, max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(done, 1)))
+    if schedule.lr_decay_style == "WSD":
+        length = schedule.wsd_decay_steps or end
+        since = done - (end - length)
+        left = (
+            1.0
+            if since <= 0
+            else cooldown_factor(schedule.lr_wsd_decay_style or "linear", since / length)
+        )
+    else:
+        left = decay_factor(schedule.lr_decay_style, (done - warmup) / (end - warmup))
+    return min_lr + (max_lr - min_lr) * left

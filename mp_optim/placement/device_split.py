@@ -1,0 +1,416 @@
+"""DeviceSplitOptimizer: which of two optimizers has which slot; main params and state through both.
+
+Keyed by position. Tensors in ``param_groups`` may be replaced at any time: before each step the
+sub-optimizers are handed whatever sits at each slot now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mp_optim.placement.arena import HostArena, aligned_bytes
+from mp_optim.placement.plan import plan_offload
+from mp_optim.placement.transfer import Transfer, transfer_for
+from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots import Slot, follow, iter_slots, local_tensor, same_memory
+from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.optimizer import SlotOptimizer, check_fits
+from mp_optim.slots.tensor_layout import split_dims
+from mp_optim.update import as_slot_optimizer
+from mp_optim.update.state_format import as_master
+
+__all__ = ["DeviceSplitOptimizer", "Place"]
+
+Place = Literal["device", "host"]
+_NOT_PUSHED = ("params", "param_names", "fqns")
+
+
+@dataclass
+class _Assignment:
+    """Where one slot is stepped.
+
+    Attributes:
+        place: on the device of its parameter, or on the host.
+        index: position in the same group of that place's sub-optimizer.
+        share: elements a rank holds of it, rounded up: the same number on every rank.
+        main: the copy that is stepped, if it is not the parameter itself.
+        resident: the tensor in ``param_groups`` is itself the one to step.
+        bound: the tensor seen in ``param_groups`` at the last step.
+    """
+
+    place: Place
+    index: int
+    share: int
+    resident: bool
+    main: Tensor | None = None
+    bound: Tensor | None = None
+
+
+class DeviceSplitOptimizer(SlotOptimizer):
+    """Two optimizers, one for each place, that together are one.
+
+    Args:
+        offload_fraction: share of elements stepped on the host (see :func:`plan_offload`).
+        classes: of the two.
+        in_fp32: step 16-bit parameters through FP32 copies kept here.
+        settings: hyperparameters of both. construction: what else their constructors take.
+        transfer: how tensors travel; by default what the parameters' device needs.
+        pin_params: page-lock host parameters, if an accelerator is used.
+
+    Raises:
+        ValueError: for a fraction outside [0, 1], or parameters on several accelerators.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        offload_fraction: float,
+        classes: Mapping[Place, type[torch.optim.Optimizer]],
+        in_fp32: bool,
+        settings: dict[str, Any],
+        construction: dict[str, Any],
+        transfer: Transfer | None,
+        pin_params: bool,
+    ) -> None:
+        self.offload_fraction = offload_fraction
+        self._classes, self._fp32 = classes, in_fp32
+        self._kwargs = {**settings, **construction}
+        self._remainders = bool(self._kwargs.get("store_param_remainders", False))
+        self._seats: list[list[_Assignment]] = []
+        self._subs: dict[Place, SlotOptimizer] = {}
+        super().__init__(params, dict(settings))
+        device = self._only_accelerator()
+        self._can_pin = device.type not in ("cpu", "meta")
+        self._transfer = transfer if transfer is not None else transfer_for(device)
+        self._seat_groups(self.param_groups)
+        self._arena = HostArena(self._transfer, self._host_bytes(), pin_params and self._can_pin)
+        self._subs = {place: self._build(place) for place in self._classes}
+        self._adopt_defaults()
+        self.use_mark(self.step_mark)
+
+    # -- what stepping has to know --------------------------------------------------------------
+
+    def _placed(self) -> None:
+        """Groups were added."""
+
+    def _touched(self, slot: Slot) -> None:
+        """Somebody gets hold of the state of a slot of the host's optimizer."""
+
+    # -- placement ------------------------------------------------------------------------------
+
+    def _only_accelerator(self) -> torch.device:
+        devices = {str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)}
+        found = sorted(devices - {"cpu", "meta"})
+        if len(found) > 1:
+            raise ValueError(
+                f"parameters lie on several accelerators {found}; build one optimizer per device"
+            )
+        return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
+
+    def _seat_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Plan the places of new groups, together, and give each slot its seat."""
+        shares = [_share(p) for group in groups for p in group["params"]]
+        trainable = [p.requires_grad for group in groups for p in group["params"]]
+        hosted = plan_offload(
+            [size if trains else 0 for size, trains in zip(shares, trainable, strict=True)],
+            self.offload_fraction,
+        )
+        running = 0
+        for group in groups:
+            counts: dict[Place, int] = {"device": 0, "host": 0}
+            seats = []
+            for param in group["params"]:
+                place: Place = "host" if running in hosted else "device"
+                resident = place == "device" and self._stepped_dtype(param.dtype) == param.dtype
+                seats.append(_Assignment(place, counts[place], shares[running], resident))
+                counts[place] += 1
+                running += 1
+            self._seats.append(seats)
+
+    def _host_bytes(self) -> int:
+        return sum(
+            aligned_bytes(local_tensor(p).numel(), self.main_dtype(p.dtype))
+            for slot, p in iter_slots(self.param_groups)
+            if self._seat(slot).place == "host"
+        )
+
+    def _seat(self, slot: Slot) -> _Assignment:
+        return self._seats[slot.group][slot.position]
+
+    def place(self, slot: Slot) -> Place:
+        """Where a slot is stepped."""
+        return self._seat(slot).place
+
+    def _host_slots(self) -> list[tuple[Slot, int]]:
+        """Slots of the host's optimizer and the elements of each, in the order in which backward is
+        expected to reach them: the last first."""
+        found = [
+            (Slot(slot.group, seat.index), seat.share)
+            for slot, _ in iter_slots(self.param_groups)
+            if (seat := self._seat(slot)).place == "host"
+        ]
+        return found[::-1]
+
+    # -- sub-optimizers -------------------------------------------------------------------------
+
+    @property
+    def sub_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The device's optimizer, then the host's, as their classes built them."""
+        return [getattr(sub, "optimizer", sub) for sub in self._subs.values()]
+
+    def sub_optimizer(self, place: Place) -> SlotOptimizer:
+        """The optimizer that steps a place, in slot terms."""
+        return self._subs[place]
+
+    def _sub_group(self, index: int, place: Place) -> dict[str, Any]:
+        group = self.param_groups[index]
+        here = [self._seats[index][i].place == place for i in range(len(group["params"]))]
+        names = group.get("param_names")
+        sub = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
+        sub["params"] = [
+            local_tensor(p) for p, mine in zip(group["params"], here, strict=True) if mine
+        ]
+        if names:
+            sub["fqns"] = [name for name, mine in zip(names, here, strict=True) if mine]
+        return sub
+
+    def _build(self, place: Place) -> SlotOptimizer:
+        groups = [self._sub_group(index, place) for index in range(len(self.param_groups))]
+        return as_slot_optimizer(self._classes[place](groups, **self._kwargs))
+
+    def _adopt_defaults(self) -> None:
+        """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here.
+
+        Raises:
+            ValueError: the two classes' defaults differ, so that a parameter's rule would depend on
+                its place.
+        """
+        filled = [
+            {
+                k: v
+                for k, v in sub.param_groups[-1].items()
+                if k not in (*_NOT_PUSHED, *self.param_groups[-1])
+            }
+            for sub in self._subs.values()
+        ]
+        for key in filled[0].keys() & filled[1].keys():
+            if filled[0][key] != filled[1][key]:
+                raise ValueError(
+                    f"{key} is {filled[0][key]!r} by default on the device and {filled[1][key]!r} "
+                    "on the "
+                    f"host; pass {key}="
+                )
+        for sub in self._subs.values():
+            for mine, theirs in zip(self.param_groups, sub.param_groups, strict=True):
+                for key, value in theirs.items():
+                    if key not in _NOT_PUSHED:
+                        mine.setdefault(key, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters are placed on their own, by the same fraction and policy."""
+        super().add_param_group(param_group)
+        if (
+            not self._subs
+        ):  # torch's constructor is adding the first groups; they are planned together
+            return
+        index = len(self.param_groups) - 1
+        self._seat_groups([self.param_groups[index]])
+        for place, sub in self._subs.items():
+            sub.add_param_group(self._sub_group(index, place))
+        self._adopt_defaults()
+        self._placed()
+
+    def use_mark(self, mark: StepMark) -> None:
+        super().use_mark(mark)
+        for sub in self._subs.values():
+            sub.use_mark(mark)
+
+    def recover(self) -> None:
+        for sub in self._subs.values():
+            sub.recover()
+
+    def check_groups(self) -> None:
+        self._push_settings()
+        for sub in self._subs.values():
+            sub.check_groups()
+
+    def _push_settings(self) -> None:
+        """Hand current hyperparameters to the sub-optimizers."""
+        for index, group in enumerate(self.param_groups):
+            settings = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
+            for sub in self._subs.values():
+                sub.param_groups[index].update(settings)
+
+    # -- main params ----------------------------------------------------------------------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
+
+    def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
+        return (
+            self.main_dtype(dtype)
+            if self._fp32 and dtype in (torch.float16, torch.bfloat16)
+            else dtype
+        )
+
+    def main_param(self, slot: Slot) -> Tensor:
+        sub, theirs = self._in_sub(slot)
+        return sub.main_param(theirs)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        sub, theirs = self._in_sub(slot)
+        sub.set_main_param(theirs, value)
+
+    def written_outside(self, slot: Slot) -> None:
+        sub, theirs = self._in_sub(slot)
+        sub.written_outside(theirs)
+
+    def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
+        super().reserve_main_params(
+            [(slot, source) for slot, source in coming if self._seat(slot).place == "device"]
+        )
+
+    def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
+        """Main param, born where it is stepped: on the host it never exists in FP32 on the
+        device."""
+        seat = self._seat(slot)
+        seat.resident, seat.main = True, None
+        if seat.place == "device":
+            return super().new_main_param(slot, source)
+        main = self._on_host(source, self.main_dtype(source.dtype))
+        self.param_groups[slot.group]["params"][slot.position] = main
+        return main
+
+    def _on_host(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        host = self._arena.take(source.shape, dtype)
+        return host.copy_(source)
+
+    @in_own_modes
+    def _new_copy(self, seat: _Assignment, param: Tensor) -> Tensor:
+        dtype = self._stepped_dtype(param.dtype)
+        return self._on_host(param, dtype) if seat.place == "host" else param.to(dtype)
+
+    def _stepped(self, slot: Slot) -> Tensor:
+        """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
+        seat = self._seat(slot)
+        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
+        if seat.resident:
+            return (
+                param if type(param) is Tensor and not param.requires_grad else local_tensor(param)
+            )
+        local = local_tensor(param)
+        if seat.main is None:
+            seat.main = self._new_copy(seat, local)
+        elif param is not seat.bound:
+            follow(seat.main, local, self.slot_name(slot))
+            self._subs[seat.place].written_outside(Slot(slot.group, seat.index))
+        seat.bound = param
+        return seat.main
+
+    def _bind(self) -> None:
+        """Hand current tensors and hyperparameters to the sub-optimizers."""
+        self._push_settings()
+        for index in range(len(self.param_groups)):
+            for position, seat in enumerate(self._seats[index]):
+                seats = self._subs[seat.place].param_groups[index]["params"]
+                stepped = self._stepped(Slot(index, position))
+                if seats[seat.index] is not stepped and not same_memory(seats[seat.index], stepped):
+                    seats[seat.index] = stepped
+
+    def reload_model_params(self) -> None:
+        """Take the parameters' present values into the copies kept here."""
+        for slot, param in iter_slots(self.param_groups):
+            if self._seat(slot).main is not None or param.dtype != torch.float32:
+                self.set_main_param(slot, local_tensor(param))
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
+        seat = self._seat(slot)
+        sub = self._subs[seat.place]
+        sub.param_groups[slot.group]["params"][seat.index] = self._stepped(slot)
+        theirs = Slot(slot.group, seat.index)
+        if seat.place == "host":
+            self._touched(theirs)
+        return sub, theirs
+
+    def _own_master(self, slot: Slot) -> Tensor | None:
+        """The copy, if it says more than the parameter does."""
+        main = self._seat(slot).main
+        param = self.param_groups[slot.group]["params"][slot.position]
+        return main if main is not None and main.dtype != param.dtype else None
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        for place, sub in self._subs.items():
+            mine = [slot for slot in slots if self._seat(slot).place == place]
+            sub.allocate_state([self._in_sub(slot)[1] for slot in mine])
+
+    def slot_state(self, slot: Slot) -> dict[str, Any]:
+        sub, theirs = self._in_sub(slot)
+        master = self._own_master(slot)
+        state = sub.slot_state(theirs)
+        return state if master is None else {**state, "master_param": master}
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        sub, theirs = self._in_sub(slot)
+        master = self._own_master(slot)
+        state = sub.full_slot_state(theirs)
+        return state if master is None else {**state, "master_param": master}
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        sub, theirs = self._in_sub(slot)
+        rest, master = self._split(slot, state)
+        fit = sub.fit_slot_state(theirs, rest, convert)
+        if master is None:
+            return fit
+        return {
+            **fit,
+            "master_param": as_master(self.slot_name(slot), local_tensor(master), convert),
+        }
+
+    def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        rest = dict(state)
+        master = rest.pop("master_param", None) if self._own_master(slot) is not None else None
+        return rest, master
+
+    def requires_state(self, slot: Slot) -> bool:
+        sub, theirs = self._in_sub(slot)
+        return self._own_master(slot) is not None or sub.requires_state(theirs)
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self._subs["device"].check_settings(group)
+
+    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        sub, theirs = self._in_sub(slot)
+        rest, master = self._split(slot, state)
+        if (own := self._own_master(slot)) is not None and master is None:
+            raise ValueError(
+                f"state of {self.slot_name(slot)}: master_param ({own.dtype}) is missing"
+            )
+        if own is not None:
+            check_fits(f"{self.slot_name(slot)}.master_param", own, master)
+        sub.check_slot_state(theirs, rest)
+
+    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        sub, theirs = self._in_sub(slot)
+        rest, master = self._split(slot, state)
+        sub.load_slot_state(theirs, rest)
+        if (own := self._own_master(slot)) is not None and master is not None:
+            own.copy_(local_tensor(master))
+
+
+def _share(param: Tensor) -> int:
+    """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks
+    differ in it."""
+    if not isinstance(param, DTensor):
+        return int(getattr(param, "offload_share", param.numel()))
+    ranks = math.prod(map(param.device_mesh.size, split_dims(param)))
+    return math.ceil(param.numel() / ranks)

@@ -1,0 +1,92 @@
+"""Where the time of a step goes: spans of named stages, which the profiler shows under the same
+names."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch.profiler import record_function
+
+__all__ = ["Span", "StepTimeline"]
+
+WAIT_COPIES, WAIT_WORKER = "wait_copies", "wait_worker"
+ARITHMETIC = ("host_measure", "host_step")
+"""StepTimeline that compute on the host."""
+
+
+class Span(NamedTuple):
+    """One stage of one thread, in seconds of ``time.perf_counter``; ``label`` says of what."""
+
+    stage: str
+    thread: str
+    start: float
+    end: float
+    label: str
+
+
+class StepTimeline:
+    """Spans since the last step ended, and those of the step before.
+
+    Attributes:
+        last: spans of the last complete round: backward and step.
+        began: when the last ``step()`` began to ask for results.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._began: float | None = None
+        self.last: list[Span] = []
+        self.began = 0.0
+
+    @contextmanager
+    def stage(self, name: str, label: str = "") -> Iterator[None]:
+        """Time what is done inside. From any thread."""
+        with record_function(f"mp_optim::{name}"):
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._spans.append(
+                    Span(name, threading.current_thread().name, start, time.perf_counter(), label)
+                )
+
+    def begin_step(self) -> None:
+        """From now on the caller waits: what ends earlier is hidden."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def end_step(self) -> None:
+        """The round is complete."""
+        self.last, self._spans = self._spans, []
+        self.began, self._began = (
+            (time.perf_counter() if self._began is None else self._began),
+            None,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Milliseconds of the last round.
+
+        ``copy_wait_ms``: waiting for copies, in any thread. ``worker_wait_ms``: ``step()`` waiting
+        for the worker. ``host_ms``: arithmetic on the host. ``hidden_ms``: the part of it that was
+        over when ``step()`` began.
+        """
+
+        def total(*names: str) -> float:
+            return sum(span.end - span.start for span in self.last if span.stage in names)
+
+        hidden = sum(
+            max(0.0, min(span.end, self.began) - span.start)
+            for span in self.last
+            if span.stage in ARITHMETIC
+        )
+        seconds = {
+            "copy_wait_ms": total(WAIT_COPIES),
+            "worker_wait_ms": total(WAIT_WORKER),
+            "host_ms": total(*ARITHMETIC),
+            "hidden_ms": hidden,
+        }
+        return {name: 1e3 * value for name, value in seconds.items()}

@@ -1,0 +1,216 @@
+"""The step as two CUDA graphs: measure and decide, then apply. Captured when nothing moves any
+more, then replayed.
+
+Two, so that the verdict can leave for the host before the stepping kernels run. A replay is
+preceded by a rehearsal: the stack goes through its step as ever, but launches nothing; so whatever
+differs from the captured step is seen (a replaced tensor, a new group, other flags), and rates,
+bias corrections and seeds are formed on the host in double, as in any step. They are copied into
+the table that the captured kernels read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.precision import cuda_graph
+from mp_optim.precision.device_verdict import DeviceVerdict, Formed
+from mp_optim.slots import DeviceMultiplier
+from mp_optim.update import choose_backend
+
+if TYPE_CHECKING:
+    from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+
+__all__ = ["MOST_CHANGES", "WARM", "GraphedStep", "check_capturable"]
+
+WARM = 2
+"""Steps with the same gradient memory before one is captured."""
+MOST_CHANGES = 8
+"""Steps in a row with other gradient memory or another selection, after which no more is
+captured."""
+
+
+def check_capturable(stack: MegatronOptimizer) -> None:
+    """Raise if the steps of this stack cannot be captured.
+
+    Raises:
+        ValueError: naming ``optimizer_cuda_graph`` and what is in its way.
+    """
+    if stack.is_stub_optimizer:
+        return
+    cuda_graph.graph_for(stack.device)
+    device = stack.verdict_device()
+    if device is None:
+        backend, why = choose_backend(stack.config.fused_backend, stack.device)
+        _refuse(
+            f"the step needs the verdict on the host (backend {backend.name}: {why}); step "
+            "everything on the GPU "
+            "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)"
+        )
+    elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
+        _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
+    if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
+        _refuse(
+            f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on "
+            f"{device}; "
+            "build it there (device=)"
+        )
+    if stack.has_quantized_params:
+        _refuse("parameters in 8 bits are quantised outside of the kernels")
+    if stack.reduces():
+        _refuse(
+            "gradient norms or parameters are shared with other ranks, whose reductions are not "
+            "captured"
+        )
+
+
+def _refuse(reason: str) -> None:
+    raise ValueError(f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False")
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """Graphs, and what they were made of.
+
+    Attributes:
+        key: gradients and settings that ``measure`` holds. rehearsal: the launches that ``apply``
+            holds.
+        table: their numbers. formed: where ``measure`` leaves the verdict.
+    """
+
+    key: Any
+    measure: cuda_graph.Graph
+    apply: cuda_graph.Graph
+    formed: Formed
+    rehearsal: Any
+    table: Tensor
+
+
+class _Attempt:
+    """A pass through the step that may come to nothing: until ``happened``, its counts are ones to
+    take back."""
+
+    def __init__(self, verdict: DeviceVerdict) -> None:
+        self._verdict = verdict
+        self.happened = False
+        self.multipliers: Mapping[str, DeviceMultiplier] = {
+            name: DeviceMultiplier(given.values, self._skipped)
+            for name, given in verdict.multipliers.items()
+        }
+
+    def _skipped(self) -> bool:
+        return not self.happened or self._verdict.settle().skip
+
+
+class GraphedStep:
+    """Steps a stack, by graphs where it can.
+
+    Attributes:
+        captures, replays: how often. eager: why the last step was not one of a graph; empty if it
+            was.
+    """
+
+    def __init__(self, device: torch.device, backend: Any) -> None:
+        self._device, self._backend = device, backend
+        self._new_graph: Callable[[], cuda_graph.Graph] = cuda_graph.graph_for(device)
+        self._captured: _Captured | None = None
+        self._last: Any = None
+        self._steady = self._changes = 0
+        self._given_up = ""
+        self.captures = self.replays = 0
+        self.eager = "no step yet"
+
+    @property
+    def note(self) -> str:
+        """For people."""
+        now = f"eager: {self.eager}" if self.eager else "replayed"
+        return f"CUDA graph: {now}; captured {self.captures} times, replayed {self.replays} times"
+
+    def step(self, stack: MegatronOptimizer) -> DeviceVerdict:
+        """One step; its gradients have been gathered, and the verdict before is settled: replays
+        write to its place.
+
+        Raises:
+            RuntimeError: the step could not be captured.
+        """
+        key = stack.graph_key()
+        if self._captured is not None and self._captured.key == key:
+            return self._by_graph(stack, self._captured)
+        self._captured = None
+        if self._is_time(key) and not self._obstructed(stack):
+            return self._capture(stack, key)
+        verdict = DeviceVerdict(stack.form())
+        stack.follow(verdict)
+        stack.carry_out(verdict.multipliers)
+        return verdict
+
+    def _is_time(self, key: Any) -> bool:
+        """Whether enough steps were alike; says why if not."""
+        if self._last is not None and key != self._last:
+            self._steady, self._changes = 0, self._changes + 1
+            if self._changes >= MOST_CHANGES:
+                self._given_up = (
+                    f"gradients lay elsewhere, or were others, in {self._changes} steps in a row; "
+                    "keep "
+                    "their memory (zero_grad(set_to_none=False), or main_grad)"
+                )
+        self._last, self._steady = key, self._steady + 1
+        self.eager = self._given_up or (
+            "" if self._steady > WARM else f"{self._steady} of {WARM} steps alike"
+        )
+        return not self.eager
+
+    def _obstructed(self, stack: MegatronOptimizer) -> bool:
+        self.eager = self._given_up = stack.obstacle()
+        return bool(self.eager)
+
+    def _by_graph(self, stack: MegatronOptimizer, captured: _Captured) -> DeviceVerdict:
+        captured.measure.replay()
+        verdict = DeviceVerdict(captured.formed)
+        stack.follow(verdict)
+        attempt = _Attempt(verdict)
+        rehearsal = self._rehearse(stack, attempt)
+        if not rehearsal.matches(captured.rehearsal):
+            self._captured, self._steady, self._changes = None, 1, self._changes + 1
+            self.eager = "what is stepped has changed"
+            stack.carry_out(verdict.multipliers)
+            return verdict
+        captured.table.copy_(rehearsal.upload())
+        stack.step_mark.touch()
+        captured.apply.replay()
+        attempt.happened = True
+        self.replays, self._changes = self.replays + 1, 0
+        return verdict
+
+    def _rehearse(self, stack: MegatronOptimizer, attempt: _Attempt) -> Any:
+        with stack.step_mark.rehearsal():
+            return self._backend.rehearse(
+                lambda: stack.carry_out(attempt.multipliers), self._device
+            )
+
+    def _capture(self, stack: MegatronOptimizer, key: Any) -> DeviceVerdict:
+        measure, apply = self._new_graph(), self._new_graph()
+        formed = measure.capture(stack.form)
+        measure.replay()
+        verdict = DeviceVerdict(formed)
+        stack.follow(verdict)
+        rehearsal = self._rehearse(stack, _Attempt(verdict))
+        if rehearsal.unfit:
+            self.eager = self._given_up = rehearsal.unfit
+            stack.carry_out(verdict.multipliers)
+            return verdict
+        attempt, table = _Attempt(verdict), rehearsal.upload()
+        with stack.step_mark.rehearsal():
+            apply.capture(
+                lambda: self._backend.record(lambda: stack.carry_out(attempt.multipliers), table)
+            )
+        stack.step_mark.touch()
+        apply.replay()
+        attempt.happened = True
+        self.captures += 1
+        self._captured = _Captured(key, measure, apply, formed, rehearsal, table)
+        return verdict

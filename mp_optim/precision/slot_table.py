@@ -1,0 +1,339 @@
+"""What the precision wrappers remember of every slot, as columns: one pass over a list is cheap."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.precision.lifetimes import Lifetimes
+from mp_optim.precision.measure import NormKey
+from mp_optim.precision.settings_agreement import SettingsAlike
+from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
+from mp_optim.slots import (
+    CachedTensorList,
+    Multiplier,
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    all_same,
+    are_plain,
+    current_grad,
+    have_grad_only,
+    local_grad,
+    local_tensor,
+)
+from mp_optim.slots.tensor_layout import Layout
+
+__all__ = ["SlotTable"]
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Some slots' columns as a step needs them. ``params`` are the tensors themselves, or local
+    ones."""
+
+    indices: list[int]
+    slots: tuple[Slot, ...]
+    params: CachedTensorList
+    outputs: Sequence[Tensor | None]
+    shard_groups: list[tuple[ProcessGroup, ...]]
+    streams: list[int]
+    layouts: list[Layout]
+
+
+@dataclass
+class SlotTable:
+    """What was last seen at every slot, in slot order, as parallel lists: one pass over each is
+    cheap.
+
+    Attributes:
+        slots: which slot.
+        params: the model tensor there.
+        versions, addresses: how often its data was written, and where it lies; what an outside
+            change is judged by.
+        separate: whether it is stepped on another tensor, its main param.
+        quantized: whether the model's tensor takes its values from the main param after a step, by
+            being quantised.
+        bound: whether it was trainable when its group was added or since, and so has state.
+        keys: which norm its gradient counts in.
+        streams: what tells its random numbers from others'.
+        layouts: where the model's tensor lies, and how it is split.
+        first: index of each group's first slot.
+    """
+
+    slots: list[Slot] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    separate: list[bool] = field(default_factory=list)
+    quantized: list[bool] = field(default_factory=list)
+    bound: list[bool] = field(default_factory=list)
+    keys: list[NormKey] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    _plain: bool = True
+    _whole: _Selection | None = None
+    _distinct: list[NormKey] | None = None
+    _settings: SettingsAlike | None = None
+    _memory: Lifetimes = field(default_factory=Lifetimes)
+
+    def index(self, slot: Slot) -> int:
+        """Where a slot is in the lists."""
+        return self.first[slot.group] + slot.position
+
+    @property
+    def distinct_keys(self) -> list[NormKey]:
+        """Every key once, in order."""
+        if self._distinct is None:
+            self._distinct = list(dict.fromkeys(self.keys))
+        return self._distinct
+
+    @property
+    def settings(self) -> SettingsAlike:
+        """What ranks that share split parameters compare."""
+        if self._settings is None:
+            self._settings = SettingsAlike(self.slots, self.params, self.keys)
+        return self._settings
+
+    def changed(self, params: Sequence[Tensor]) -> list[int]:
+        """Indices of slots whose tensor is another one than was last seen, or was written or moved
+        since."""
+        same = all_same(params, self.params)
+        plain = self._plain if same else are_plain(params)
+        versions, addresses = _versions(params, plain), _addresses(params, plain)
+        gone = self._memory.gone
+        if same and versions == self.versions and addresses == self.addresses and not gone:
+            return []
+        return [
+            index
+            for index, param in enumerate(params)
+            if param is not self.params[index]
+            or index in gone
+            or versions[index] != self.versions[index]
+            or addresses[index] != self.addresses[index]
+        ]
+
+    def is_same(self, slot: Slot, param: Tensor) -> bool:
+        """Whether a slot's tensor is the one that was last seen, and was neither written nor moved
+        since."""
+        index, plain = self.index(slot), are_plain([param])
+        return (
+            param is self.params[index]
+            and _versions([param], plain) == [self.versions[index]]
+            and _addresses([param], plain) == [self.addresses[index]]
+            and index not in self._memory.gone
+        )
+
+    def see(self, slot: Slot, param: Tensor, key: NormKey, layout: Layout) -> None:
+        """Take one more slot and the tensor there as seen."""
+        self.slots.append(slot)
+        self.params.append(param)
+        self.quantized.append(is_quantized(param))
+        self.keys.append(key)
+        self.layouts.append(layout)
+        plain = are_plain([param])
+        self.versions += _versions([param], plain)
+        self.addresses += _addresses([param], plain)
+        self._watch([len(self.params) - 1])
+        self._plain = self._plain and plain
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was put together from the columns."""
+        self._whole = self._distinct = self._settings = None
+
+    def look(self, params: Sequence[Tensor]) -> None:
+        """Take what is there now as seen."""
+        self._forget()
+        self._plain = are_plain(params)
+        before, self.addresses = self.addresses, _addresses(params, self._plain)
+        moved = [
+            index
+            for index, param in enumerate(params)
+            if self.addresses[index] != before[index] or param is not self.params[index]
+        ]
+        self.params, self.versions = list(params), _versions(params, self._plain)
+        self.quantized = list(map(is_quantized, params))
+        self._watch([*moved, *self._memory.gone])
+
+    def _watch(self, indices: Iterable[int]) -> None:
+        """Notice when the memory of these parameters is freed: others' may get its address."""
+        for index in indices:
+            local = local_tensor(self.params[index])
+            if are_plain([local]):
+                self._memory.watch(index, local)
+            else:
+                self._memory.forget(index)
+
+    def stepped(self) -> None:
+        """The parameters were written by a step, and by nobody else."""
+        self.versions = _versions(self.params, self._plain)
+
+    def trained(self, index: int, separate: bool) -> None:
+        """A slot that was not trainable before has a main param now, and state."""
+        self.separate[index], self.bound[index] = separate, True
+        self._forget()
+
+    def grads(self, name_of: Callable[[Slot], str]) -> tuple[list[int], CachedTensorList]:
+        """Which slots have a gradient now, as indices, and their local gradients.
+
+        Raises:
+            TypeError: a gradient is sparse or not floating point, naming the parameter.
+            ValueError: it has no values, because its parameter is on the meta device.
+        """
+        simple = self._plain and have_grad_only(self.params)
+        found: list[Tensor | None] = (
+            list(map(_GRAD, self.params)) if simple else list(map(current_grad, self.params))
+        )
+        if simple and all(map(operator.is_not, found, itertools.repeat(None))):
+            whole = self._everything()
+            grads = CachedTensorList(cast("list[Tensor]", found)).gradients_of(whole.params)
+            self._check(whole.indices, grads, name_of)
+            return whole.indices, grads
+        indices = [index for index, grad in enumerate(found) if grad is not None]
+        grads = CachedTensorList(grad for grad in found if grad is not None)
+        self._check(indices, grads, name_of)
+        if are_plain(grads):
+            return indices, grads
+        return indices, CachedTensorList(
+            map(local_grad, [self.params[index] for index in indices], grads)
+        )
+
+    def _check(
+        self, indices: Sequence[int], grads: CachedTensorList, name_of: Callable[[Slot], str]
+    ) -> None:
+        if torch.device("meta") in grads.devices:
+            name = name_of(
+                next(self.slots[i] for i, g in zip(indices, grads, strict=True) if g.is_meta)
+            )
+            raise ValueError(
+                f"{name} is on the meta device, without values: call model.to_empty(device=...) "
+                "and "
+                "initialise or load the weights, then build the optimizer"
+            )
+        if grads.strided and grads.dtypes <= _GRADIENT_DTYPES:
+            return
+        index, grad = next(
+            (i, g)
+            for i, g in zip(indices, grads, strict=True)
+            if g.layout != torch.strided or g.dtype not in _GRADIENT_DTYPES
+        )
+        if grad.dtype in FLOAT8_DTYPES:
+            raise TypeError(
+                f"{name_of(self.slots[index])}: gradient is {grad.dtype}; set "
+                "grad_dtype=torch.bfloat16 on "
+                "the parameter"
+            )
+        raise TypeError(
+            f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
+            "floating-point gradients are supported (build the embedding with sparse=False)"
+        )
+
+    def keys_of(self, indices: Sequence[int]) -> list[NormKey]:
+        """Which norm each of some gradients counts in."""
+        whole = self._whole
+        return (
+            self.keys
+            if whole is not None and indices is whole.indices
+            else [self.keys[i] for i in indices]
+        )
+
+    def updates(
+        self, indices: list[int], grads: Sequence[Tensor], multipliers: Mapping[str, Multiplier]
+    ) -> SlotUpdates:
+        """The step of the slots that have a gradient.
+
+        Args:
+            indices, grads: from :meth:`grads`.
+            multipliers: by norm group.
+        """
+        whole = (
+            self._whole
+            if self._whole is not None and indices is self._whole.indices
+            else self._some(indices)
+        )
+        keys = self.keys_of(indices)
+        alone = len(self.distinct_keys) == 1 and len(keys) > 0
+        return SlotUpdates(
+            slots=whole.slots,
+            grads=grads,
+            outputs=whole.outputs,
+            shard_groups=whole.shard_groups,
+            streams=whole.streams,
+            layouts=whole.layouts,
+            multipliers=[multipliers[keys[0].group]] * len(keys)
+            if alone
+            else [multipliers[key.group] for key in keys],
+        )
+
+    def update(self, index: int, grad: Tensor) -> SlotUpdate:
+        """One slot's update, but for the multiplier, which is not known yet."""
+        is_written = self.separate[index] and not self.quantized[index]
+        output = local_tensor(self.params[index]) if is_written else None
+        return SlotUpdate(
+            self.slots[index],
+            grad,
+            1.0,
+            output,
+            self.keys[index].shard_groups,
+            self.streams[index],
+            self.layouts[index],
+        )
+
+    def _everything(self) -> _Selection:
+        """All slots; put together once for as long as nothing changes."""
+        if self._whole is None:
+            self._whole = self._some(list(range(len(self.slots))))
+        return self._whole
+
+    def _some(self, indices: list[int]) -> _Selection:
+        params = [self.params[index] for index in indices]
+        writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
+        written = [self.separate[index] and not self.quantized[index] for index in indices]
+        outputs = (
+            writable
+            if all(written)
+            else [
+                param if is_written else None
+                for param, is_written in zip(writable, written, strict=True)
+            ]
+        )
+        return _Selection(
+            indices,
+            tuple(self.slots[index] for index in indices),
+            writable,
+            outputs,
+            [self.keys[index].shard_groups for index in indices],
+            [self.streams[index] for index in indices],
+            [self.layouts[index] for index in indices],
+        )
+
+
+_GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_GRAD, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
+
+
+def _versions(params: Sequence[Tensor], plain: bool) -> list[int]:
+    """How often each was written: a DTensor counts what is done to it, its local tensor what is
+    done to that."""
+    return (
+        list(map(_VERSION, params))
+        if plain
+        else [p._version + local_tensor(p)._version for p in params]
+    )
+
+
+def _addresses(params: Sequence[Tensor], plain: bool) -> list[int]:
+    return (
+        list(map(Tensor.data_ptr, params))
+        if plain
+        else [local.data_ptr() if are_plain([local]) else 0 for local in map(local_tensor, params)]
+    )

@@ -1,0 +1,1 @@
+"""The process the stack runs in: its memory, torch's modes, threads, warnings."""

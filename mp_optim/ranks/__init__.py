@@ -1,0 +1,1 @@
+"""The other processes of the job: whom to agree with, and who is missing."""

@@ -1,0 +1,447 @@
+"""The common shape of every optimizer in this package: a torch optimizer whose state lives in
+slots.
+
+The layers differ in *where* a slot's state is (in the rule itself, in a sub-optimizer, in the layer
+below) and in what ``step`` does; how state is shown, saved, matched and loaded is the same for all
+and is written here once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.setting_checks import Rule, check_schedule, check_setting
+from mp_optim.process.caller_warnings import warn
+from mp_optim.process.host_memory import beside, zeros
+from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
+from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.state_dict import (
+    CHECKSUMS,
+    GroupMatch,
+    check_form,
+    match_groups,
+    names_in_words,
+    plain_groups,
+)
+
+__all__ = ["Closure", "SlotOptimizer", "check_fits", "check_step"]
+
+Closure = Callable[[], Any]
+
+_KEPT_BYTES = 64 << 20
+"""Of state in the form to load, kept from its check until it is loaded; what is beyond is formed
+twice."""
+
+
+class SlotOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose state is keyed by ``(group, position)``.
+
+    Subclasses provide :meth:`slot_state`, :meth:`load_slot_state` and :meth:`step_slots`.
+    """
+
+    param_groups: ParamGroups
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self._state_view = SlotStateView(
+            lambda: self.param_groups, self.slot_state, self.load_slot_state
+        )
+        self._reserved: Iterator[Tensor] = iter(())
+        self.step_mark = StepMark()
+        super().__init__(params, defaults)
+
+    # -- what a subclass provides ---------------------------------------------------------------
+
+    @abstractmethod
+    def slot_state(self, slot: Slot) -> dict[str, Any]:
+        """The live state tensors of a slot, allocated if they did not exist. Never copies."""
+
+    @abstractmethod
+    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or
+        mis-shaped."""
+
+    @abstractmethod
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        """Step the given slots, and only those.
+
+        Args:
+            updates: gradients and outputs; each slot at most once.
+            grad_norm: global L2 norm of the gradients after their multipliers, for rules that clip
+                by it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
+        """
+
+    def check_groups(self) -> None:
+        """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing
+        has been stepped."""
+
+    # -- steps that were broken off ---------------------------------------------------------------
+
+    def use_mark(self, mark: StepMark) -> None:
+        """Tell of broken-off steps by this mark, which belongs to the layer above."""
+        self.step_mark = mark
+
+    def recover(self) -> None:
+        """A step was broken off: forget what it left under way. Values are loaded after this."""
+
+    def verdict_device(self) -> torch.device | None:
+        """The one device on which every slot is stepped by kernels that read multipliers there;
+        None if :meth:`step_slots` needs numbers."""
+        return None
+
+    # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise --------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the tensor that is stepped for a parameter of a dtype."""
+        return torch.float32
+
+    def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
+        """Replace a slot's tensor by the one that will be stepped, and return it.
+
+        Args:
+            slot: which parameter.
+            source: local model parameter (any floating dtype); its values are copied, unless it has
+                the dtype to step already and is stepped where it lies, in which case it is used
+                itself.
+        """
+        dtype = self.main_dtype(source.dtype)
+        main = (
+            source
+            if source.dtype == dtype
+            else self._main_memory(source.shape, dtype, source.device).copy_(source)
+        )
+        self.param_groups[slot.group]["params"][slot.position] = main
+        return main
+
+    def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
+        """Calls of :meth:`new_main_param` will follow, with these arguments: let main params lie
+        side by side."""
+        forms = [
+            (source.shape, self.main_dtype(source.dtype))
+            for _, source in coming
+            if source.device.type == "cpu" and source.dtype != self.main_dtype(source.dtype)
+        ]
+        self._reserved = iter(beside(forms) or ())
+
+    def _main_memory(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        reserved = next(self._reserved, None) if device.type == "cpu" else None
+        if reserved is not None and (reserved.shape, reserved.dtype) == (shape, dtype):
+            return reserved
+        return zeros(shape, dtype, device)
+
+    def main_param(self, slot: Slot) -> Tensor:
+        """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
+        main: Tensor = self.param_groups[slot.group]["params"][slot.position]
+        return main
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        """Give the main param another value of any floating dtype."""
+        self.param_groups[slot.group]["params"][slot.position].copy_(value)
+
+    def written_outside(self, slot: Slot) -> None:
+        """The stepped tensor was replaced or written by somebody else; make state agree that
+        depends on its value."""
+
+    def memory_moved(self) -> None:
+        """Main params and state were given other memory (``tensor.data = ...``); forget where it
+        was."""
+
+    # -- other forms of the state -----------------------------------------------------------------
+
+    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+        """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
+        return self.slot_state(slot)
+
+    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
+        """A saved state in the form that :meth:`load_slot_state` takes.
+
+        Raises:
+            ValueError: bits would be lost, and ``convert`` is false.
+        """
+        return state
+
+    # -- torch's contract -----------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy would share main params and state with the original.
+
+        Raises:
+            TypeError: always; copy ``state_dict()`` instead.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled; build another one for the copied "
+            "model "
+            "and give it load_state_dict(optimizer.state_dict())"
+        )
+
+    @property  # type: ignore[override]
+    def state(self) -> SlotStateView:
+        """Current tensors to their state; a view, complete as soon as anybody looks."""
+        return self._state_view
+
+    @state.setter
+    def state(self, value: dict[Tensor, dict[str, Any]]) -> None:
+        for param, state in value.items():
+            self._state_view[param] = state
+
+    def slot_name(self, slot: Slot) -> str:
+        """FQN of a slot, for messages and checkpoints."""
+        return slot_name(self.param_groups, slot)
+
+    def slots(self) -> list[Slot]:
+        """All slots in order."""
+        return [slot for slot, _ in iter_slots(self.param_groups)]
+
+    @in_own_modes
+    def init_state(self) -> None:
+        """Allocate the state of every slot without stepping."""
+        self.allocate_state(self.slots())
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Allocate the state of some slots together."""
+        for slot in slots:
+            self.slot_state(slot)
+
+    @in_own_modes
+    def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
+        """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
+
+        State tensors are the live ones, as torch's are: clone (or save) before the next step.
+        Settings are copies.
+
+        Args:
+            full_precision: state that is stored in fewer bits as FP32 copies instead.
+
+        Raises:
+            BrokenOffError: the last step or load was broken off half-way.
+        """
+        self.step_mark.check("state_dict")
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        groups = plain_groups(self.param_groups)
+        self.init_state()
+        read = self.full_slot_state if full_precision else self.slot_state
+        states = (read(slot) for slot in self.slots())
+        result: dict[str, Any] = {
+            "state": {index: dict(state) for index, state in enumerate(states) if state},
+            "param_groups": groups,
+        }
+        if not full_precision:
+            _add_checksums(groups, self.param_checksums())
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            hooked = post_hook(self, result)
+            result = result if hooked is None else hooked
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
+        """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
+
+        State is copied into the tensors that exist, so placement and dtypes stay what they are
+        configured to be, and settings are copied. The argument is not modified. Nothing is written
+        before everything has been checked, so what is refused has changed nothing.
+
+        A parameter that does not round to the main param loaded for it is written from it, with a
+        warning: load the model's weights first. A remainder belongs to the weights it was saved
+        with; if others are there when it is first used (by a step, or by reading state), that
+        raises.
+
+        Args:
+            convert: round saved state to the dtypes configured here also where that loses bits;
+                take a remainder beside any weights; keep the present loss scale if none was saved.
+
+        Raises:
+            ValueError: a parameter or its state is missing on either side, a tensor's shape or
+                dtype does not fit, a setting, step or loss scale is out of range, or bits would be
+                lost.
+        """
+        if written := self.restore(state_dict, convert=convert):
+            warn(
+                f"{len(written)} parameters did not have the values of the loaded main params, and "
+                "were "
+                f"written from them: {names_in_words(written)}. Were all of the model's weights "
+                "loaded? "
+                "(Where they are loaded after the optimizer's state, load them before it.)"
+            )
+
+    @in_own_modes
+    def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:
+        """As :meth:`load_state_dict`; returns the names of the parameters that were written,
+        instead of warning."""
+        check_form(state_dict)
+        state_dict = dict(state_dict)
+        if self.step_mark.is_set:
+            self.recover()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            hooked = pre_hook(self, state_dict)
+            state_dict = state_dict if hooked is None else hooked
+        check_form(state_dict)
+        self.follow_model()
+        match = self.check_plain(state_dict, convert=convert)
+        loads = self._loads(match, state_dict["state"])
+        kept: dict[Slot, dict[str, Any]] = {}
+        room = _KEPT_BYTES
+        for slot, state in loads:
+            if not convert:
+                self.check_checksum(slot, state, match.checksums.get(slot))
+            fitting = self.fit_slot_state(slot, state, convert)
+            self.check_slot_state(slot, fitting)
+            room -= sum(value.nbytes for value in fitting.values() if isinstance(value, Tensor))
+            if room >= 0:
+                kept[slot] = fitting
+        self.step_mark.touch()
+        for slot, state in loads:
+            self.load_slot_state(
+                slot, kept.pop(slot, {}) or self.fit_slot_state(slot, state, convert)
+            )
+        for group, saved in zip(self.param_groups, match.settings, strict=True):
+            group.update(saved)
+        self.load_beside(state_dict)
+        for slot, state in loads:
+            self.expect_checksum(slot, state, None if convert else match.checksums.get(slot))
+        written = [self.slot_name(slot) for slot, _ in loads if self.write_model(slot)]
+        self.step_mark.clear()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+        return written
+
+    def _loads(
+        self, match: GroupMatch, saved: Mapping[Any, Any]
+    ) -> list[tuple[Slot, dict[str, Any]]]:
+        """What each slot is to be given. A slot whose state was never allocated had none to
+        save."""
+        loads: list[tuple[Slot, dict[str, Any]]] = []
+        missing: list[str] = []
+        for slot, index in match.index_of.items():
+            state = saved.get(index) or {}
+            if not isinstance(state, dict):
+                raise ValueError(
+                    f"state of {self.slot_name(slot)} is a {type(state).__name__}, not a dict"
+                )
+            if not state and self.requires_state(slot):
+                missing.append(self.slot_name(slot))
+            elif state or self.slot_state(slot):
+                loads.append((slot, state))
+        if missing:
+            raise ValueError(
+                f"the saved state has none for {len(missing)} of {len(match.index_of)} parameters: "
+                f"{names_in_words(missing)}. Was it saved before the first step of an optimizer "
+                "that "
+                "has no state until then, or with these parameters frozen? Load a complete one, or "
+                "none"
+            )
+        return loads
+
+    def check_plain(self, state_dict: Mapping[str, Any], *, convert: bool = False) -> GroupMatch:
+        """What can be said of a state dict without its state: which parameters and settings go
+        where.
+
+        Raises:
+            ValueError: parameters are missing on either side, or a setting or the loss scale is out
+                of range.
+        """
+        match = match_groups(self.param_groups, state_dict["param_groups"])
+        for index, (group, saved) in enumerate(zip(self.param_groups, match.settings, strict=True)):
+            try:
+                self.check_settings({**group, **saved})
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"param group {index} of the saved state: {error}") from error
+        self.check_beside(state_dict, convert)
+        return match
+
+    # -- what loading asks of a subclass ----------------------------------------------------------
+
+    def follow_model(self, slot: Slot | None = None) -> None:
+        """Make what is stepped agree with what it stands for, where somebody else writes that."""
+
+    def requires_state(self, slot: Slot) -> bool:
+        """Whether a saved state without any for this slot is incomplete."""
+        return bool(self.slot_state(slot))
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        """Raise ValueError naming a setting of a param group, and its value, if it cannot be
+        stepped with."""
+        check_schedule(group)
+
+    def check_beside(self, state_dict: Mapping[str, Any], convert: bool) -> None:
+        """Raise ValueError if what a state dict holds beside slots does not fit; write nothing."""
+
+    def load_beside(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what a state dict holds beside slots."""
+
+    def write_model(self, slot: Slot) -> bool:
+        """Give the model's parameter the value of a main param that was loaded; returns whether it
+        had another."""
+        return False
+
+    def param_checksums(self) -> list[int | None]:
+        """For every slot, a checksum of the parameter that its remainder belongs to; None if there
+        is no remainder, or this rank does not have all of the parameter."""
+        return [None] * len(self.slots())
+
+    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        """Raise ValueError if a state has to be loaded beside the parameter it was saved with, and
+        that is another."""
+
+    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
+        """A state was loaded that belongs to a parameter of this checksum."""
+
+    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        """Raise ValueError if ``state`` does not fit the slot; write nothing."""
+        mine = self.slot_state(slot)
+        name = self.slot_name(slot)
+        missing, unknown = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
+        if missing or unknown:
+            raise ValueError(
+                f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
+                f"{sorted(mine)}. Was the state saved by another optimizer?"
+            )
+        for key, own in mine.items():
+            if key == "step":
+                check_step(name, state[key])
+            else:
+                check_fits(f"{name}.{key}", own, state[key])
+
+
+_STEPS = Rule(
+    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]"
+)
+"""What an FP32 counter counts to."""
+
+
+def check_step(name: str, value: Any) -> None:
+    """Raise ValueError unless this is a number of steps."""
+    if isinstance(value, Tensor) and value.dim():
+        raise ValueError(f"{name}.step: saved shape {tuple(value.shape)}, expected ()")
+    check_setting(f"{name}.step", value, _STEPS)
+
+
+def check_fits(label: str, own: Tensor, saved: Any) -> None:
+    """Raise ValueError unless ``saved`` can be copied into ``own`` without losing anything."""
+    if not isinstance(saved, Tensor) or saved.is_meta:
+        raise ValueError(
+            f"{label}: saved as a "
+            f"{'meta tensor' if isinstance(saved, Tensor) else type(saved).__name__}, "
+            f"expected a tensor of shape {tuple(own.shape)}"
+        )
+    if saved.shape != own.shape:
+        raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(own.shape)}")
+    kinds = own.is_floating_point() == saved.is_floating_point()
+    if not kinds or saved.is_complex() or torch.promote_types(saved.dtype, own.dtype) != own.dtype:
+        raise ValueError(
+            f"{label}: saved as {saved.dtype}, which {own.dtype} cannot hold without loss; "
+            f"convert it explicitly, or configure this state as {saved.dtype}"
+        )
+
+
+def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:
+    start = 0
+    for group in groups:
+        own = list(checksums[start : start + len(group["params"])])
+        start += len(own)
+        if any(value is not None for value in own):
+            group[CHECKSUMS] = own

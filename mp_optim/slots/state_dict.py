@@ -1,0 +1,221 @@
+"""Plain functions that turn live param groups into plain data and match saved ones to live ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mp_optim.slots import ParamGroups, Slot, iter_slots, slot_name
+from mp_optim.slots.names import matched_names
+
+__all__ = [
+    "CHECKSUMS",
+    "GroupMatch",
+    "check_form",
+    "match_groups",
+    "names_in_words",
+    "plain_groups",
+    "with_params",
+]
+
+CHECKSUMS = "param_checksums"
+"""Key in a saved group: for each parameter, a checksum of what its remainder belongs to, or
+None."""
+
+_PARALLEL = ("params", "param_names", CHECKSUMS)
+_OWN = (*_PARALLEL, "fqns", "is_expert_parallel")
+"""What a live group has from the model, and does not take from a saved one."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class GroupMatch:
+    """Where each live slot's saved state is, and which saved settings each live group takes.
+
+    Attributes:
+        index_of: slot to the index of its entry in the saved ``"state"``.
+        settings: one dict per live group: copies of saved hyperparameters.
+        checksums: of the parameters that saved remainders belong to, where they are known.
+    """
+
+    index_of: dict[Slot, Any]
+    settings: list[dict[str, Any]]
+    checksums: dict[Slot, int] = field(default_factory=dict)
+
+
+def names_in_words(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
+    """Param groups as torch saves them: tensors replaced by running indices, the rest copied."""
+    start, packed = 0, []
+    for group in param_groups:
+        count = len(group["params"])
+        plain = {
+            key: list(value) if key == "param_names" else deepcopy(value)
+            for key, value in group.items()
+            if key != "params"
+        }
+        packed.append({**plain, "params": list(range(start, start + count))})
+        start += count
+    return packed
+
+
+def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """A saved group with some of its parameters."""
+    lists = {key: [group[key][at] for at in positions] for key in _PARALLEL if key in group}
+    return {**group, **lists}
+
+
+def check_form(state_dict: Any) -> None:
+    """Raise unless this has the form of an optimizer's state dict, with an index for each
+    parameter.
+
+    Raises:
+        ValueError: saying what is missing, not of the kind expected, or there twice.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            "a state dict is a dict with 'state' and 'param_groups', not a "
+            f"{type(state_dict).__name__}"
+        )
+    for key, kind in (("state", Mapping), ("param_groups", list)):
+        if not isinstance(state_dict.get(key), kind):
+            raise ValueError(
+                f"the state dict's {key!r} is {type(state_dict.get(key)).__name__}; was it made by "
+                "state_dict() of an optimizer?"
+            )
+    for index, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            raise ValueError(f"param_groups[{index}] of the state dict has no list 'params'")
+        for key in _PARALLEL[1:]:
+            if key in group and len(group[key]) != len(group["params"]):
+                raise ValueError(
+                    f"param_groups[{index}] of the state dict has {len(group['params'])} params "
+                    "and "
+                    f"{len(group[key])} {key}"
+                )
+    groups = state_dict["param_groups"]
+    for what, key in (("parameter", "params"), ("name", "param_names")):
+        counts = Counter(entry for group in groups for entry in group.get(key, ()))
+        if twice := [str(entry) for entry, count in counts.items() if count > 1]:
+            raise ValueError(
+                f"{what} {names_in_words(twice)} is in the state dict's param_groups more than once"
+            )
+    unknown = state_dict["state"].keys() - {index for group in groups for index in group["params"]}
+    if unknown:
+        raise ValueError(
+            f"the state dict has state for {names_in_words(sorted(map(str, unknown)))}, which no "
+            "param "
+            "group of it names"
+        )
+
+
+def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
+    """Match saved groups to live ones: by FQN if every group with parameters has names on both
+    sides, else by position.
+
+    Raises:
+        ValueError: naming the parameters that only one side has, the group whose size differs, or
+            the settings that differ between saved groups of which one is to be made.
+    """
+    if all("param_names" in group for group in (*live, *saved) if group["params"]):
+        return _match_by_name(live, saved)
+    return _match_by_position(live, saved)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies: a tensor that were shared with the saved group would be written by whoever writes
+    that."""
+    return {key: deepcopy(value) for key, value in group.items() if key not in _OWN}
+
+
+def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
+    mine, theirs = ([len(group["params"]) for group in groups] for groups in (live, saved))
+    if mine != theirs:
+        raise ValueError(
+            f"param groups do not match: this optimizer has groups of {mine} parameters, the saved "
+            f"state has {theirs}. With param_names in both, they are matched by name; read "
+            "a state dict of torch, apex, Megatron or DeepSpeed with mp_optim.checkpoint.foreign"
+        )
+    saved_ids = (index for group in saved for index in group["params"])
+    index_of = {slot: index for (slot, _), index in zip(iter_slots(live), saved_ids, strict=True)}
+    return GroupMatch(index_of, [_settings(group) for group in saved], _checksums(index_of, saved))
+
+
+def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) -> dict[Slot, int]:
+    known = {index: value for group in saved for index, value in _saved_checksums(group)}
+    return {slot: known[index] for slot, index in index_of.items() if index in known}
+
+
+def _saved_checksums(group: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
+    """By index. Who renames parameters (``torch.distributed.checkpoint`` puts names for indices)
+    may order them anew and leave this list as it is, so that it says nothing."""
+    for index, value in zip(group["params"], group.get(CHECKSUMS, ()), strict=False):
+        if isinstance(index, int) and isinstance(value, int):
+            yield index, value
+
+
+def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any, int]]:
+    for group_index, group in enumerate(saved):
+        for name, index in zip(group.get("param_names", ()), group["params"], strict=True):
+            yield name, index, group_index
+
+
+def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
+    wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
+    canonical = matched_names((name for name, *_ in _saved_names(saved)), wanted.values())
+    places = {
+        canonical[name]: (index, group_index) for name, index, group_index in _saved_names(saved)
+    }
+    missing = sorted(set(wanted.values()) - places.keys())
+    unexpected = sorted(places.keys() - set(wanted.values()))
+    if missing or unexpected:
+        raise ValueError(
+            f"saved state does not fit this model: missing {missing}, unexpected {unexpected}"
+        )
+    settings = []
+    for index, group in enumerate(live):
+        sources = dict.fromkeys(places[name][1] for name in group.get("param_names", ()))
+        settings.append(_merged(index, saved, list(sources)))
+    index_of = {slot: places[name][0] for slot, name in wanted.items()}
+    return GroupMatch(index_of, settings, _checksums(index_of, saved))
+
+
+def _merged(index: int, saved: Sequence[dict[str, Any]], sources: Sequence[int]) -> dict[str, Any]:
+    """The settings that saved groups share, which become one live group.
+
+    Raises:
+        ValueError: they differ, naming the settings.
+    """
+    settings = [_settings(saved[source]) for source in sources]
+    if len(settings) < 2:
+        return settings[0] if settings else {}
+    plain = [{key: _plain(value) for key, value in some.items()} for some in settings]
+    keys = dict.fromkeys(key for some in plain for key in some)
+    differing = [key for key in keys if any(some.get(key) != plain[0].get(key) for some in plain)]
+    if differing:
+        values = "; ".join(f"{key} is {[some.get(key) for some in plain]}" for key in differing)
+        raise ValueError(
+            f"param group {index} takes parameters from saved groups {sorted(sources)}: their "
+            f"hyperparameters cannot be merged ({values}); group the parameters as they were saved"
+        )
+    return settings[0]
+
+
+def _plain(value: Any) -> Any:
+    return (
+        value.tolist()
+        if isinstance(value, Tensor)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+    )

@@ -1,0 +1,70 @@
+"""``optimizer.state`` as torch has it, over slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.slots.identity import ParamGroups, Slot, iter_slots
+
+__all__ = ["SlotStateView"]
+
+
+class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
+    """``optimizer.state`` as torch expects it: current tensors as keys, slots underneath.
+
+    The tensor-to-slot index is a cache that is checked against ``param_groups`` at every lookup, so
+    a replaced tensor is found under its new identity at once and under its old one no more.
+    """
+
+    def __init__(
+        self,
+        param_groups: Callable[[], ParamGroups],
+        read: Callable[[Slot], dict[str, Any]],
+        write: Callable[[Slot, dict[str, Any]], None],
+    ) -> None:
+        self._param_groups = param_groups
+        self._read = read
+        self._write = write
+        self._index: dict[int, Slot] = {}
+
+    def _slot(self, tensor: Tensor) -> Slot:
+        slot = self._index.get(id(tensor))
+        if slot is None or not self._holds(slot, tensor):
+            self._index = {id(p): s for s, p in iter_slots(self._param_groups())}
+            slot = self._index.get(id(tensor))
+        if slot is None:
+            raise KeyError("this tensor is not a parameter of the optimizer (was it replaced?)")
+        return slot
+
+    def _holds(self, slot: Slot, tensor: Tensor) -> bool:
+        groups = self._param_groups()
+        return (
+            slot.group < len(groups)
+            and slot.position < len(groups[slot.group]["params"])
+            and groups[slot.group]["params"][slot.position] is tensor
+        )
+
+    def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
+        return self._read(self._slot(tensor))
+
+    def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
+        self._write(self._slot(tensor), state)
+
+    def __delitem__(self, tensor: Tensor) -> None:
+        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (param for slot, param in iter_slots(self._param_groups()) if self._read(slot))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, tensor: object) -> bool:
+        try:
+            return isinstance(tensor, torch.Tensor) and bool(self._read(self._slot(tensor)))
+        except KeyError:
+            return False

@@ -1,0 +1,175 @@
+"""Tensors of slots: which gradient counts, what a rank owns, and lists whose facts are looked up
+once."""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "CachedTensorList",
+    "all_same",
+    "are_plain",
+    "current_grad",
+    "follow",
+    "have_grad_only",
+    "local_grad",
+    "local_tensor",
+    "same_memory",
+]
+
+
+class CachedTensorList(list[Tensor]):
+    """Plain tensors whose memory stays where it is for as long as the list is used, so that each
+    fact about them is looked up once.
+
+    Attributes:
+        addresses: ``data_ptr`` of each.
+        sizes: ``numel`` of each.
+        dtypes, devices: those that occur.
+        contiguous: whether all are.
+        held: memory kept for as long as the list is; see :meth:`hold`.
+    """
+
+    held: tuple[object, ...] = ()
+
+    def gradients_of(self, params: CachedTensorList) -> CachedTensorList:
+        """The same tensors, known to be what is in ``params``' ``grad``: torch allows only the
+        shapes and devices of the parameters there."""
+        self.__dict__.update(sizes=params.sizes, devices=params.devices)
+        return self
+
+    def hold(self) -> CachedTensorList:
+        """Keep the present memory, for a list used over many steps: should somebody give one of the
+        tensors other memory (``tensor.data = ...``), the addresses still lead somewhere."""
+        self.held = tuple(tensor.untyped_storage() for tensor in self)
+        return self
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> CachedTensorList:
+        """The same tensors in this form."""
+        return tensors if isinstance(tensors, CachedTensorList) else cls(tensors)
+
+    @cached_property
+    def addresses(self) -> array[int]:
+        return array("Q", map(Tensor.data_ptr, self))
+
+    @cached_property
+    def sizes(self) -> array[int]:
+        return array("q", map(Tensor.numel, self))
+
+    @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        return {tensor.dtype for tensor in self}
+
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        return {tensor.device for tensor in self}
+
+    @cached_property
+    def contiguous(self) -> bool:
+        return all(map(Tensor.is_contiguous, self))
+
+    @property
+    def strided(self) -> bool:
+        """Whether all are dense tensors with strides; one that is not has no answer to whether it
+        is contiguous."""
+        try:
+            return self.contiguous or all(tensor.layout == torch.strided for tensor in self)
+        except RuntimeError:
+            return False
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+_ATTRIBUTES = operator.attrgetter("__dict__")
+
+
+def current_grad(param: Tensor) -> Tensor | None:
+    """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else
+    ``grad``."""
+    for attribute in ("main_grad", "decoupled_grad", "grad"):
+        grad: Tensor | None = getattr(param, attribute, None)
+        if grad is not None:
+            return grad
+    return None
+
+
+def have_grad_only(params: Sequence[Tensor]) -> bool:
+    """Whether the gradient of every one of these plain parameters can only be its ``grad``."""
+    return not [
+        True for own in map(_ATTRIBUTES, params) if "main_grad" in own or "decoupled_grad" in own
+    ]
+
+
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether no tensor is a DTensor or another subclass whose memory is somewhere else."""
+    return set(map(type, tensors)) <= set(_PLAIN)
+
+
+def all_same(a: Sequence[object], b: Sequence[object]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors show the same elements in the same way."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.device == b.device
+        and (a.device.type != "meta" or a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    )
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor a rank owns: a DTensor's local shard, anything else detached from
+    autograd."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+        # FSDP2 may hand out an AsyncCollectiveTensor; placement and kernels need the plain one.
+        tensor = getattr(tensor, "wait", lambda: tensor)()
+    return tensor.detach()
+
+
+def local_grad(param: Tensor, grad: Tensor) -> Tensor:
+    """The rank's part of a parameter's gradient. One that is split in another way than its
+    parameter, or still to be added up (tensor parallelism leaves such ones), is brought into the
+    parameter's layout: a collective."""
+    if (
+        isinstance(param, DTensor)
+        and isinstance(grad, DTensor)
+        and grad.placements != param.placements
+    ):
+        grad = grad.redistribute(placements=param.placements)
+    return local_tensor(grad)
+
+
+def follow(main: Tensor, local: Tensor, name: str) -> bool:
+    """Make a main param agree with a model tensor that was replaced or written from outside.
+
+    A main param that already rounds to the new values keeps its extra bits; otherwise it takes the
+    new values. Returns whether it took them.
+
+    Raises:
+        ValueError: if the shape changed.
+    """
+    if main.shape != local.shape:
+        raise ValueError(
+            f"{name}: the parameter's local shape changed from {tuple(main.shape)} to "
+            f"{tuple(local.shape)} after its optimizer state was created; shard the model first, "
+            "then build the optimizer"
+        )
+    if torch.equal(main.to(device=local.device, dtype=local.dtype), local):
+        return False
+    main.copy_(local)
+    return True

@@ -1,0 +1,142 @@
+"""Updates: what a step does to each slot, as parallel lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.slots.identity import Slot, stream_of
+from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
+from mp_optim.slots.tensors import local_grad
+
+__all__ = ["DeviceMultiplier", "Multiplier", "SlotUpdate", "SlotUpdates", "update_of"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DeviceMultiplier:
+    """What gradients are multiplied with, while only the device knows; each is equal to itself
+    alone.
+
+    Attributes:
+        values: FP32, shape (2,), on the device: the multiplier, and a flag that is not 0 if nothing
+            is to be written.
+        skipped: the flag, for the host; waits for the device.
+    """
+
+    values: Tensor
+    skipped: Callable[[], bool]
+
+
+Multiplier = float | DeviceMultiplier
+
+
+class SlotUpdate(NamedTuple):
+    """One slot's share of an optimizer step.
+
+    Attributes:
+        slot: which parameter.
+        grad: local gradient in any floating dtype, on the device where the slot is stepped (or,
+            when handed to a placing optimizer, where the gradient lies).
+        multiplier: what the gradient is multiplied with (inverse loss scale times clip
+            coefficient), already rounded to FP32; or where the device keeps it, for backends that
+            read it there.
+        output: tensor that receives the updated parameter in its own dtype, or None if the stepped
+            tensor is itself the model's parameter.
+        shard_groups: process groups over which the parameter is split, for rules that need
+            whole-parameter norms. Empty if the local tensor is the whole parameter.
+        stream: 32 bits that tell the parameter's random numbers from others', wherever it is
+            stepped; by default made of the slot's name. Above them, where the local tensor begins
+            in the parameter, in elements.
+        layout: where the model's own tensor lies and how it is split, for rules that need whole
+            matrices. None if the stepped tensor is the whole parameter, on its device.
+    """
+
+    slot: Slot
+    grad: Tensor
+    multiplier: Multiplier = 1.0
+    output: Tensor | None = None
+    shard_groups: tuple[ProcessGroup, ...] = ()
+    stream: int | None = None
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUpdates(Sequence[SlotUpdate]):
+    """The updates of a step as parallel lists: with thousands of slots, one pass over a list is
+    cheap and an object for each is not. The fields are those of :class:`SlotUpdate`, in the plural;
+    ``layouts`` may be empty for none."""
+
+    slots: Sequence[Slot]
+    grads: Sequence[Tensor]
+    multipliers: Sequence[Multiplier]
+    outputs: Sequence[Tensor | None]
+    shard_groups: Sequence[tuple[ProcessGroup, ...]]
+    streams: Sequence[int | None]
+    layouts: Sequence[Layout | None] = ()
+
+    @classmethod
+    def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:
+        """The same updates in this form."""
+        if isinstance(updates, SlotUpdates):
+            return updates
+        return cls(
+            tuple(u.slot for u in updates),
+            [u.grad for u in updates],
+            [u.multiplier for u in updates],
+            [u.output for u in updates],
+            [u.shard_groups for u in updates],
+            [u.stream for u in updates],
+            [u.layout for u in updates],
+        )
+
+    def take(self, indices: Sequence[int]) -> SlotUpdates:
+        """Some of the updates."""
+        return SlotUpdates(
+            tuple(self.slots[i] for i in indices),
+            [self.grads[i] for i in indices],
+            [self.multipliers[i] for i in indices],
+            [self.outputs[i] for i in indices],
+            [self.shard_groups[i] for i in indices],
+            [self.streams[i] for i in indices],
+            [self.layouts[i] for i in indices] if self.layouts else (),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @overload
+    def __getitem__(self, index: int) -> SlotUpdate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[SlotUpdate]: ...
+    def __getitem__(self, index: int | slice) -> SlotUpdate | Sequence[SlotUpdate]:
+        if isinstance(index, slice):
+            return self.take(range(len(self))[index])
+        return SlotUpdate(
+            self.slots[index],
+            self.grads[index],
+            self.multipliers[index],
+            self.outputs[index],
+            self.shard_groups[index],
+            self.streams[index],
+            self.layouts[index] if self.layouts else None,
+        )
+
+
+def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:
+    """A parameter's own gradient as an update, with all that a rule may ask about where the
+    parameter lies.
+
+    Raises:
+        ValueError: the parameter is a DTensor in a layout that cannot be stepped.
+    """
+    return SlotUpdate(
+        slot,
+        local_grad(param, grad),
+        shard_groups=shard_groups_of(name, param),
+        stream=stream_of(name, getattr(param, "first_element", 0)),
+        layout=layout_of(param),
+    )

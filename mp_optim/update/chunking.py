@@ -1,0 +1,102 @@
+"""Cuts tensor lists into batches that are worked on while they are in cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from mp_optim.update.codecs import BLOCK, blocks_of
+from mp_optim.update.kernel_args import TensorLists, scale_key
+
+__all__ = ["Batch", "batches", "mark_written", "piece_elements", "publish"]
+
+
+def piece_elements(device: torch.device) -> int:
+    """Elements per batch, a power of two: what stays in a CPU core's cache, what fills an
+    accelerator."""
+    return 1 << 17 if device.type == "cpu" else 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Flat views, and for each the position of its tensor in the lists they were cut from."""
+
+    owners: list[int]
+    lists: TensorLists
+
+
+def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
+    """Flat views of at most ``most`` small tensors or of pieces of large ones, at most
+    :func:`piece_elements` together.
+
+    A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
+    :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors
+    are skipped.
+    """
+    limit = piece_elements(lists.main[0].device) if lists.main else 1
+    batch, filled = _empty(lists), 0
+    for index, main in enumerate(lists.main):
+        for start in range(0, main.numel(), limit):
+            count = min(main.numel() - start, limit)
+            if filled + count > limit or len(batch.owners) == most:
+                yield batch
+                batch, filled = _empty(lists), 0
+            _append(batch, lists, index, start, count)
+            filled += count
+    if filled:
+        yield batch
+
+
+def publish(lists: TensorLists) -> None:
+    """Copy main to output, rounding to nearest even into the output's dtype."""
+    pairs = [
+        (output, main)
+        for output, main in zip(lists.output, lists.main, strict=True)
+        if output is not None
+    ]
+    if pairs:
+        torch._foreach_copy_([output for output, _ in pairs], [main for _, main in pairs])
+
+
+def mark_written(lists: TensorLists) -> None:
+    """Tell autograd, which cannot see a kernel write."""
+    for tensor in (*lists.main, *lists.output):
+        if tensor is not None:
+            increment_version(tensor)
+
+
+def _empty(lists: TensorLists) -> Batch:
+    return Batch(
+        [],
+        TensorLists(
+            [], [], {key: [] for key in lists.state}, [], None if lists.noise is None else []
+        ),
+    )
+
+
+def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int) -> None:
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.view(-1).narrow(0, start, count)
+
+    output = lists.output[index]
+    batch.owners.append(index)
+    batch.lists.main.append(cut(lists.main[index]))
+    batch.lists.grad.append(cut(lists.grad[index]))
+    assert isinstance(batch.lists.output, list)
+    batch.lists.output.append(None if output is None else cut(output))
+    scales = {scale_key(name) for name in lists.state}
+    for key, tensors in lists.state.items():
+        batch.lists.state[key].append(
+            tensors[index].narrow(0, start // BLOCK, blocks_of(count))
+            if key in scales
+            else cut(tensors[index])
+        )
+    if lists.noise is not None and batch.lists.noise is not None:
+        batch.lists.noise.append(
+            replace(lists.noise[index], start=lists.noise[index].start + start)
+        )

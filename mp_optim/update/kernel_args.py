@@ -1,0 +1,242 @@
+"""What a backend is handed: parallel lists of tensors, and scalars rounded once from double."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.codecs import Noise
+
+__all__ = [
+    "MAIN",
+    "REMAINDER",
+    "AdamScalars",
+    "LambScalars",
+    "LionScalars",
+    "SgdScalars",
+    "StepInputs",
+    "TensorLists",
+    "fp32",
+    "scale_key",
+]
+
+MAIN = ""
+"""Key of main params among a slot's tensors."""
+REMAINDER = "remainder"
+"""Key of the state that extends a bfloat16 main param to FP32."""
+
+
+def fp32(value: float) -> float:
+    """The double that is nearest to ``value`` among FP32 numbers."""
+    return ctypes.c_float(value).value
+
+
+def scale_key(moment: str) -> str:
+    """Key of the scales of a moment that is stored in blocks."""
+    return f"{moment}_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLists:
+    """Parallel lists on one device, of contiguous tensors.
+
+    Attributes:
+        main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]``.
+        grad: any floating dtype.
+        state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for
+            those in blocks.
+        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 beside a
+            remainder.
+        source: where the present values of main (``MAIN``) and state are, if not in ``main`` and
+            ``state``, whose values then mean nothing. Only for backends that have ``reads_source``.
+        noise: for each tensor, to round state stochastically; None rounds to nearest.
+
+    A list that is a ``CachedTensorList`` may be the same one in every step.
+    """
+
+    main: list[Tensor]
+    grad: list[Tensor]
+    state: dict[str, list[Tensor]]
+    output: Sequence[Tensor | None]
+    noise: list[Noise] | None = None
+    source: Mapping[str, Sequence[Tensor]] | None = None
+
+    def in_place(self) -> TensorLists:
+        """The lists with present values brought to where they are stepped."""
+        if self.source is None:
+            return self
+        for key, tensors in self.source.items():
+            if tensors:
+                torch._foreach_copy_(
+                    list(self.main if key == MAIN else self.state[key]), list(tensors)
+                )
+        return replace(self, source=None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the scalars of a step were made from, for kernels that make their own."""
+
+    lr: float
+    weight_decay: float
+    step: int
+    bias_correction: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> StepInputs:
+        """From a param group; numbers may be tensors there."""
+        return cls(
+            float(group["lr"]),
+            float(group["weight_decay"]),
+            int(step),
+            bool(group["bias_correction"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """Apart from the scalars themselves, so that those are what ``__slots__`` of a subclass
+    lists."""
+
+    given: StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars(_Made):
+    """Scalars of one Adam step: FP32 values formed in double."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    step_size: float
+    inv_sqrt_bias2: float
+    decay: float
+    l2: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
+        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step
+        ``step`` >= 1."""
+        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
+        bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
+        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(group["eps"]),
+            fp32(lr / bias1),
+            fp32(1 / math.sqrt(bias2)),
+            fp32(lr * decay) if decoupled else 0.0,
+            0.0 if decoupled else fp32(decay),
+            given=StepInputs.at(group, step),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LambScalars(_Made):
+    """Scalars of one LAMB step."""
+
+    beta1: float
+    grad_weight: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    inv_bias1: float
+    inv_sqrt_bias2: float
+    decay: float
+    l2: float
+    lr: float
+    adapts: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> LambScalars:
+        """From a param group, at step ``step`` >= 1."""
+        beta1, beta2 = (float(b) for b in group["betas"])
+        bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
+        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1) if group["grad_averaging"] else 1.0,
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(group["eps"]),
+            fp32(1 / bias1),
+            fp32(1 / math.sqrt(bias2)),
+            fp32(decay) if decoupled else 0.0,
+            0.0 if decoupled else fp32(decay),
+            float(group["lr"]),
+            bool(group["use_nvlamb"] or decay != 0.0),
+            given=StepInputs.at(group, step),
+        )
+
+    def ratio(self, param_square: float, update_square: float) -> float:
+        """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr."""
+        if not self.adapts or param_square == 0.0 or update_square == 0.0:
+            return fp32(self.lr)
+        return fp32(self.lr * math.sqrt(param_square) / math.sqrt(update_square))
+
+
+@dataclass(frozen=True, slots=True)
+class SgdScalars:
+    """Scalars of one SGD step; ``first`` says that the momentum buffer starts with this
+    gradient."""
+
+    lr: float
+    momentum: float
+    one_minus_dampening: float
+    decay: float
+    nesterov: bool
+    first: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
+        """From a param group, at step ``step`` >= 1."""
+        return cls(
+            fp32(float(group["lr"])),
+            fp32(group["momentum"]),
+            fp32(1 - group["dampening"]),
+            fp32(group["weight_decay"]),
+            group["nesterov"],
+            step == 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LionScalars:
+    """Scalars of one Lion step."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    lr: float
+    decay: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
+        """From a param group; the same at every step."""
+        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(lr),
+            fp32(lr * float(group["weight_decay"])),
+        )
+
+
+def _bias_corrections(
+    group: Mapping[str, Any], beta1: float, beta2: float, step: int
+) -> tuple[float, float]:
+    return (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)

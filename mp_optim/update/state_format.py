@@ -1,0 +1,262 @@
+"""A slot's state as it is stored: which tensors there are under which keys, their FP32 form, and
+the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.process.host_memory import Form, zeros
+from mp_optim.slots.optimizer import check_fits
+from mp_optim.update.codecs import (
+    MOMENT_DTYPES,
+    SECOND,
+    blocks_of,
+    decode,
+    encode_,
+    is_blocked,
+    join,
+    split_,
+    stored_dtype,
+)
+from mp_optim.update.kernel_args import REMAINDER, scale_key
+
+__all__ = [
+    "MASTER",
+    "StatePrecision",
+    "as_master",
+    "fitted",
+    "full_precision",
+    "joined",
+    "moment_forms",
+]
+
+MASTER = "master_param"
+"""Key of the FP32 main param in a slot's state."""
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StatePrecision:
+    """How a rule stores its state.
+
+    Attributes:
+        exp_avg_dtype: of the first moment or momentum: float32, bfloat16, float16 or uint8 (see
+            ``formats``).
+        exp_avg_sq_dtype: of the second moment.
+        store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes
+            them FP32.
+        param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits.
+        stochastic_rounding: of bfloat16 and 8-bit state.
+        seed: of the random bits, 32 bits.
+
+    Raises:
+        ValueError: a value that there is no format for, naming it.
+    """
+
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    store_param_remainders: bool = False
+    param_remainder_bits: int = 16
+    stochastic_rounding: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) not in MOMENT_DTYPES:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be one of {list(MOMENT_DTYPES)}"
+                )
+        if self.param_remainder_bits not in (8, 16):
+            raise ValueError(f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all state is FP32."""
+        return {self.exp_avg_dtype, self.exp_avg_sq_dtype} == {
+            torch.float32
+        } and not self.store_param_remainders
+
+    def stored_dtype(self, moment: str) -> torch.dtype:
+        """Dtype of the stored tensor of a moment."""
+        return stored_dtype(
+            moment, self.exp_avg_sq_dtype if moment == SECOND else self.exp_avg_dtype
+        )
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the main param of a parameter."""
+        return dtype if dtype == torch.bfloat16 and self.store_param_remainders else torch.float32
+
+    @property
+    def remainder_dtype(self) -> torch.dtype:
+        """Dtype of the remainders."""
+        return torch.int16 if self.param_remainder_bits == 16 else torch.int8
+
+
+def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
+    """What a moment is stored in: a tensor of the main param's shape, and its scales if it has
+    some."""
+    forms = {name: (shape, dtype)}
+    if is_blocked(dtype):
+        forms[scale_key(name)] = (torch.Size([blocks_of(shape.numel())]), torch.float32)
+    return forms
+
+
+def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
+    """A slot's state with everything in FP32, under the keys and in the shapes it would have if it
+    were stored so.
+
+    Args:
+        main: the main param as it is stepped.
+    """
+    full: State = {}
+    for key, value in state.items():
+        if key == REMAINDER:
+            full[MASTER] = join(main, value)
+        elif scale_key(key) in state or value.dtype == torch.bfloat16:
+            full[key] = _decoded(state, key)
+        elif not key.endswith("_scale"):
+            full[key] = value
+    return full
+
+
+def fitted(
+    label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool
+) -> State:
+    """Saved state in the form of ``mine``.
+
+    Remainders become a master param where the form differs; a master param takes the place of a
+    remainder.
+
+    Args:
+        label: names the slot in messages.
+        mine: the live state. main: the live main param. saved: state of any form for the same rule.
+        convert: also where that loses bits.
+
+    Raises:
+        ValueError: a value would lose bits.
+    """
+    result = {key: value for key, value in saved.items() if not key.endswith("_scale")}
+    for key, own in mine.items():
+        theirs, scale = saved.get(key), scale_key(key)
+        if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):
+            continue
+        if theirs.dtype == own.dtype and _same_scales(saved.get(scale), mine.get(scale)):
+            result |= {scale: saved[scale]} if scale in mine else {}
+        elif theirs.shape == own.shape and _can_be_read(theirs, saved.get(scale), convert):
+            result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key), convert)
+    if REMAINDER in saved and (
+        REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype
+    ):
+        result[MASTER] = joined(label, main, result.pop(REMAINDER))
+    if MASTER in result and REMAINDER in mine:
+        result.pop(REMAINDER, None)
+        result[MASTER] = as_master(label, result[MASTER], convert)
+        _check_splits(label, mine[REMAINDER], result[MASTER], convert)
+    return result
+
+
+def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
+    """Whether a saved moment has an FP32 form; what has none is left as it is, and refused as it
+    is."""
+    if saved.is_complex() or saved.is_meta:
+        return False
+    return (
+        scale is not None or convert or (saved.is_floating_point() and saved.dtype != torch.float64)
+    )
+
+
+def as_master(label: str, saved: Any, convert: bool) -> Tensor:
+    """A saved main param in FP32.
+
+    Raises:
+        ValueError: it is none, or would lose bits and ``convert`` is false.
+    """
+    if not isinstance(saved, Tensor) or saved.is_complex() or saved.is_meta:
+        check_fits(f"{label}.{MASTER}", _fp32_of(getattr(saved, "shape", torch.Size())), saved)
+    narrow = saved.is_floating_point() and saved.dtype != torch.float64
+    if not (narrow or convert):
+        check_fits(f"{label}.{MASTER}", _fp32_of(saved.shape), saved)
+    value: Tensor = saved.float()
+    return value
+
+
+def _fp32_of(shape: torch.Size) -> Tensor:
+    """A tensor of the form that main params have, without memory."""
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:
+    return saved is own if saved is None or own is None else saved.shape == own.shape
+
+
+def _decoded(state: Mapping[str, Any], key: str) -> Tensor:
+    """FP32 values of a saved moment. It has a scale for each block; or, where it is a part cut out
+    of a larger tensor and so of that one's blocks, for each element, in a last dimension of 1."""
+    stored, scale = state[key], state.get(scale_key(key))
+    if scale is not None and scale.dim() > 1:
+        values: Tensor = stored.float() * scale[..., 0]
+        return values * values if key == SECOND else values
+    if scale is not None and scale.numel() != blocks_of(stored.numel()):
+        raise ValueError(
+            f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, "
+            "expected "
+            f"{blocks_of(stored.numel())}; was it saved in another layout? Save with "
+            "full_precision=True"
+        )
+    return decode(stored.reshape(-1), scale, key == SECOND).view(stored.shape)
+
+
+def _converted(
+    label: str, key: str, mine: Mapping[str, Any], value: Tensor, convert: bool
+) -> State:
+    fresh = {
+        name: zeros(*form, value.device)
+        for name, form in moment_forms(key, value.shape, mine[key].dtype).items()
+    }
+    encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
+    if not convert and not torch.equal(_decoded(fresh, key).nan_to_num(0.5), value.nan_to_num(0.5)):
+        raise ValueError(
+            f"{label}: saved with values that {mine[key].dtype} cannot hold without loss; load "
+            "with "
+            "convert=True, or configure this state as it was saved"
+        )
+    return fresh
+
+
+def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
+    """The FP32 main param of a parameter and a saved remainder.
+
+    Raises:
+        ValueError: they do not belong together.
+    """
+    if main.dtype != torch.bfloat16 or main.shape != remainder.shape:
+        raise ValueError(
+            f"{label}.{REMAINDER}: saved {tuple(remainder.shape)} for a bfloat16 parameter; this "
+            "one is "
+            f"{main.dtype} {tuple(main.shape)}. Save with full_precision=True instead"
+        )
+    return join(main, remainder.to(main.device))
+
+
+def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) -> None:
+    if convert or remainder.dtype == torch.int16 or remainder.shape != master.shape:
+        return
+    param, rest = (
+        torch.empty_like(master, dtype=torch.bfloat16),
+        torch.empty_like(master, dtype=remainder.dtype),
+    )
+    split_(master, param, rest)
+    if not torch.equal(join(param, rest).nan_to_num(0.5), master.nan_to_num(0.5)):
+        raise ValueError(
+            f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit "
+            "remainder "
+            "hold; load with convert=True, or set param_remainder_bits=16"
+        )
