@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["warn"]
 
-_INSIDE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__) if file)
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__ or "").parent))
 
 
 def warn(message: str) -> None:

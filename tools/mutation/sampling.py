@@ -18,8 +18,8 @@ __all__ = ["PACKAGES", "Chooser", "Chosen", "mutants_in", "sample"]
 PACKAGES: dict[str, tuple[str, ...]] = {
     "precision": ("precision",),
     "placement": ("placement",),
-    "slots": ("slots.py", "slot_optimizer.py"),
-    "sharding": ("sharding", "distributed_optimizer.py"),
+    "slots": ("slots",),
+    "distributed": ("distributed",),
     "checkpoint": ("checkpoint",),
     "update": ("update",),
 }

@@ -1,4 +1,4 @@
-"""Self-test of a backend: a few tiny steps of each rule on a device, compared with ``reference``."""
+"""Self-test of a backend: tiny steps of each rule on a device, compared with ``reference``."""
 
 from __future__ import annotations
 

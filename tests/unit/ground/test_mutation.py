@@ -136,7 +136,7 @@ def test_faults_are_noticed_or_survive(tmp_path):
     root, out = tmp_path / "checkout", tmp_path / "out"
     files = {
         "mp_optim/__init__.py": "",
-        "mp_optim/slots/identity.py": MODULE,
+        "mp_optim/slots/__init__.py": MODULE,
         "tests/unit/test_slots.py": TESTS,
     }
     for name, text in files.items():
@@ -163,7 +163,7 @@ def test_faults_are_noticed_or_survive(tmp_path):
     for size in ("4", "99"):  # the second goes on where the first ended
         subprocess.run([*attempt, size], check=True)
     results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    assert (root / "mp_optim/slots/identity.py").read_text() == MODULE
+    assert (root / "mp_optim/slots/__init__.py").read_text() == MODULE
     assert {(r["function"], r["operator"]): r["status"] for r in results} == {
         ("negated", "removed sign"): "killed",
         ("negated", "returned None"): "killed",

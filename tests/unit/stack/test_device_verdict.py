@@ -24,7 +24,7 @@ from mp_optim import (
     StepResult,
     get_megatron_optimizer,
 )
-from mp_optim.precision import MegatronOptimizer, pending
+from mp_optim.precision import MegatronOptimizer, device_verdict
 from mp_optim.precision.device_verdict import decide_on_device
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.verdict import decide
@@ -95,7 +95,7 @@ def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
     monkeypatch.setattr(
         transfer, "empty_host", lambda size, pin: torch.zeros(size, dtype=torch.uint8)
     )
-    monkeypatch.setattr(pending, "_transfer", lambda device: transfer)
+    monkeypatch.setattr(device_verdict, "_transfer", lambda device: transfer)
     measurement = Measurement(
         {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN)}
     )

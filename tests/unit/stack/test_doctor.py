@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mp_optim import OptimizerConfig, doctor
+from mp_optim import OptimizerConfig
+from mp_optim.cli import doctor
 from mp_optim.config.capabilities import BACKENDS
 from mp_optim.update.backends.native_library import native_library
 
