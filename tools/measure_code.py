@@ -1,0 +1,244 @@
+#!/usr/bin/env python
+"""How hard the package is to read, in numbers. Prints a table, a column for each checkout.
+
+python tools/measure_code.py . ../before
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import subprocess
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+PACKAGE = "mp_optim"
+COLUMNS = 100
+RULE = "lion"
+"""The rule whose name is looked for: the files that have it are those that adding a rule edits."""
+NEW_RULE = "adafactor"
+"""A rule that older checkouts do not have; lines of its own files are counted apart."""
+_LAYOUT = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.COMMENT,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+_KERNELS = ("native", "triton", "apex", "transformer_engine", "torch_fused")
+"""Backends that have kernels for a rule because they want to, in names of their files."""
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of the package: its text, as lines and as a tree."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @classmethod
+    def read(cls, path: Path) -> Module:
+        text = path.read_text(encoding="utf-8")
+        return cls(path, text, ast.parse(text))
+
+    def docstrings(self) -> set[int]:
+        """The lines of strings that are statements."""
+        lines: set[int] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                if isinstance(node.value.value, str):
+                    lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        return lines
+
+    def tokens(self) -> dict[int, int]:
+        """How many tokens of code start in each line that has any."""
+        skipped = self.docstrings()
+        count: dict[int, int] = defaultdict(int)
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type not in _LAYOUT and token.start[0] not in skipped:
+                count[token.start[0]] += 1
+        return count
+
+
+@dataclass
+class Figures:
+    """What is measured of one checkout."""
+
+    values: dict[str, str] = field(default_factory=dict)
+
+    def __setitem__(self, name: str, value: float | str) -> None:
+        self.values[name] = f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def measure(root: Path) -> Figures:
+    """The figures of the checkout at ``root``."""
+    modules = [Module.read(path) for path in sorted((root / PACKAGE).rglob("*.py"))]
+    figures = Figures()
+    _size(modules, figures)
+    _density(modules, figures)
+    figures["getattr and hasattr for attributes of our own"] = len(list(probes(modules)))
+    name, count = widest_class(modules)
+    figures["methods on the widest class"] = f"{count} ({name})"
+    figures["files that name a rule"] = len(list(files_naming(modules, RULE)))
+    forms = forms_of_an_update(root)
+    figures["forms of an update"] = len(forms)
+    figures["which"] = ", ".join(forms)
+    return figures
+
+
+def _size(modules: list[Module], figures: Figures) -> None:
+    own = [module for module in modules if NEW_RULE not in module.path.name]
+    figures["files"] = len(modules)
+    figures[f"lines of Python without {NEW_RULE}"] = sum(m.text.count("\n") for m in own)
+    figures[f"lines of code without {NEW_RULE}"] = sum(len(m.tokens()) for m in own)
+    figures["statements"] = sum(_statements(module.tree) for module in own)
+    lengths = sorted(_function_lengths(modules))
+    tail = quantiles(lengths, n=20)[-1]
+    figures["functions"] = len(lengths)
+    figures["function lines: median / p95 / max"] = (
+        f"{median(lengths):g} / {tail:g} / {lengths[-1]}"
+    )
+
+
+def _statements(tree: ast.Module) -> int:
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
+
+
+def _function_lengths(modules: list[Module]) -> Iterator[int]:
+    """Lines with code of each function, signature included, docstring not."""
+    for module in modules:
+        code = module.tokens()
+        for node in ast.walk(module.tree):
+            if isinstance(node, _FUNCTIONS):
+                last = node.end_lineno or node.lineno
+                yield sum(line in code for line in range(node.lineno, last + 1))
+
+
+def _density(modules: list[Module], figures: Figures) -> None:
+    counts = [count for module in modules for count in module.tokens().values()]
+    figures["tokens a line"] = sum(counts) / len(counts)
+    lines = [line for module in modules for line in module.text.splitlines()]
+    share = sum(len(line) > COLUMNS for line in lines) / len(lines)
+    figures[f"lines over {COLUMNS} columns"] = f"{share:.1%}"
+    figures["statements with several comprehensions"] = len(list(crowded(modules)))
+
+
+def crowded(modules: list[Module]) -> Iterator[str]:
+    """Where a statement has more than one comprehension."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+                inside = sum(isinstance(part, _COMPREHENSIONS) for part in ast.walk(node))
+                if inside > 1:
+                    yield f"{module.path}:{node.lineno}"
+
+
+def probes(modules: list[Module]) -> Iterator[str]:
+    """Where ``hasattr``, or ``getattr`` with a default, asks for an attribute that a class of the
+    package has: what could be declared is probed instead."""
+    declared = set().union(*(_attributes(module.tree) for module in modules))
+    for module in modules:
+        for node in ast.walk(module.tree):
+            name = _probed(node)
+            if name in declared:
+                yield f"{module.path}:{getattr(node, 'lineno', 0)}: {name}"
+
+
+def _probed(node: ast.AST) -> str | None:
+    """The attribute that a call asks an object for, if the object may be without it."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        return None
+    if (node.func.id, len(node.args)) not in (("hasattr", 2), ("getattr", 3)):
+        return None
+    name = node.args[1]
+    return name.value if isinstance(name, ast.Constant) else None
+
+
+def _attributes(tree: ast.Module) -> set[str]:
+    """Names of what classes define, and of what methods set on ``self``."""
+    names: set[str] = set()
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef):
+            for node in ast.walk(owner):
+                if isinstance(node, _FUNCTIONS):
+                    names.add(node.name)
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    names.add(node.target.id)
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    if isinstance(node.value, ast.Name) and node.value.id == "self":
+                        names.add(node.attr)
+    return names
+
+
+def widest_class(modules: list[Module]) -> tuple[str, int]:
+    """The class with the most methods and properties, those of its bases in the package counted."""
+    methods: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                functions = [part for part in node.body if isinstance(part, _FUNCTIONS)]
+                methods[node.name] = {function.name for function in functions}
+                bases[node.name] = [ast.unparse(base).split("[")[0] for base in node.bases]
+
+    def visible(name: str) -> set[str]:
+        return methods.get(name, set()).union(*map(visible, bases.get(name, [])))
+
+    widest = max(methods, key=lambda name: len(visible(name)))
+    return widest, len(visible(widest))
+
+
+def files_naming(modules: list[Module], rule: str) -> Iterator[Path]:
+    """The modules whose code, comments and docstrings left out, names a rule; those that bring its
+    kernels apart."""
+    for module in modules:
+        if any(backend in str(module.path) for backend in _KERNELS):
+            continue
+        skipped = module.docstrings()
+        for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+            named = rule in token.string.lower() and token.type != tokenize.COMMENT
+            if named and token.start[0] not in skipped:
+                yield module.path
+                break
+
+
+def forms_of_an_update(root: Path) -> list[str]:
+    """The classes whose objects hold a gradient in a step on the host, in the order in which it
+    gets there; see :mod:`measuring.forms`."""
+    environment = {**os.environ, "PYTHONPATH": str(root.resolve())}
+    script = Path(__file__).with_name("measuring") / "forms.py"
+    run = [sys.executable, str(script)]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def main(roots: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
+    """Measure checkouts.
+
+    Args:
+        roots: the checkouts, the newest first.
+    """
+    columns = [measure(root).values for root in roots]
+    table = Table(*["", *map(str, roots)])
+    for name in columns[0]:
+        table.add_row(name, *(column.get(name, "") for column in columns))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
