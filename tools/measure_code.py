@@ -60,9 +60,8 @@ class Module:
         """The lines of strings that are statements."""
         lines: set[int] = set()
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                if isinstance(node.value.value, str):
-                    lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            if isinstance(node, ast.Expr) and _is_text(node.value):
+                lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         return lines
 
     def tokens(self) -> dict[int, int]:
@@ -159,6 +158,15 @@ def probes(modules: list[Module]) -> Iterator[str]:
                 yield f"{module.path}:{getattr(node, 'lineno', 0)}: {name}"
 
 
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _is_set_on_self(node: ast.AST) -> bool:
+    stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return stored and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
 def _probed(node: ast.AST) -> str | None:
     """The attribute that a call asks an object for, if the object may be without it."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
@@ -179,9 +187,8 @@ def _attributes(tree: ast.Module) -> set[str]:
                     names.add(node.name)
                 elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                     names.add(node.target.id)
-                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    if isinstance(node.value, ast.Name) and node.value.id == "self":
-                        names.add(node.attr)
+                elif _is_set_on_self(node):
+                    names.add(node.attr)
     return names
 
 

@@ -38,8 +38,8 @@ class Watch:
         if isinstance(value, Tensor):
             return self._is_grad(value)
         parts = list(_parts(value)) if depth else []
-        holds = any([self._look(part, depth - 1) for part in parts])
-        if holds and type(value).__module__.startswith(mp_optim.__name__):
+        holds = sum(self._look(part, depth - 1) for part in parts) > 0
+        if holds and _is_ours(value):
             self.classes.setdefault(type(value).__name__)
         return holds
 
@@ -52,11 +52,14 @@ def _parts(value: object) -> Iterator[object]:
     """What an object that travels is made of: items, or attributes; not those of an optimizer."""
     if isinstance(value, (list, tuple)):
         yield from value
-    elif type(value).__module__.startswith(mp_optim.__name__):
-        if not isinstance(value, torch.optim.Optimizer):
-            names = getattr(type(value), "__slots__", ())
-            yield from getattr(value, "__dict__", {}).values()
-            yield from (getattr(value, name, None) for name in names)
+    elif _is_ours(value) and not isinstance(value, torch.optim.Optimizer):
+        names = getattr(type(value), "__slots__", ())
+        yield from getattr(value, "__dict__", {}).values()
+        yield from (getattr(value, name, None) for name in names)
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.startswith(mp_optim.__name__)
 
 
 def main() -> None:
