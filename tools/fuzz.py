@@ -25,8 +25,6 @@ from hypothesis.stateful import run_state_machine_as_test
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
-
 from any_program import setups
 from any_program.machine import AnyProgram
 

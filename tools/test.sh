@@ -21,7 +21,8 @@ python -m pytest -n auto --cov=mp_optim --cov-report=term --cov-fail-under=90
 # Again without the native kernels, and with each of the slower ones that this CPU has: all tests that step something
 # and do not choose level or backend themselves. MP_OPTIM_NATIVE=LEVEL before the line above runs the rest so too.
 chosen=(tests/functional/test_functional.py tests/unit/update
-    tests/unit/stack/test_{compact_states,contract,placement_invariance,step,upstream_defects}.py)
+    tests/unit/precision/test_step.py
+    tests/unit/stack/test_{compact_states,contract,placement_invariance,upstream_defects}.py)
 for name in native sanitizers triton conformance guards; do chosen+=("--ignore=tests/unit/update/test_$name.py"); done
 levels="off,$(python -c 'from mp_optim.update.backends.native_library import native_library as n; print(",".join(n().levels))')"
 for level in off baseline avx2; do

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
+from support.launch import TOOLS, run, torchrun
+
+EXAMPLES = TOOLS / "examples"
 ALONE = {
     "plain_loop": 0.2,
     "fabric": 0.2,
@@ -51,19 +50,9 @@ def test_rl_example_learns() -> None:
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_launched_example_learns(name: str) -> None:
     processes, factor = LAUNCHED[name]
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        if processes
-        else []
-    )
-    done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-20000:]
-    found = re.search(r"([0-9.]+) -> ([0-9.]+)", done.stdout)
-    assert found is not None, done.stdout
+    program = str(EXAMPLES / f"{name}.py")
+    written = torchrun(processes, program) if processes else run(program)
+    found = re.search(r"([0-9.]+) -> ([0-9.]+)", written)
+    assert found is not None, written
     first, last = map(float, found.groups())
     assert last < factor * first

@@ -13,12 +13,12 @@ from torch import nn
 
 import mp_optim
 from mp_optim.groups.overrides import get_param_groups
-from runner import HERE
+from support.launch import ROOT
 from training.config import TrainConfig
 from training.loading import load_yaml
 from training.models import build_model
 
-FULL_SIZE = HERE / "full_size"
+FULL_SIZE = ROOT / "tests" / "functional" / "full_size"
 PUBLISHED_PARAMS = {
     "mixtral_8x7b": 46.7e9,
     "qwen3_30b_a3b": 30.5e9,

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from regenerate import finite
-from runner import Curve, case_names, differences, load_case, load_golden, precision_of, run_case
+from support.functional import (
+    Curve,
+    case_names,
+    differences,
+    load_case,
+    load_golden,
+    precision_of,
+    run_case,
+)
+from support.regenerate import finite
 
 
 @functools.cache

@@ -4,23 +4,21 @@ one does."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from runner import CASES, HERE, load_case
+from support import launch
+from support.functional import CASES, load_case
 from training import checkpoints
 from training.config import TrainConfig
 from training.loop import Trainer, train
 from training.metrics import read_records
 
-TRAIN = HERE.parents[1] / "tools" / "train.py"
 STEPS = 24
 
 
@@ -32,8 +30,7 @@ def command(case: str, output: Path, *flags: str) -> list[str]:
     config = output.with_suffix(".yaml")
     config.write_text(values, encoding="utf-8")
     return [
-        sys.executable,
-        str(TRAIN),
+        str(launch.TOOLS / "train.py"),
         "--config",
         str(config),
         "--run.output-dir",
@@ -46,16 +43,11 @@ def command(case: str, output: Path, *flags: str) -> list[str]:
     ]
 
 
-def start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        arguments,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    return launch.start(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def kill_after(steps: int, process: subprocess.Popen[bytes], output: Path) -> None:
+def kill_after(steps: int, process: subprocess.Popen[str], output: Path) -> None:
     """SIGKILL as soon as that many steps are on record: inside the next step, or inside a save."""
     deadline = time.monotonic() + 120
     while len(read_records(output / "metrics.jsonl")) < steps:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,14 +12,15 @@ import torch
 from train import main
 
 from mp_optim import OptimizerConfig
-from runner import HERE, load_case
+from support.functional import load_case
+from support.launch import TOOLS, torchrun
 from training.config import TrainConfig
 from training.loading import load_yaml, parse_command_line
 from training.loop import train
 from training.metrics import read_records
 
-CONFIGS = sorted((HERE.parents[1] / "tools" / "configs").glob("*.yaml"))
-QUICKSTART = str(HERE.parents[1] / "tools" / "configs" / "quickstart.yaml")
+CONFIGS = sorted((TOOLS / "configs").glob("*.yaml"))
+QUICKSTART = str(TOOLS / "configs" / "quickstart.yaml")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -92,29 +90,8 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
 """,
         encoding="utf-8",
     )
-    tool = str(HERE.parents[1] / "tools" / "train.py")
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        tool,
-        "--config",
-        str(config),
-        "--run.output-dir",
-        str(tmp_path / "run"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run(
-        [*start, "--run.layout", "zero2"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    flags = ["--config", str(config), "--run.output-dir", str(tmp_path / "run")]
+    torchrun(2, str(TOOLS / "train.py"), *flags, "--run.layout", "zero2", timeout=200)
     together = read_records(tmp_path / "run" / "metrics.jsonl")
     alone = train(
         dataclasses.replace(

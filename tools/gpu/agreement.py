@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpu.waiting import with_host_verdict
 from mp_optim import FusedAdam, FusedLAMB, Lion, OptimizerConfig, get_megatron_optimizer
-from mp_optim.quantized.weights import quantize_weights
+from mp_optim.quantized import quantize_weights
 
 STEPS = 50
 

@@ -1,11 +1,5 @@
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "stack"))  # its small models
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import time
 
 import pytest
 import torch
-from models import build, same_bits, train
 from torch import nn
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint import background, commit, writing
+from support.models import build, same_bits, train
 
 
 def weights(model):

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from models import build, same_bits, train
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from mp_optim import checkpoint
 from mp_optim.checkpoint.contents import compare, open_checkpoint
 from mp_optim.cli import inspect as inspect_checkpoint
+from support.models import build, same_bits, train
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layouts import Layout
-from layouts import train as train_layout
-from models import build, train
-from old_form import DIGESTS, digest, state_of, unpacked
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint import writing
 from mp_optim.checkpoint.contents import open_checkpoint
 from mp_optim.checkpoint.index import BLOCK_BYTES
+from support.layouts import Layout
+from support.layouts import train as train_layout
+from support.models import build, train
+from support.old_form import DIGESTS, digest, state_of, unpacked
 
 
 class Victim:

@@ -1,15 +1,13 @@
 """A rank is killed while it saves: the others say which one, soon, and accuse nobody else."""
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
-from gone_worker import GONE, TIMEOUT
-from launch import HERE
 
 from mp_optim import checkpoint
+from support.launch import start
+from support.workers.gone import GONE, TIMEOUT
 
 OTHERS = [rank for rank in range(4) if rank != GONE]
 
@@ -17,15 +15,8 @@ OTHERS = [rank for rank in range(4) if rank != GONE]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gone")
-    paths = [str(HERE), str(HERE.parents[2])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths)}
     started = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "gone_worker.py"), str(folder), str(rank)],
-            text=True,
-            env=environment,
-            stderr=subprocess.PIPE,
-        )
+        start("-m", "support.workers.gone", str(folder), str(rank), stderr=subprocess.PIPE)
         for rank in range(4)
     ]
     said = [process.communicate(timeout=200)[1][-3000:] for process in started]

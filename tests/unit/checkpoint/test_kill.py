@@ -5,32 +5,24 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from kill_worker import build, digest
-from launch import HERE
 
 from mp_optim import checkpoint
+from support.launch import start
+from support.workers.kill import build, digest
 
 
 class Victims:
     """Processes that save, one after the other."""
 
     def __init__(self, root: Path, mode: str, keep: int) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{HERE}:{HERE.parents[2]}",
-        }
-        self.server = subprocess.Popen(
-            [sys.executable, str(HERE / "kill_worker.py"), str(root), mode, str(keep)],
-            env=environment,
+        self.server = start(
+            *("-m", "support.workers.kill", str(root), mode, str(keep)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
 
     def kill_one(self, saves: int, moment: float) -> list[list[str]]:

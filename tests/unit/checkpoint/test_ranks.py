@@ -4,13 +4,14 @@ fails."""
 import json
 
 import pytest
-from launch import run_ranks
+
+from support.launch import run_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks("ranks_worker.py", 2, str(folder), timeout=120)
+    run_ranks("ranks", 2, str(folder), timeout=120)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

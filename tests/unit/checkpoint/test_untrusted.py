@@ -16,8 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import build
-from old_form import metadata_of, replaced, unpacked
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint import foreign
@@ -25,6 +23,8 @@ from mp_optim.checkpoint.contents import open_checkpoint
 from mp_optim.checkpoint.metadata import from_metadata
 from mp_optim.cli import convert as convert_checkpoint
 from mp_optim.cli import inspect as inspect_checkpoint
+from support.models import build
+from support.old_form import metadata_of, replaced, unpacked
 
 
 class Calls:

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 from layout_fuzz.case import Case, Disagreement, Layer, Layout, Param, grouped
 from layout_fuzz.drawing import draw

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from models import build, same_bits, tokens_of, train
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+
+from support.models import build, same_bits, tokens_of, train
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])

@@ -5,10 +5,10 @@ import copy
 
 import pytest
 import torch
-from models import COMPACT, build, same_bits, train
 
 from mp_optim import HybridDeviceOptimizer, checkpoint
 from mp_optim.slots import Slot
+from support.models import COMPACT, build, same_bits, train
 
 FORMS = [
     f"{base}-{form}"

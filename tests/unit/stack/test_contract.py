@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import DTYPES, build, config_for, same_bits, tokens_of, train
 from torch import nn
 
 from mp_optim import (
@@ -19,6 +18,7 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.placement.plan import plan_offload
+from support.models import DTYPES, build, config_for, same_bits, tokens_of, train
 
 
 def test_outer_groups_are_live_and_hold_the_models_parameters():

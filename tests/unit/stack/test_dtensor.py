@@ -1,40 +1,20 @@
 """Megatron-LM #4623: DTensor parameters, on a two-process gloo mesh with FSDP2."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from fsdp_worker import CASES, STEPS
-from models import build, tokens_of
 from torch.distributed.tensor import DTensor, Partial
 
 from mp_optim.slots.tensor_layout import shard_groups_of
-
-HERE = Path(__file__).parent
+from support.launch import results_of_ranks
+from support.models import build, tokens_of
+from support.workers.fsdp import CASES, STEPS
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the two ranks of fsdp_worker.py found."""
+    """What the two ranks of workers/fsdp.py found."""
     folder = tmp_path_factory.mktemp("fsdp")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(HERE / "fsdp_worker.py"),
-        str(folder),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return results_of_ranks("fsdp", 2, folder)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import config_for, same_bits
 from torch import nn
 
 from mp_optim import FP32Optimizer, HybridDeviceOptimizer
 from mp_optim.update import as_slot_optimizer
+from support.models import config_for, same_bits
 
 
 def adamw(params):

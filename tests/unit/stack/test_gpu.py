@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of
 
 from mp_optim import FusedAdam, get_megatron_optimizer
-from mp_optim.quantized.weights import quantize_weights
+from mp_optim.quantized import quantize_weights
+from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of
 
 pytestmark = pytest.mark.gpu
 

@@ -1,21 +1,17 @@
-"""Parameters split by tensor parallelism and FSDP2 together: what mesh_worker.py found."""
+"""Parameters split by tensor parallelism and FSDP2 together: what workers/mesh.py found."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import mesh_worker
 import pytest
 import torch
-from mesh_worker import HIDDEN, MESHES, NAN_AT, RULES, STEPS, Net
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from mp_optim import FP32Optimizer, FusedAdam, HybridDeviceOptimizer, OptimizerConfig
+from support.launch import results_of_ranks
+from support.workers import mesh as mesh_worker
+from support.workers.mesh import HIDDEN, MESHES, NAN_AT, RULES, STEPS, Net
 
-HERE = Path(__file__).parent
 CASES = [
     (mesh, hidden, rule)
     for mesh in MESHES
@@ -26,23 +22,9 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the four ranks of mesh_worker.py found."""
+    """What the four ranks of workers/mesh.py found."""
     folder = tmp_path_factory.mktemp("mesh")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=4",
-        str(HERE / "mesh_worker.py"),
-        str(folder),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
+    return results_of_ranks("mesh", 4, folder, timeout=280)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

@@ -4,20 +4,16 @@ their layout."""
 import importlib.util
 import json
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from models import TinyMoE, build, config_for, same_bits, train
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mp_optim import checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import foreign
-
-ROOT = Path(__file__).parents[3]
+from support.launch import run
+from support.models import TinyMoE, build, config_for, same_bits, train
 
 
 def tree_equal(a, b):
@@ -346,7 +342,6 @@ def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
 def test_real_megatron_state_is_imported(tmp_path):
-    sys.path.insert(0, str(ROOT / "tools"))
     from benchmarks import megatron
 
     generator = torch.Generator().manual_seed(0)
@@ -515,8 +510,7 @@ def test_real_deepspeed_reads_what_is_written(tmp_path):
     load_universal."""
     code = f"""
 import sys, types, torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from models import build, train
+from support.models import build, train
 from mp_optim.checkpoint import foreign
 from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
 model, optimizer = build("bf16")
@@ -536,15 +530,7 @@ for name, param in model.named_parameters():
     assert set(param._hp_mapping.optim_fragment) == {{"exp_avg", "exp_avg_sq"}}
 print("read")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0 and "read" in done.stdout, done.stderr[-3000:]
+    assert "read" in run("-c", code, timeout=200)
 
 
 # -- sharded parameters, and the command ----------------------------------------------------------
@@ -578,7 +564,6 @@ def test_sharded_parameters_take_their_part(tmp_path):
 
 
 def command(*arguments):
-    sys.path.insert(0, str(ROOT / "tools"))
     import tyro
 
     from mp_optim.cli.convert import Options, main

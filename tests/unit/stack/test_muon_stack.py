@@ -1,20 +1,14 @@
 """Muon in the stack: one verdict for both rules, every placement, precision, layout and
 checkpoint."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import muon_worker
 import pytest
 import torch
-from models import TinyMoE, config_for, is_expert, same_bits, tokens_of, train
 from torch import nn
 
 from mp_optim import ParamKey, checkpoint, get_megatron_optimizer, get_standard_config_overrides
-
-HERE = Path(__file__).parent
+from support.launch import results_of_ranks
+from support.models import TinyMoE, config_for, is_expert, same_bits, tokens_of, train
+from support.workers import muon as muon_worker
 
 
 @pytest.fixture(autouse=True)
@@ -206,23 +200,9 @@ def test_fused_qkv_weights_are_cut_by_the_models_config():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the four ranks of muon_worker.py found."""
+    """What the four ranks of workers/muon.py found."""
     folder = tmp_path_factory.mktemp("muon")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=4",
-        str(HERE / "muon_worker.py"),
-        str(folder),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
+    return results_of_ranks("muon", 4, folder)
 
 
 @pytest.mark.parametrize("fraction", muon_worker.FRACTIONS)

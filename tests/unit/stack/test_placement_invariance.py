@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from models import AdversarialTransfer, build, same_bits, train
 
 from mp_optim import HybridDeviceOptimizer, OptimizerParamScheduler, checkpoint
 from mp_optim.placement.plan import plan_offload
+from support.models import AdversarialTransfer, build, same_bits, train
 
 STEPS = 8
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import DTYPES, TinyMoE, config_for, same_bits
 from torch import Tensor, nn
 
 from mp_optim import (
@@ -20,6 +19,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
+from support.models import DTYPES, TinyMoE, config_for, same_bits
 
 Surroundings = Callable[[], AbstractContextManager[Any]]
 

@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from models import build, config_for, same_bits, tokens_of, train
 from torch import nn
 
 from mp_optim import (
@@ -14,6 +13,7 @@ from mp_optim import (
     FusedLAMB,
     HybridDeviceOptimizer,
 )
+from support.models import build, config_for, same_bits, tokens_of, train
 
 
 def replace_params(model, optimizer):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from mp_optim.update.backends import forget, multi_tensor
-from standins import amp_c, te
-from standins.gpu import GPU, Gpu
+from support.standins import amp_c, te
+from support.standins.gpu import GPU, Gpu
 
 
 @pytest.fixture

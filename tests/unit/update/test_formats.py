@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy_rules as oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,6 +26,7 @@ from mp_optim.update.codecs import (
     split_,
 )
 from mp_optim.update.state_format import StatePrecision
+from support import numpy_rules as oracle
 
 BLOCKED = [(torch.float16, False), (torch.float16, True), (torch.int8, False), (torch.uint8, True)]
 BITS = [torch.int16, torch.int8]

@@ -27,8 +27,8 @@ from mp_optim.update.backends.self_test import Difference
 from mp_optim.update.backends.transformer_engine import TransformerEngineBackend
 from mp_optim.update.codecs import join
 from mp_optim.update.kernel_args import REMAINDER, AdamScalars, LambScalars, SgdScalars, TensorLists
-from standins import amp_c, te
-from standins.gpu import GPU, Gpu, SegmentationFaultError
+from support.standins import amp_c, te
+from support.standins.gpu import GPU, Gpu, SegmentationFaultError
 
 CPU = torch.device("cpu")
 GROUP: dict[str, Any] = {

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy_rules as oracle
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, RuleOptimizer, choose_backend, sums
 from mp_optim.update import chunking as batching
 from mp_optim.update.sums import sum_of_squares
+from support import numpy_rules as oracle
 
 # Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred
 # times (twice with decay), and roundings add up like a random walk. Measured: reference 3.2e-4

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from support.launch import ROOT
+
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[2] / "mp_optim" / "update" / "csrc"
+KERNELS = ROOT / "mp_optim" / "update" / "csrc"
 RESULTS = "e82a895a3cad44cc"
 """Hash of all results of the driver: GCC and clang on x86-64 and GCC on 64-bit Arm print the same.
 It changes with the formulas of docs/numerics.md, and with nothing else."""

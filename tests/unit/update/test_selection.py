@@ -15,7 +15,7 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.update import FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
 from mp_optim.update.backends import forget, multi_tensor, selection
 from mp_optim.update.backends.reference import ReferenceBackend
-from standins.gpu import Gpu
+from support.standins.gpu import Gpu
 
 CPU = torch.device("cpu")
 LIBRARIES = ("apex", "transformer_engine")

@@ -7,10 +7,7 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +25,14 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.backends.triton.launcher import WIDTH
 from mp_optim.update.backends.triton.tables import _bytes_of
-from mp_optim.update.codecs import BLOCK, Noise, blocks_of, encode_, is_blocked, split_
+from mp_optim.update.codecs import BLOCK, Noise
 from mp_optim.update.kernel_args import (
-    REMAINDER,
-    AdamScalars,
     LambScalars,
-    LionScalars,
-    SgdScalars,
     TensorLists,
     scale_key,
 )
+from support.launch import PATH, run
+from support.triton_cases import GROUP, KEYS, ODD, Case, lists_of, step_with
 
 FOUND, WHY = triton_backend()
 REFERENCE = ReferenceBackend()
@@ -46,43 +41,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FIRST = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 SECOND = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 MAINS: list[torch.dtype | None] = [None, torch.int16, torch.int8]
-ODD = [
-    0.0,
-    -0.0,
-    1e-40,
-    -1e-40,
-    1e-45,
-    3e38,
-    -3e38,
-    65504.0,
-    65520.0,
-    6e-8,
-    2.0**-133,
-    math.inf,
-    -math.inf,
-    math.nan,
-]
 SIZES = [0, 1, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193, 11_111]
-GROUP = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "bias_correction": True,
-    "adam_w_mode": True,
-    "grad_averaging": True,
-    "use_nvlamb": False,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": False,
-}
-KEYS = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "lamb": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "sgd": ("momentum_buffer",),
-    "plain sgd": (),
-}
 
 pytestmark = [
     pytest.mark.skipif(FOUND is None, reason=f"no Triton kernels: {WHY}"),
@@ -93,66 +52,6 @@ pytestmark = [
 def kernels() -> Any:
     assert FOUND is not None
     return FOUND
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a launch's tensors look like."""
-
-    grad: torch.dtype = torch.bfloat16
-    output: torch.dtype | None = torch.bfloat16
-    rest: torch.dtype | None = None
-    moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
-    noisy: bool = False
-    odd: bool = False
-    aligned: bool = False
-
-
-def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
-    """Random values over many magnitudes, with odd ones among them."""
-    x = torch.randn(n, generator=generator) * torch.pow(
-        10.0, torch.randint(-12, 6, (n,), generator=generator).float()
-    )
-    if odd and n:
-        where = torch.randint(0, n, (min(n, 40),), generator=generator)
-        x[where] = torch.tensor(ODD)[torch.randint(0, len(ODD), (len(where),), generator=generator)]
-    return x
-
-
-def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case) -> TensorLists:
-    """The same lists for the same arguments."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def put(x: Tensor, dtype: torch.dtype) -> Tensor:
-        offset = 0 if case.aligned else int(torch.randint(0, 9, (), generator=generator))
-        buffer = torch.zeros(len(x) + offset, dtype=dtype)[offset:]
-        return buffer.copy_(x)
-
-    def random(dtype: torch.dtype) -> list[Tensor]:
-        return [put(values(generator, n, case.odd), dtype) for n in sizes]
-
-    main, state = random(torch.float32), {}
-    if case.rest is not None:
-        state[REMAINDER] = [put(torch.zeros(n), case.rest) for n in sizes]
-        whole, main = main, [put(torch.zeros(n), torch.bfloat16) for n in sizes]
-        for value, param, rest in zip(whole, main, state[REMAINDER], strict=True):
-            split_(value, param, rest)
-    for key, dtype in zip(keys, case.moments, strict=False):
-        state[key] = [put(torch.zeros(n), dtype) for n in sizes]
-        if is_blocked(dtype):
-            state[scale_key(key)] = [torch.zeros(blocks_of(n)) for n in sizes]
-        scales = state.get(scale_key(key), [None] * len(sizes))
-        for stored, scale in zip(state[key], scales, strict=True):
-            value = values(generator, len(stored), case.odd)
-            second = key == "exp_avg_sq"
-            encode_(value.abs_() if second else value, stored, scale, second)
-    return TensorLists(
-        main,
-        random(case.grad),
-        state,
-        [None] * len(sizes) if case.output is None else random(case.output),
-        [Noise(0x9ABCDEF1, 77 + at) for at in range(len(sizes))] if case.noisy else None,
-    )
 
 
 def on_device(lists: TensorLists) -> TensorLists:
@@ -214,32 +113,6 @@ def assert_same_lists(ours: TensorLists, theirs: TensorLists) -> None:
         assert_same(ours.output[index], theirs.output[index], f"output[{index}]")
 
 
-def run(
-    backend: Any,
-    rule: str,
-    lists: TensorLists,
-    group: dict[str, Any],
-    step: int,
-    multiplier: float | Tensor,
-) -> Tensor | None:
-    if rule == "adam":
-        backend.adam(lists, AdamScalars.at(group, step), multiplier)
-    elif rule == "sgd":
-        backend.sgd(lists, SgdScalars.at(group, step), multiplier)
-    elif rule == "lion":
-        backend.lion(lists, LionScalars.at(group, step), multiplier)
-    else:
-        scalars = LambScalars.at(group, step)
-        sums: Tensor = backend.lamb_moments(lists, scalars, multiplier)
-        backend.lamb_apply(
-            lists,
-            scalars,
-            [float(np.float32(0.1 / (1 + index))) for index in range(len(lists.main))],
-        )
-        return sums
-    return None
-
-
 def check(
     rule: str,
     sizes: Sequence[int],
@@ -253,8 +126,8 @@ def check(
     """One step by the kernels and one by ``reference``, from the same lists."""
     ours, theirs = (lists_of(seed, sizes, KEYS[rule], case) for _ in range(2))
     ours, group, short = on_device(ours), {**GROUP, **settings}, rule.split()[-1]
-    found = run(kernels(), short, ours, group, step, multiplier)
-    expected = run(REFERENCE, short, theirs, group, step, multiplier)
+    found = step_with(kernels(), short, ours, group, step, multiplier)
+    expected = step_with(REFERENCE, short, theirs, group, step, multiplier)
     assert_same_lists(ours, theirs)
     if expected is not None:
         assert_same(found, expected, "sums")
@@ -346,7 +219,7 @@ def test_many_steps_of_compact_state() -> None:
                 lists.noise[:] = [
                     Noise(step * 0x1234567, noise.stream) for noise in lists.noise or []
                 ]
-                run(backend, rule, lists, GROUP, step, 0.5)
+                step_with(backend, rule, lists, GROUP, step, 0.5)
         assert_same_lists(ours, theirs)
 
 
@@ -372,8 +245,8 @@ def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers() -> None:
             for lists in (ours, theirs):
                 lists.grad[0].copy_(x)
             ours = on_device(ours)
-            run(kernels(), "adam", ours, group, 1, 1.0)
-            run(REFERENCE, "adam", theirs, group, 1, 1.0)
+            step_with(kernels(), "adam", ours, group, 1, 1.0)
+            step_with(REFERENCE, "adam", theirs, group, 1, 1.0)
             assert_same_lists(ours, theirs)
 
 
@@ -386,7 +259,7 @@ def test_a_root_that_is_far_below_its_block_is_stored_as_the_smallest_code() -> 
         for key in ("exp_avg_sq", scale_key("exp_avg_sq")):
             lists.state[key][0].zero_()
         lists = on_device(lists)
-        run(kernels(), "adam", lists, GROUP, 1, 1.0)
+        step_with(kernels(), "adam", lists, GROUP, 1, 1.0)
         codes = lists.state["exp_avg_sq"][0]
         assert (codes.view(torch.int16) if second == torch.float16 else codes).min() == 1
 
@@ -396,7 +269,9 @@ def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does
     for dtype in (torch.float16, torch.bfloat16):
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         main = torch.zeros(2**16, device=DEVICE)
-        run(kernels(), "sgd", TensorLists([main], [every.to(DEVICE)], {}, [None]), group, 1, 1.0)
+        step_with(
+            kernels(), "sgd", TensorLists([main], [every.to(DEVICE)], {}, [None]), group, 1, 1.0
+        )
         assert_same(main, torch.zeros(2**16) - every.float(), "read")
         exact = every.float()
         exact = exact[exact.isfinite()]
@@ -409,7 +284,7 @@ def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does
             near.to(DEVICE, copy=True),
         )
         grads = torch.zeros(len(near), device=DEVICE)
-        run(kernels(), "sgd", TensorLists([mains], [grads], {}, [output]), group, 1, 1.0)
+        step_with(kernels(), "sgd", TensorLists([mains], [grads], {}, [output]), group, 1, 1.0)
         assert_same(output, near.to(dtype), "rounded")
 
 
@@ -505,8 +380,8 @@ def test_multiplier_and_skip_may_be_on_the_device(rule: str) -> None:
     short = rule.split()[-1]
     for control in ([0.37], [0.37, 0.0]):
         ours, theirs = (on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2))
-        run(kernels(), short, ours, GROUP, 2, torch.tensor(control, device=DEVICE))
-        run(kernels(), short, theirs, GROUP, 2, float(np.float32(0.37)))
+        step_with(kernels(), short, ours, GROUP, 2, torch.tensor(control, device=DEVICE))
+        step_with(kernels(), short, theirs, GROUP, 2, float(np.float32(0.37)))
         assert_same_lists(ours, on_host(theirs))
     ours, theirs = (on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2))
     skip = torch.tensor([0.37, 1.0], device=DEVICE)
@@ -515,7 +390,7 @@ def test_multiplier_and_skip_may_be_on_the_device(rule: str) -> None:
         assert not kernels().lamb_moments(ours, scalars, skip).any()
         kernels().lamb_apply(ours, scalars, torch.ones(2, device=DEVICE), skip=skip[1:])
     else:
-        run(kernels(), short, ours, GROUP, 2, skip)
+        step_with(kernels(), short, ours, GROUP, 2, skip)
     assert_same_lists(ours, on_host(theirs))
 
 
@@ -575,14 +450,14 @@ def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
     for rule in ("adam", "lamb", "lion", "sgd"):
         theirs, ours = joined(KEYS[rule]), on_device(joined(KEYS[rule]))
         assert_sums = (
-            run(REFERENCE, rule, theirs, GROUP, 2, 0.5),
-            run(kernels(), rule, ours, GROUP, 2, 0.5),
+            step_with(REFERENCE, rule, theirs, GROUP, 2, 0.5),
+            step_with(kernels(), rule, ours, GROUP, 2, 0.5),
         )
         assert_same_lists(ours, theirs)
         assert_same(assert_sums[1], assert_sums[0], "sums")
         skipped, before = on_device(joined(KEYS[rule])), on_device(joined(KEYS[rule]))
         if rule != "lamb":
-            run(kernels(), rule, skipped, GROUP, 2, torch.tensor([1.0, 1.0], device=DEVICE))
+            step_with(kernels(), rule, skipped, GROUP, 2, torch.tensor([1.0, 1.0], device=DEVICE))
             assert_same_lists(skipped, on_host(before))
 
 
@@ -617,11 +492,11 @@ def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
             {key: CachedTensorList(found) for key, found in lists.state.items()},
             CachedTensorList(lists.output),
         )
-    run(kernels(), "adam", lists, GROUP, 1, 1.0)
+    step_with(kernels(), "adam", lists, GROUP, 1, 1.0)
     assert (
         uploads == [20] * 8
     )  # owners, firsts, sizes, gradients, main params, two moments, outputs
-    run(kernels(), "adam", lists, GROUP, 2, 0.5)
+    step_with(kernels(), "adam", lists, GROUP, 2, 0.5)
     assert len(uploads) == 8
     lists.grad[:] = [grad.clone() for grad in lists.grad]
     moved = TensorLists(
@@ -630,7 +505,7 @@ def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
         lists.state,
         lists.output,
     )
-    run(kernels(), "adam", moved, GROUP, 3, 0.5)
+    step_with(kernels(), "adam", moved, GROUP, 3, 0.5)
     assert len(uploads) == 9
 
 
@@ -683,16 +558,16 @@ def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
     case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8))
     ours, theirs = (on_device(lists_of(1, SIZES, KEYS["adam"], case)) for _ in range(2))
     for lists in (ours, theirs):
-        run(kernels(), "adam", lists, GROUP, 1, control)
+        step_with(kernels(), "adam", lists, GROUP, 1, control)
         kernels().sum_of_squares(lists.grad)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(kernels(), "adam", ours, GROUP, 2, control)
+        step_with(kernels(), "adam", ours, GROUP, 2, control)
         sums = kernels().sum_of_squares(ours.grad)
     torch.cuda.set_sync_debug_mode("error")
     for _ in range(2):
         graph.replay()
-        run(kernels(), "adam", theirs, GROUP, 2, control)
+        step_with(kernels(), "adam", theirs, GROUP, 2, control)
     torch.cuda.set_sync_debug_mode("default")
     assert_same_lists(ours, on_host(theirs))
     assert_same(sums, kernels().sum_of_squares(theirs.grad).cpu(), "sums")
@@ -727,15 +602,9 @@ def test_without_a_device_or_a_triton_that_fits_everything_else_works(
         f"if {trouble == 'old'}: import triton; triton.__version__ = '3.5.1'\n"
         "from mp_optim.update.backends.triton import triton_backend; print(triton_backend()[1])"
     )
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "PYTHONPATH": os.pathsep.join([*path, *sys.path]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
-    )
-    auto, triton = done.stdout.splitlines()
+    path = os.pathsep.join([*path, PATH])
+    said_by_it = run("-c", program, TRITON_INTERPRET="0", PYTHONPATH=path)
+    auto, triton = said_by_it.splitlines()
     assert auto in ("native", "reference")
     assert said in triton
 
@@ -783,22 +652,11 @@ WIDE = r"{}\.global[\w.:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What launches compile for sm_90, by ``triton_ptx.py``."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("triton_ptx.py")), "90"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    """What launches compile for sm_90, by ``workers/triton_ptx.py``."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    worker = ("-m", "support.workers.triton_ptx", "90")
+    written = run(*worker, TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache)
+    found: dict[str, dict[str, Any]] = json.loads(written)
     return found
 
 

@@ -1,0 +1,1 @@
+"""What tests share: models, layouts, stand-ins, oracles, and the processes that they start."""

@@ -1,0 +1,62 @@
+"""Start the processes of a test: the only place that says what those can import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout."""
+TOOLS = ROOT / "tools"
+PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", TOOLS)))
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The variables of a process that imports the package, the tools and ``support`` of this
+    checkout, and computes on one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, **variables}
+
+
+def start(*command: str, **options: Any) -> subprocess.Popen[str]:
+    """A Python process that the caller talks to and waits for."""
+    command = (sys.executable, *command)
+    return subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, **options)
+
+
+def run(*command: str, timeout: float = 240, **variables: str) -> str:
+    """Run Python to its end; returns what it wrote to stdout, and fails with what it said if it
+    failed."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=environment(**variables),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-20000:]
+    return done.stdout
+
+
+def torchrun(size: int, *command: str, timeout: float = 240) -> str:
+    """Run a program in several processes."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
+    return run(*launcher, *command, timeout=timeout)
+
+
+def run_ranks(worker: str, size: int, *arguments: str, timeout: float = 240) -> None:
+    """Run a module of ``support.workers`` in several gloo processes."""
+    torchrun(size, "-m", f"support.workers.{worker}", *arguments, timeout=timeout)
+
+
+def results_of_ranks(worker: str, size: int, folder: Path, timeout: float = 240) -> list[Any]:
+    """Run a worker that saves ``rank0.pt``, ``rank1.pt``, ... in a folder; returns what each
+    saved."""
+    run_ranks(worker, size, str(folder), timeout=timeout)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]

@@ -1,0 +1,164 @@
+"""Helpers for the offload modes: models in every mode, worker delays, and what a run comes to."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim.placement.backward_jobs import BackwardJob
+from mp_optim.placement.schedule import HostSchedule
+from support.models import (
+    DTYPES,
+    AdversarialTransfer,
+    TinyMoE,
+    config_for,
+    is_expert,
+    same_bits,
+    tokens_of,
+)
+
+MODES = ("sync", "overlap", "speculative")
+
+
+def hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
+    return [
+        part.inner
+        for part in optimizer.chained_optimizers
+        if isinstance(part.inner, HybridDeviceOptimizer)
+    ]
+
+
+def schedules(optimizer: Any) -> list[HostSchedule]:
+    return [hybrid.schedule for hybrid in hybrids(optimizer) if hybrid.schedule is not None]
+
+
+def build_mode(
+    mode: str,
+    precision: str = "bf16",
+    fraction: float = 0.7,
+    *,
+    experts: bool = True,
+    groups: int = 0,
+    adversarial: bool = True,
+    bucket_bytes: int = 256,
+    seed: int = 0,
+    **settings: Any,
+) -> tuple[nn.Module, Any]:
+    """The tiny MoE in one mode, in small buckets, over a transfer that delays every copy."""
+    model = TinyMoE(DTYPES[precision.split("-")[0]], experts, seed)
+    config = config_for(precision, fraction, offload_mode=mode, **settings)
+    if groups:
+        optimizer = get_megatron_optimizer(
+            config, model, param_groups=different_groups(model, groups)
+        )
+    else:
+        optimizer = get_megatron_optimizer(config, model, expert_predicate=is_expert)
+    for hybrid in hybrids(optimizer):
+        hybrid._pipeline._bucket_bytes = bucket_bytes
+        if hybrid.schedule is not None:
+            hybrid.schedule._bucket_bytes = bucket_bytes
+        hybrid.use_transfer(AdversarialTransfer() if adversarial else hybrid._transfer)
+    return model, optimizer
+
+
+def different_groups(model: nn.Module, count: int) -> list[dict[str, Any]]:
+    """Groups that differ in every hyperparameter of Adam; lr is a float in one and a tensor in the
+    next."""
+    named = list(model.named_parameters())
+    groups = []
+    for index in range(count):
+        mine = named[index::count]
+        rate = 1e-3 * (1 + index / 4)
+        groups.append(
+            {
+                "params": [p for _, p in mine],
+                "param_names": [n for n, _ in mine],
+                "lr": torch.tensor(rate) if index % 2 else rate,
+                "betas": (0.9 - index / 50, 0.99 - index / 500),
+                "eps": 1e-8 * (1 + index),
+                "weight_decay": 0.05 * index,
+                "bias_correction": index % 3 != 1,
+                "adam_w_mode": index % 2 == 0,
+                "max_lr": rate,
+                "min_lr": 0.0,
+            }
+        )
+    return groups
+
+
+@contextmanager
+def delays(seconds: Sequence[float]) -> Iterator[None]:
+    """Worker jobs take these times longer, in turn."""
+    waits, run = itertools.cycle(seconds or (0.0,)), BackwardJob.run
+
+    def slow(job: BackwardJob) -> None:
+        time.sleep(next(waits))
+        run(job)
+
+    BackwardJob.run = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BackwardJob.run = run  # type: ignore[method-assign]
+
+
+def state_of(optimizer: Any) -> dict[str, Tensor]:
+    return {
+        f"{index}.{key}": value.detach().clone()
+        for index, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def params_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def snapshot(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    return {**state_of(optimizer), **params_of(model)}
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    return [
+        *(a.keys() ^ b.keys()),
+        *(key for key in a.keys() & b.keys() if not same_bits(a[key], b[key])),
+    ]
+
+
+def run(
+    model: nn.Module,
+    optimizer: Any,
+    steps: int,
+    *,
+    micro: int = 1,
+    use_no_sync: bool = False,
+    start: int = 0,
+    scale: Callable[[int], float] = lambda step: 1.0,
+    after_backward: Callable[[nn.Module, int], None] | None = None,
+) -> list[Any]:
+    """Train; returns losses and what each step reported."""
+    found = []
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        losses = []
+        for part in range(micro):
+            loss = model(tokens_of(step * micro + part)) * (scale(step) / micro)
+            if use_no_sync and part + 1 < micro:
+                with optimizer.no_sync():
+                    optimizer.scale_loss(loss).backward()
+            else:
+                optimizer.scale_loss(loss).backward()
+            losses.append(loss.item())
+        if after_backward is not None:
+            after_backward(model, step)
+        result = optimizer.step()
+        found.append((losses, result.success, result.grad_norm))
+    return found

@@ -1,0 +1,147 @@
+"""What the Triton kernels are launched on: lists of tensors of every form, and a step with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mp_optim.update.codecs import Noise, blocks_of, encode_, is_blocked, split_
+from mp_optim.update.kernel_args import (
+    REMAINDER,
+    AdamScalars,
+    LambScalars,
+    LionScalars,
+    SgdScalars,
+    TensorLists,
+    scale_key,
+)
+
+ODD = [
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-40,
+    1e-45,
+    3e38,
+    -3e38,
+    65504.0,
+    65520.0,
+    6e-8,
+    2.0**-133,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
+GROUP = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "bias_correction": True,
+    "adam_w_mode": True,
+    "grad_averaging": True,
+    "use_nvlamb": False,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+}
+KEYS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+    "plain sgd": (),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a launch's tensors look like."""
+
+    grad: torch.dtype = torch.bfloat16
+    output: torch.dtype | None = torch.bfloat16
+    rest: torch.dtype | None = None
+    moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    noisy: bool = False
+    odd: bool = False
+    aligned: bool = False
+
+
+def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
+    """Random values over many magnitudes, with odd ones among them."""
+    x = torch.randn(n, generator=generator) * torch.pow(
+        10.0, torch.randint(-12, 6, (n,), generator=generator).float()
+    )
+    if odd and n:
+        where = torch.randint(0, n, (min(n, 40),), generator=generator)
+        x[where] = torch.tensor(ODD)[torch.randint(0, len(ODD), (len(where),), generator=generator)]
+    return x
+
+
+def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case) -> TensorLists:
+    """The same lists for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def put(x: Tensor, dtype: torch.dtype) -> Tensor:
+        offset = 0 if case.aligned else int(torch.randint(0, 9, (), generator=generator))
+        buffer = torch.zeros(len(x) + offset, dtype=dtype)[offset:]
+        return buffer.copy_(x)
+
+    def random(dtype: torch.dtype) -> list[Tensor]:
+        return [put(values(generator, n, case.odd), dtype) for n in sizes]
+
+    main, state = random(torch.float32), {}
+    if case.rest is not None:
+        state[REMAINDER] = [put(torch.zeros(n), case.rest) for n in sizes]
+        whole, main = main, [put(torch.zeros(n), torch.bfloat16) for n in sizes]
+        for value, param, rest in zip(whole, main, state[REMAINDER], strict=True):
+            split_(value, param, rest)
+    for key, dtype in zip(keys, case.moments, strict=False):
+        state[key] = [put(torch.zeros(n), dtype) for n in sizes]
+        if is_blocked(dtype):
+            state[scale_key(key)] = [torch.zeros(blocks_of(n)) for n in sizes]
+        scales = state.get(scale_key(key), [None] * len(sizes))
+        for stored, scale in zip(state[key], scales, strict=True):
+            value = values(generator, len(stored), case.odd)
+            second = key == "exp_avg_sq"
+            encode_(value.abs_() if second else value, stored, scale, second)
+    return TensorLists(
+        main,
+        random(case.grad),
+        state,
+        [None] * len(sizes) if case.output is None else random(case.output),
+        [Noise(0x9ABCDEF1, 77 + at) for at in range(len(sizes))] if case.noisy else None,
+    )
+
+
+def step_with(
+    backend: Any,
+    rule: str,
+    lists: TensorLists,
+    group: dict[str, Any],
+    step: int,
+    multiplier: float | Tensor,
+) -> Tensor | None:
+    """One step of a rule; returns the sums of LAMB."""
+    if rule == "adam":
+        backend.adam(lists, AdamScalars.at(group, step), multiplier)
+    elif rule == "sgd":
+        backend.sgd(lists, SgdScalars.at(group, step), multiplier)
+    elif rule == "lion":
+        backend.lion(lists, LionScalars.at(group, step), multiplier)
+    else:
+        scalars = LambScalars.at(group, step)
+        sums: Tensor = backend.lamb_moments(lists, scalars, multiplier)
+        backend.lamb_apply(
+            lists,
+            scalars,
+            [float(np.float32(0.1 / (1 + index))) for index in range(len(lists.main))],
+        )
+        return sums
+    return None

@@ -1,0 +1,605 @@
+"""Four gloo processes: data-parallel training with everything shared out, something, or nothing.
+
+The first 2, 3 or all 4 ranks form the data-parallel group of a case; each rank sees other data.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
+from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.distributed.collectives import start_reduction
+from mp_optim.planner import Layout, plan
+from support.models import DTYPES, config_for, is_expert
+
+STEPS = 3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "no_shard": {},
+    "optim": {},
+    "optim_grads": {},
+    "optim-overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "optim_grads-overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "no_shard-overlap": {"overlap_grad_reduce": True},
+    "optim-whole": {"use_layer_wise_distributed_optimizer": True, "bucket_size": None},
+}
+BYTES = [("no_shard", False), ("optim", False), ("optim", True), ("optim_grads", False)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    ranks: int
+    precision: str
+    layout: str
+    fraction: float = 0.0
+    rule: str = "adam"
+    microbatches: int = 1
+    fp32_reduce: bool = True
+    clip: float = 1.0
+    mode: str = "sync"
+
+
+class SmallMoE(nn.Module):
+    """Parameters that straddle shards, an empty one, one that nobody uses, one that only odd ranks
+    use, a tied one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter((torch.randn(*shape, generator=generator) * 0.2).to(dtype))
+
+        self.embed = nn.Embedding.from_pretrained(weight(50, 24).data, freeze=False)
+        self.dense = nn.Linear(24, 24, dtype=dtype)
+        self.dense.weight.data, self.dense.bias.data = weight(24, 24).data, weight(24).data
+        self.norm = nn.LayerNorm(24)  # FP32 in a 16-bit model
+        self.odd = weight(24)
+        self.unused = weight(300)
+        self.empty = nn.Parameter(torch.zeros(0, 8, dtype=dtype))
+        self.frozen = nn.Parameter(torch.ones(24, dtype=dtype), requires_grad=False)
+        self.experts = nn.ParameterDict({"up": weight(2, 24, 40), "down": weight(2, 40, 24)})
+        self.head = nn.Linear(24, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, odd: bool) -> Tensor:
+        hidden = torch.tanh(self.dense(self.embed(tokens))) * self.frozen
+        hidden = self.norm(hidden.float()).to(hidden.dtype)
+        if odd:
+            hidden = hidden + self.odd
+        hidden = hidden + sum(
+            torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e] for e in range(2)
+        )
+        return nn.functional.cross_entropy(self.head(hidden).float()[:-1], tokens[1:])
+
+
+def tokens_of(step: int, rank: int, part: int) -> Tensor:
+    return torch.randint(
+        0, 50, (16,), generator=torch.Generator().manual_seed(step * 100 + rank * 10 + part)
+    )
+
+
+def build(case: Case, group: dist.ProcessGroup, **more: Any) -> tuple[SmallMoE, MegatronOptimizer]:
+    model = SmallMoE(DTYPES[case.precision.split("-")[0]])
+    settings = {
+        "use_distributed_optimizer": True,
+        "data_parallel_sharding_strategy": case.layout.split("-")[0],
+        "bucket_size": 1500,
+        "optimizer": case.rule,
+        "grad_reduce_in_fp32": case.fp32_reduce,
+        "clip_grad": case.clip,
+        **({"offload_mode": case.mode} if case.fraction else {}),
+        **SETTINGS[case.layout],
+        **more,
+    }
+    config = config_for(case.precision, case.fraction, **settings)
+    return model, get_megatron_optimizer(
+        config, model, expert_predicate=is_expert, process_groups=ProcessGroups(dp=group)
+    )
+
+
+def train(
+    model: SmallMoE, optimizer: Any, case: Case, rank: int, steps: range = range(STEPS)
+) -> dict[str, Any]:
+    losses, norms = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        for part in range(case.microbatches):
+            last = part == case.microbatches - 1
+            with optimizer.no_sync() if not last else torch.enable_grad():
+                loss = model(tokens_of(step, rank, part), rank % 2 == 1)
+                optimizer.scale_loss(loss).backward()
+                losses.append(loss.item())
+        norms.append(optimizer.step().grad_norm)
+    optimizer.finish_param_sync()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "params": digest(model.state_dict()),
+        "hits": optimizer.metrics().get("speculation_hits", 0),
+    }
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    data = b"".join(
+        value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for _, value in sorted(tensors.items())
+    )
+    return hashlib.sha256(data).hexdigest()
+
+
+def cases() -> list[Case]:
+    """The first case of each kind is what the others of the kind have to equal, bit for bit."""
+    whole = ("no_shard", "optim", "optim_grads")
+    found = []
+    for ranks in (2, 3, 4):
+        found += [Case(ranks, "bf16", layout) for layout in SETTINGS]
+        found += [
+            Case(ranks, "bf16", layout, fraction) for layout in whole for fraction in (0.5, 1.0)
+        ]
+        found += [
+            Case(ranks, "fp16", layout, fraction)
+            for layout, fraction in zip(whole, (0.5, 0.0, 1.0), strict=True)
+        ]
+        found += [
+            Case(ranks, "fp16", layout, microbatches=2)
+            for layout in (*whole, "optim-overlap", "optim_grads-overlap")
+        ]
+    for ranks, rule, clip in (
+        (2, "adam", 0.0),
+        (4, "adam", 0.0),
+        (3, "adam", 1.0),
+        (3, "lamb", 0.0),
+    ):
+        modes = ("sync", "overlap", "speculative") if rule == "adam" else ("sync", "overlap")
+        precision, parts = ("fp16", 1) if clip else ("bf16", 2)
+        found += [
+            Case(ranks, precision, layout, fraction, rule, parts, clip=clip, mode=mode)
+            for layout, fraction in (
+                ("no_shard", 1.0),
+                ("optim", 0.5),
+                ("optim_grads-overlap", 1.0),
+                ("no_shard-overlap", 0.5),
+            )
+            for mode in modes
+        ]
+    for ranks in (3, 4):
+        found += [
+            Case(ranks, "bf16", layout, 0.5, fp32_reduce=False)
+            for layout in (*whole, "optim-overlap")
+        ]
+        found += [Case(ranks, "fp32", layout) for layout in whole]
+        found += [
+            Case(ranks, "bf16", layout, fraction, rule="lamb")
+            for layout in (*whole, "optim-whole")
+            for fraction in (0.0, 0.5)
+        ]
+    found += [
+        Case(3, compact, layout, 0.5)
+        for layout in whole
+        for compact in ("bf16-8bit", "bf16-stochastic", "bf16-remainder")
+    ]
+    return found
+
+
+def sum_instead_of_average(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """Four ranks' gradients added up, of a quarter of the loss, which is exact; and averaged."""
+    found = []
+    for op, share in (("avg", 1.0), ("sum", 0.25)):
+        case = Case(4, "fp32", "optim_grads")
+        model, optimizer = build(case, group, grad_reduce_op=op)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (model(tokens_of(step, rank, 0), rank % 2 == 1) * share).backward()
+            optimizer.step()
+        found.append(digest(model.state_dict()))
+    return found
+
+
+def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
+    """Ranks with less memory than others, then too little on one."""
+    found: list[float | str] = []
+    for least in (160_000, 1_000):
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).bfloat16()
+        config = config_for(
+            "bf16",
+            use_distributed_optimizer=True,
+            optimizer_cpu_offload=True,
+            bucket_size=8192,
+            optimizer_offload_fraction="auto",
+            gpu_memory=200_000 if rank else least,
+        )
+        try:
+            optimizer = get_megatron_optimizer(
+                config, model, process_groups=ProcessGroups(dp=group)
+            )
+            found.append(optimizer.config.optimizer_offload_fraction)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+# -- experts on different ranks, tensor-parallel duplicates ---------------------------------------
+
+EXPERT_STEPS = 3
+EXPERT_LAYOUTS = [("no_shard", 0.0), ("optim", 0.0), ("optim_grads", 0.5)]
+
+
+def features(rank: int, step: int) -> Tensor:
+    return torch.randn(12, 24, generator=torch.Generator().manual_seed(step * 10 + rank))
+
+
+class Layered(nn.Module):
+    """A dense layer and some experts of a larger model."""
+
+    def __init__(self, experts: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.dense = nn.Linear(24, 24)
+        every = [nn.Linear(24, 24, bias=False) for _ in range(2)]
+        self.experts = nn.ModuleDict({str(e): every[e] for e in experts})
+
+    def dense_loss(self, values: Tensor) -> Tensor:
+        return torch.tanh(self.dense(values)).square().mean()
+
+    def expert_loss(self, expert: int, values: Tensor) -> Tensor:
+        return torch.tanh(self.experts[str(expert)](values)).abs().mean() * 3
+
+
+def experts_on_two_ranks(
+    rank: int, layout: str, fraction: float, groups: dict[str, dist.ProcessGroup]
+) -> Any:
+    """Ranks 0 and 2 hold the first expert, 1 and 3 the second, which sees the features of both
+    ranks of a pair."""
+    mine, pair = rank % 2, (rank // 2 * 2, rank // 2 * 2 + 1)
+    model = Layered([mine])
+    config = config_for(
+        "fp32",
+        fraction,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=layout,
+        clip_grad=0.05,
+    )
+    ranks = ProcessGroups(
+        dp=dist.group.WORLD, expert_dp=groups["expert_dp"], expert_grad_stats=groups["ep"]
+    )
+    if layout == "optim_grads":
+        ranks = ProcessGroups.from_device_mesh(
+            dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        )
+    optimizer = get_megatron_optimizer(
+        config, model, expert_predicate=is_expert, process_groups=ranks
+    )
+    norms = []
+    for step in range(EXPERT_STEPS):
+        optimizer.zero_grad()
+        (
+            model.dense_loss(features(rank, step))
+            + model.expert_loss(mine, features(pair[0], step))
+            + model.expert_loss(mine, features(pair[1], step))
+        ).backward()
+        norms.append(optimizer.step().grad_norm)
+    return {
+        "norms": norms,
+        "params": {name: value.clone() for name, value in model.state_dict().items()},
+    }
+
+
+def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
+    """Experts differ between ranks, and the process groups do not say all of it."""
+    config = config_for("fp32", use_distributed_optimizer=True)
+    return [
+        error_of(
+            lambda given=given: get_megatron_optimizer(
+                config,
+                Layered([0]),
+                expert_predicate=is_expert,
+                process_groups=ProcessGroups(**given),
+            )
+        )
+        for given in ({"expert_dp": groups["expert_dp"]}, {"expert_grad_stats": groups["ep"]})
+    ]
+
+
+def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> float:
+    """Two tensor-parallel ranks, twice: a parameter of each, a duplicated one, one shared with
+    another layer."""
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(300)) for name in ("own", "twin", "shared")}
+    )
+    model["own"].tensor_model_parallel, model["shared"].shared = True, True
+    config = config_for(
+        "fp32",
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=layout,
+        clip_grad=0.0,
+    )
+    optimizer = get_megatron_optimizer(
+        config,
+        model,
+        process_groups=ProcessGroups(
+            dp=groups["expert_dp"], grad_stats=groups["ep"], tp=groups["ep"]
+        ),
+    )
+    model["own"].grad = torch.full((300,), [2.0, 3.0, 4.0, 5.0][rank])  # averages: 3 and 4
+    model["twin"].grad, model["shared"].grad = torch.full((300,), 6.0), torch.full((300,), 100.0)
+    return optimizer.step().grad_norm
+
+
+def starts_alike(rank: int, group: dist.ProcessGroup) -> str:
+    """Ranks that begin with other parameters get the first one's."""
+    model = nn.Linear(40, 40)
+    with torch.no_grad():
+        model.weight.fill_(rank + 1.0)
+        model.bias.fill_(rank + 2.0)
+    get_megatron_optimizer(
+        config_for("fp32", use_distributed_optimizer=True),
+        model,
+        process_groups=ProcessGroups(dp=group),
+    )
+    return str([model.weight.unique().tolist(), model.bias.unique().tolist()])
+
+
+def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[str, bool]:
+    """Against the sum as it is defined, of numbers whose order matters."""
+    ranks, found = group.size(), {}
+    for dtype, divisor, add in (
+        (torch.float32, 4, False),
+        (torch.bfloat16, 1, False),
+        (torch.bfloat16, 3, True),
+    ):
+        every = [
+            (torch.randn(ranks * 64, generator=torch.Generator().manual_seed(r)) * 10**r).to(dtype)
+            for r in range(ranks)
+        ]
+        owned = torch.ones(64, dtype=dtype)
+        bounds = range(0, ranks * 64 + 1, 64)
+        start_reduction(
+            every[rank], owned, group, bounds, divisor=divisor, exchange=True, add=add
+        ).wait()
+        mine = [grad[rank * 64 : (rank + 1) * 64].float() for grad in every]
+        total = ((mine[0] + mine[1]) + mine[2] + mine[3]) / divisor
+        found[f"{dtype} {divisor}"] = torch.equal(owned, (total + 1.0 if add else total).to(dtype))
+    return found
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def resumed(rank: int, layout: str, group: dist.ProcessGroup, directory: str) -> dict[str, Any]:
+    """A rank's state dict, saved and loaded as plain data; and the same through a checkpoint."""
+    case = Case(4, "bf16", layout, 0.5)
+    model, optimizer = build(case, group)
+    train(model, optimizer, case, rank, range(2))
+    torch.save(
+        [model.state_dict(), optimizer.state_dict()], f"{directory}/state-{layout}-{rank}.pt"
+    )
+    checkpoint.save(f"{directory}/{layout}", model, optimizer)
+    results = {"straight": train(model, optimizer, case, rank, range(2, 4))}
+    model, optimizer = build(case, group)
+    weights, state = torch.load(f"{directory}/state-{layout}-{rank}.pt", weights_only=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    results["state_dict"] = train(model, optimizer, case, rank, range(2, 4))
+    for other in ("optim", "optim_grads", "no_shard", "optim-whole"):
+        case = dataclasses.replace(case, layout=other)
+        model, optimizer = build(case, group)
+        checkpoint.load(f"{directory}/{layout}", model, optimizer)
+        results[f"checkpoint to {other}"] = train(model, optimizer, case, rank, range(2, 4))
+    return results
+
+
+def other_ranges(group: dist.ProcessGroup) -> str:
+    """A rank's state dict in a layout that cuts parameters elsewhere."""
+    _, optimizer = build(Case(4, "bf16", "optim"), group)
+    _, other = build(Case(4, "bf16", "optim"), group, bucket_size=700)
+    return error_of(lambda: other.load_state_dict(optimizer.state_dict()))
+
+
+def whole_state(group: dist.ProcessGroup) -> bool:
+    """What one process saved goes into every rank's fragments."""
+    model = SmallMoE(torch.bfloat16)
+    alone = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
+    for param in model.parameters():
+        param.grad = torch.randn(
+            param.shape, generator=torch.Generator().manual_seed(param.numel())
+        ).to(param.dtype)
+    alone.step()
+    sharded, optimizer = build(Case(4, "bf16", "optim"), group)
+    sharded.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(alone.state_dict())
+    mains = dict(alone.named_main_params())
+    return all(
+        torch.equal(
+            shard.local,
+            mains[name].detach().reshape(-1)[shard.start : shard.start + len(shard.local)],
+        )
+        for name, shard in optimizer.named_main_params()
+    )
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = [
+            item
+            for item in gc.get_objects()
+            if isinstance(item, Tensor) and not isinstance(item, FlatShard)
+        ]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[str, float]:
+    """What a rank holds and sends, for a model of 400 thousand parameters."""
+    with torch.device("meta"):
+        meta = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
+    before = live_bytes()
+    model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
+    config = config_for(
+        "bf16",
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=layout,
+        grad_reduce_in_fp32=fp32_reduce,
+        bucket_size=100_000,
+    )
+    optimizer = get_megatron_optimizer(config, model, process_groups=ProcessGroups(dp=group))
+    optimizer.zero_grad()
+    model(torch.ones(4, 256, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    metrics = optimizer.metrics()
+    held = live_bytes() - before
+    planned = plan(meta, config, Layout(dp=group.size()))
+    return {
+        "held": held,
+        "planned": planned.accelerator.total + planned.host_total,
+        "params": sum(p.numel() for p in model.parameters()),
+        **{key: metrics[key] for key in ("bytes_reduced", "bytes_gathered")},
+    }
+
+
+# -- misuse, disagreement, and ranks that are gone ------------------------------------------------
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
+    case = Case(4, "bf16", "optim-overlap")
+    found = {}
+    model, optimizer = build(case, group)
+    loss = model(tokens_of(0, rank, 0), False)
+    loss.backward(retain_graph=True)
+    found["second backward"] = error_of(loss.backward)
+    model, optimizer = build(case, group)
+    train(model, optimizer, case, rank, range(1))
+    found["no zero_grad"] = error_of(lambda: model(tokens_of(0, rank, 0), False).backward())
+    optimizer.zero_grad()
+    for name in ("module not called", "waited by hand"):
+        optimizer.step()
+        optimizer.zero_grad()
+        if name == "waited by hand":
+            optimizer.finish_param_sync()
+        found[name] = error_of(
+            lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward()
+        )
+    return found
+
+
+def several_backwards(rank: int, group: dist.ProcessGroup) -> list[float]:
+    """ZeRO-2 reduces every backward pass and adds up what it owns; under no_sync, it keeps
+    everything for the last."""
+    norms = []
+    for keep in (False, True):
+        model, optimizer = build(Case(4, "fp32", "optim_grads"), group)
+        optimizer.zero_grad()
+        for part in range(3):
+            with optimizer.no_sync() if keep and part < 2 else torch.enable_grad():
+                model(tokens_of(0, rank, part), rank % 2 == 1).backward()
+        norms.append(optimizer.step().grad_norm)
+    return norms
+
+
+def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
+    """What rank 1 or 2 does differently, and what every rank is told."""
+
+    def built(sizes: tuple[int, int], lr: float = 0.1, reverse: bool = False) -> MegatronOptimizer:
+        params = [(f"w{size}", nn.Parameter(torch.zeros(size))) for size in sizes]
+        named = [
+            {"params": [p], "param_names": [n], "lr": lr}
+            for n, p in (reversed(params) if reverse else params)
+        ]
+        config = config_for("fp32", use_distributed_optimizer=True, lr=lr)
+        return get_megatron_optimizer(
+            config,
+            nn.ParameterDict(params),
+            process_groups=ProcessGroups(dp=group),
+            param_groups=named,
+        )
+
+    found = {
+        "model": error_of(lambda: built((300, 40 if rank == 1 else 50))),
+        "config": error_of(lambda: built((300, 50), 0.2 if rank == 2 else 0.1)),
+        "order": error_of(lambda: built((300, 50), reverse=rank == 1)),
+    }
+    optimizer = built((300, 50))
+    if rank == 2:
+        optimizer.param_groups[1]["lr"] = 0.3
+    found["lr"] = error_of(optimizer.step)
+    return found
+
+
+def leave(rank: int, gone: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """One rank does not take part in a step."""
+    model, optimizer = build(Case(4, "bf16", "optim"), group)
+    began = time.monotonic()
+    if rank == gone:
+        return {}
+    told = error_of(lambda: train(model, optimizer, Case(4, "bf16", "optim"), rank, range(1)))
+    return {"told": told, "seconds": time.monotonic() - began}
+
+
+def main(directory: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3, 4)}
+    halves = {
+        name: [dist.new_group(list(ranks)) for ranks in both]
+        for name, both in {"expert_dp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))}.items()
+    }
+    own = {"expert_dp": halves["expert_dp"][rank % 2], "ep": halves["ep"][rank // 2]}
+    results: dict[str, Any] = {
+        repr(case): train(*build(case, groups[case.ranks]), case, rank)
+        for case in cases()
+        if rank < case.ranks
+    }
+    results["experts"] = [experts_on_two_ranks(rank, *layout, own) for layout in EXPERT_LAYOUTS]
+    results["forgotten groups"] = forgotten_groups(own)
+    results["duplicates"] = [
+        duplicates(rank, layout, own) for layout in ("no_shard", "optim", "optim_grads")
+    ]
+    results["resumed"] = {
+        layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")
+    }
+    results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
+    results["sum"] = sum_instead_of_average(rank, groups[4])
+    results["fraction"] = fraction_for_all(rank, groups[4])
+    results["start"] = starts_alike(rank, groups[4])
+    results["other ranges"] = other_ranges(groups[4])
+    results["whole state"] = whole_state(groups[4])
+    results["bytes"] = {str(key): bytes_of(*key, groups[4]) for key in BYTES}
+    results["misuse"] = misuse(rank, groups[4])
+    results["several backwards"] = several_backwards(rank, groups[4])
+    results["disagree"] = disagree(rank, groups[4])
+    impatient = [dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=3)) for _ in range(2)]
+    results["late"] = leave(rank, 1, impatient[0])
+    dist.barrier()
+    torch.save(results, f"{directory}/rank{rank}.pt")
+    results["dead"] = leave(rank, 3, impatient[1])  # and rank 3 ends
+    torch.save(results, f"{directory}/rank{rank}.pt")
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,135 @@
+"""Two gloo processes: FSDP2-sharded training, and agreement between ranks that hold different
+parameters."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
+from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of, train
+
+CASES = [
+    ("adam", "fp32", 0.0),
+    ("adam", "fp32", 0.5),
+    ("adam", "fp32", 1.0),
+    ("lamb", "fp32", 0.0),
+    ("lamb", "fp32", 0.5),
+    ("adam", "bf16", 0.5),
+    ("lamb", "bf16", 1.0),
+    ("adam", "fp16", 0.3),
+    ("adam", "bf16-remainder", 0.0),
+    ("adam", "bf16-remainder", 0.5),
+]
+STEPS = 4
+
+
+def build_sharded(
+    precision: str, fraction: float, **settings: Any
+) -> tuple[TinyMoE, MegatronOptimizer]:
+    model = TinyMoE(DTYPES[precision.split("-")[0]])
+    mixed = model.dense.dtype != model.scale.dtype  # FSDP2 shards one dtype at a time
+    fully_shard(model, ignored_params={model.scale} if mixed else set())
+    return model, get_megatron_optimizer(
+        config_for(precision, fraction, **settings), model, expert_predicate=is_expert
+    )
+
+
+def eight_bit_resumes(directory: str) -> dict[str, object]:
+    """8-bit blocks are a shard's own; saved and loaded they are the same bits."""
+    model, optimizer = build_sharded("bf16-8bit8", 0.5)
+    train(model, optimizer, 2)
+    checkpoint.save(directory, model, optimizer)
+    losses = train(model, optimizer, 2, start=2)
+    model, optimizer = build_sharded("bf16-8bit8", 1.0)
+    checkpoint.load(directory, model, optimizer)
+    return {"on": losses, "resumed": train(model, optimizer, 2, start=2)}
+
+
+def train_sharded(rule: str, precision: str, fraction: float, directory: str) -> dict[str, object]:
+    """Train, with a checkpoint saved and loaded in the middle; whole tensors come back."""
+    model, optimizer = build_sharded(precision, fraction, optimizer=rule)
+    norms, losses = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(tokens_of(step))
+        optimizer.scale_loss(loss).backward()
+        norms.append(optimizer.step().grad_norm)
+        losses.append(loss.item())
+        if step == 1:
+            checkpoint.save(directory, model, optimizer)
+            checkpoint.load(directory, model, optimizer)
+    state = optimizer.state[model.dense]["exp_avg"]
+    assert isinstance(state, DTensor) and state.placements == model.dense.placements
+    mains = {
+        name: main.full_tensor() if isinstance(main, DTensor) else main.detach()
+        for name, main in optimizer.named_main_params()
+    }
+    return {"norms": norms, "losses": losses, "mains": mains}
+
+
+def agree_between_ranks() -> dict[str, object]:
+    """Ranks hold different parameters (as in pipeline parallelism); the second also a
+    tensor-parallel duplicate."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    model = nn.ParameterDict(
+        {"own": nn.Parameter(torch.zeros(1)), "twin": nn.Parameter(torch.zeros(1))}
+    )
+    model["own"].tensor_model_parallel = True
+    optimizer = get_megatron_optimizer(
+        config_for("fp32", clip_grad=0.0),
+        model,
+        process_groups=ProcessGroups(grad_stats=world, tp=world),
+    )
+    model["own"].grad, model["twin"].grad = (
+        torch.full((1,), [2.0, 3.0][rank]),
+        torch.full((1,), 6.0),
+    )
+    norm = optimizer.step().grad_norm
+    before = model["own"].detach().clone()
+    model["own"].grad = torch.full((1,), [1.0, float("nan")][rank])
+    skipped = not optimizer.step().success
+    return {"norm": norm, "skipped": skipped and torch.equal(before, model["own"].detach())}
+
+
+def experts_on_one_rank() -> dict[str, object]:
+    """Only the second rank has an expert; the first takes part in the experts' reductions all the
+    same."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    model = nn.ParameterDict({"dense" if rank == 0 else "expert": nn.Parameter(torch.zeros(1))})
+    optimizer = get_megatron_optimizer(
+        config_for("fp32"),
+        model,
+        expert_predicate=lambda p, n: rank == 1,
+        process_groups=ProcessGroups(grad_stats=world, expert_grad_stats=world),
+    )
+    for param in model.values():
+        param.grad = torch.full((1,), [3.0, 4.0][rank])
+    return {
+        "norm": optimizer.step().grad_norm,
+        "stubs": [o.is_stub_optimizer for o in optimizer.chained_optimizers],
+    }
+
+
+def main(directory: str) -> None:
+    dist.init_process_group("gloo")
+    result = {
+        str(case): train_sharded(*case, f"{directory}/{index}") for index, case in enumerate(CASES)
+    }
+    result["agreement"] = agree_between_ranks()
+    result["experts"] = experts_on_one_rank()
+    result["eight_bit"] = eight_bit_resumes(f"{directory}/eight_bit")
+    torch.save(result, f"{directory}/rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,164 @@
+"""Two gloo processes that hold different things, save in the background, export, and fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim.checkpoint import writing
+from support.layouts import layouts as all_layouts
+from support.layouts import local, state_of, train
+
+warnings.filterwarnings("ignore")
+
+
+def stage(rank: int, names: list[str], seed: int = 0) -> tuple[nn.Module, Any]:
+    """A part of a model, as pipeline parallelism cuts it."""
+    model = nn.ParameterDict(
+        {
+            name: nn.Parameter(torch.full((3, index + 2), float(index + seed)))
+            for index, name in enumerate(names)
+        }
+    )
+    return model, get_megatron_optimizer(OptimizerConfig(lr=1e-2, clip_grad=0.0), model)
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    for name, param in model.named_parameters():
+        param.grad = torch.full_like(param, len(name))
+    optimizer.step()
+
+
+def different_parameters(folder: Path, rank: int) -> bool:
+    """Two stages; loaded the other way round, and into one process."""
+    names = [["a", "bb"], ["ccc", "dddd", "eeeee"]]
+    model, optimizer = stage(rank, names[rank])
+    step(model, optimizer)
+    checkpoint.save(folder, model, optimizer)
+    expected: list[Any] = [None, None]
+    dist.all_gather_object(
+        expected,
+        {
+            name: (param.detach(), optimizer.state[param]["exp_avg"])
+            for name, param in model.named_parameters()
+        },
+    )
+    everything = {**expected[0], **expected[1]}
+    model, optimizer = stage(rank, names[1 - rank], seed=7)
+    step(model, optimizer)
+    checkpoint.load(folder, model, optimizer)
+    return all(
+        torch.equal(param, everything[name][0])
+        and torch.equal(optimizer.state[param]["exp_avg"], everything[name][1])
+        for name, param in model.named_parameters()
+    )
+
+
+def in_the_background(folder: Path, layout: Any) -> bool:
+    """Sharded state saved while it is stepped on."""
+    model, optimizer = layout.build(seed=1)
+    train(model, optimizer, range(2))
+    handle = checkpoint.save(folder, model, optimizer, asynchronous=True)
+    train(model, optimizer, range(2, 6))
+    handle.wait()
+    other = layout.build(seed=2)
+    checkpoint.load(folder, *other, verify=True)
+    train(*other, range(2, 6))
+    found, expected = state_of(*other), state_of(model, optimizer)
+    return all(torch.equal(local(found[name]), local(value)) for name, value in expected.items())
+
+
+def exported(folder: Path, layout: Any) -> bool:
+    model, optimizer = layout.build(seed=1)
+    train(model, optimizer, range(2))
+    plain, reference = all_layouts_plain.build(seed=1)
+    train(plain, reference, range(2))
+    files = checkpoint.export_safetensors(folder, optimizer, max_shard_size=3000)
+    found = {name: value for path in files for name, value in load_file(path).items()}
+    expected = {name: main.detach().float() for name, main in reference.named_main_params()}
+    return (
+        found.keys() == expected.keys()
+        and len(files) > 1
+        and all(torch.equal(found[name], value) for name, value in expected.items())
+    )
+
+
+def message(work: Any) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def failures(folder: Path, rank: int) -> dict[str, str]:
+    """What each rank hears of a failure of one; nobody waits for ever."""
+    model, optimizer = stage(rank, ["w"])
+    found = {
+        "extra": message(lambda: checkpoint.save(folder, model, optimizer, extra={"bad": folder}))
+    }
+    write = writing.Writing.write
+
+    def full(self: Any) -> Any:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        return write(self)
+
+    writing.Writing.write = full
+    found["disk"] = message(lambda: checkpoint.save(folder, model, optimizer))
+    handle = checkpoint.save(folder, model, optimizer, asynchronous=True)
+    if rank == 0:
+        message(handle.wait)  # this rank has heard of it, the other has not
+    found["background"] = message(lambda: checkpoint.save(folder, model, optimizer))
+    writing.Writing.write = write
+    found["other shape"] = message(
+        lambda: checkpoint.save(
+            folder, nn.ParameterDict({"w": nn.Parameter(torch.zeros(rank + 1))}), None
+        )
+    )
+    part = nn.Linear(32, 16)
+    with torch.no_grad():
+        part.weight.fill_(
+            rank
+        )  # a rank's own expert, or its part of a whole, under the name of the other's
+        part.bias.fill_(1.0)
+    found["other values"] = message(lambda: checkpoint.save(folder, part, None))
+    found["left"] = str([path.name for path in folder.iterdir() if path.name == "latest"])
+    checkpoint.save(folder, model, optimizer)
+    other = stage(rank, ["w"] if rank == 0 else ["w", "x"])
+    found["export"] = message(lambda: checkpoint.export_safetensors(folder / "export", other[1]))
+    found["another model"] = message(lambda: checkpoint.load(folder, *other))
+    return found
+
+
+def main(folder: str) -> None:
+    global all_layouts_plain
+    dist.init_process_group("gloo")
+    rank, root = dist.get_rank(), Path(folder)
+    two = all_layouts(2)
+    all_layouts_plain = two[0]
+    sharded = next(layout for layout in two if layout.name == "fsdp-2")
+    result = {
+        "different": different_parameters(root / "different", rank),
+        "background_": in_the_background(root / "background", sharded),
+        "exported": exported(root / "exported", sharded),
+        **failures(root / "failures", rank),
+    }
+    (root / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,85 @@
+"""``python -m mp_optim.cli.doctor`` on this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from mp_optim import OptimizerConfig
+from mp_optim.cli import doctor
+from mp_optim.config.capabilities import BACKENDS
+from mp_optim.update.backends.native_library import native_library
+from support.launch import run
+
+
+def run_doctor(**environment: str) -> str:
+    return run("-m", "mp_optim.cli.doctor", timeout=120, **environment)
+
+
+def row_of(text: str, backend: str) -> list[str]:
+    table = text.split("same bits as reference  rules")[1].splitlines()
+    return next(line.split() for line in table if line.split()[:1] == [backend])
+
+
+def test_it_shows_every_backend_and_a_config_that_works() -> None:
+    text = run_doctor()
+    for name in BACKENDS[1:]:
+        usable, exact = row_of(text, name)[2:4]
+        assert (usable, exact) in {("yes", "yes"), ("yes", "no"), ("no", "-")}
+    assert row_of(text, "reference")[2:4] == ["yes", "yes"]
+    for fact in (
+        "torch ",
+        "native kernels",
+        "threads of torch",
+        "pinned memory",
+        "fused_backend='auto' takes",
+    ):
+        assert fact in text
+    names: dict[str, Any] = {}
+    exec(text.split("A config for this machine:")[1], names)
+    assert isinstance(names["config"], OptimizerConfig)
+
+
+@pytest.mark.skipif(native_library().handle is None, reason="no native kernels here")
+def test_it_shows_the_instruction_set() -> None:
+    text = run_doctor()
+    assert f"native kernels {native_library().level} of" in " ".join(text.split())
+    assert row_of(text, "native")[2:4] == ["yes", "yes"]
+
+
+def test_it_says_why_there_are_no_native_kernels() -> None:
+    text = run_doctor(MP_OPTIM_NATIVE="off")
+    assert row_of(text, "native")[2:] == [
+        "no",
+        "-",
+        "adam,",
+        "lamb,",
+        "sgd,",
+        "lion",
+        "MP_OPTIM_NATIVE=off",
+    ]
+    assert "none: MP_OPTIM_NATIVE=off" in text and "cpu  reference  auto:" in text
+
+
+def test_fewer_cores_than_threads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_cores", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert ("host_threads=1," in doctor.examine().config) == (native_library().handle is not None)
+
+
+def test_it_prints_with_rich_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    doctor.main()
+    assert "OptimizerConfig" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_it_knows_the_gpu() -> None:
+    text = run_doctor()
+    assert torch.cuda.get_device_name(0) in text and "cuda:0  " in text

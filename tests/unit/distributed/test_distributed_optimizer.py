@@ -1,0 +1,260 @@
+"""DistributedOptimizer on up to four gloo processes: what workers/distributed.py found."""
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from mp_optim import checkpoint, get_megatron_optimizer
+from support.launch import run_ranks
+from support.models import config_for, is_expert
+from support.workers.distributed import (
+    BYTES,
+    EXPERT_LAYOUTS,
+    EXPERT_STEPS,
+    STEPS,
+    Case,
+    Layered,
+    SmallMoE,
+    cases,
+    digest,
+    features,
+    tokens_of,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the four processes left what they found."""
+    folder = tmp_path_factory.mktemp("distributed")
+    run_ranks("distributed", 4, str(folder), timeout=280)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """What each rank found."""
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
+
+
+def kinds():
+    found = defaultdict(list)
+    for case in cases():
+        found[
+            case.ranks, case.precision, case.rule, case.microbatches, case.fp32_reduce, case.clip
+        ].append(case)
+    return found
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: "-".join(map(str, kind)))
+def test_every_layout_and_placement_gives_the_same_bits(ranks, kind):
+    members = kinds()[kind]
+    first = members[0]
+    assert first.layout == "no_shard" and len(members) > 2
+    for case in members:
+        for rank in range(case.ranks):
+            found, reference = ranks[rank][repr(case)], ranks[rank][repr(first)]
+            assert (
+                found["losses"] == reference["losses"] and found["params"] == reference["params"]
+            ), case
+            if "whole" in case.layout:  # other parts of the sum of squares: the last bits of FP64
+                assert found["norms"] == pytest.approx(reference["norms"], rel=1e-14)
+            else:
+                assert found["norms"] == reference["norms"], case
+            assert found["params"] == ranks[0][repr(case)]["params"], case
+
+
+def test_work_on_the_host_begins_before_the_step(ranks):
+    """Where nothing is clipped, what was stepped while gradients were reduced is what the step
+    needs; with no_shard they are only complete in the step."""
+    hits = {
+        case: ranks[0][repr(case)]["hits"]
+        for case in cases()
+        if case.clip == 0.0 and case.rule == "adam"
+    }
+    assert len(hits) == 24 and sum(map(bool, hits.values())) == 4
+    assert all(
+        (hits[case] > 0) == (case.mode == "speculative" and "optim" in case.layout) for case in hits
+    )
+
+
+def test_sums_of_gradients_are_averages_times_the_ranks(ranks):
+    assert len({digest for rank in ranks for digest in rank["sum"]}) == 1
+
+
+def test_ranks_agree_on_a_fraction(ranks):
+    """The largest that one of them needs, or the reason why none is enough."""
+    (fraction, text), *others = (rank["fraction"] for rank in ranks)
+    assert 0.0 < fraction < 1.0 and text.startswith(
+        "gpu_memory=1000: with the whole optimizer on the host"
+    )
+    assert others == [[fraction, text]] * 3
+
+
+def test_all_ranks_start_from_the_first_ones_parameters(ranks):
+    assert [rank["start"] for rank in ranks] == ["[[1.0], [2.0]]"] * 4
+
+
+def test_gradients_are_added_in_fp32_in_the_order_of_ranks(ranks):
+    assert all(len(rank["sums"]) == 3 and all(rank["sums"].values()) for rank in ranks)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_it_trains_like_one_process(ranks, size):
+    model = SmallMoE(torch.float32)
+    optimizer = get_megatron_optimizer(config_for("fp32"), model, expert_predicate=is_expert)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [model(tokens_of(step, rank, 0), rank % 2 == 1) for rank in range(size)]
+        torch.stack(losses).mean().backward()
+        model.unused.grad = torch.zeros_like(
+            model.unused
+        )  # nobody's gradient is zero where gradients are reduced
+        norm = optimizer.step().grad_norm
+        assert ranks[0][repr(Case(size, "fp32", "optim"))]["norms"][step] == pytest.approx(
+            norm, rel=1e-6
+        )
+        for rank, loss in enumerate(losses):
+            sharded = ranks[rank][repr(Case(size, "fp32", "optim"))]["losses"][step]
+            assert sharded == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_experts_on_different_ranks_train_like_one_process(ranks):
+    model = Layered([0, 1])
+    optimizer = get_megatron_optimizer(
+        config_for("fp32", clip_grad=0.05), model, expert_predicate=is_expert
+    )
+    norms = []
+    for step in range(EXPERT_STEPS):
+        optimizer.zero_grad()
+        sum(
+            model.dense_loss(values) + model.expert_loss(0, values) + model.expert_loss(1, values)
+            for values in (features(rank, step) for rank in range(4))
+        ).div(4).backward()
+        norms.append(optimizer.step().grad_norm)
+    whole = model.state_dict()
+    for rank in ranks:
+        for layout, found in zip(EXPERT_LAYOUTS, rank["experts"], strict=True):
+            assert found["norms"] == pytest.approx(norms, rel=1e-6), layout
+            assert found["norms"] == ranks[0]["experts"][0]["norms"]
+            for name, value in found["params"].items():
+                torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)
+                assert torch.equal(value, rank["experts"][0]["params"][name]), layout
+    assert ranks[0]["experts"][1]["params"].keys() != ranks[1]["experts"][1]["params"].keys()
+
+
+def test_experts_without_their_groups_are_refused(ranks):
+    for rank in ranks:
+        no_stats, no_dp = rank["forgotten groups"]
+        assert (
+            "expert_dp has 2 of the 4 ranks of dp" in no_stats
+            and "set expert_grad_stats" in no_stats
+        )
+        assert "expert_dp is None: set expert_dp" in no_dp
+
+
+def test_tensor_parallel_duplicates_and_shared_parameters_count_once(ranks):
+    expected = math.sqrt(300 * (3.0**2 + 4.0**2 + 6.0**2))
+    for rank in ranks:
+        assert rank["duplicates"] == [pytest.approx(expected, rel=1e-12)] * 3
+
+
+@pytest.mark.parametrize("layout", ["optim", "optim_grads"])
+def test_training_goes_on_bit_for_bit(ranks, layout):
+    for rank in ranks:
+        found = dict(rank["resumed"][layout])
+        straight = found.pop("straight")
+        assert len(found) == 5
+        for how, resumed in found.items():
+            if "whole" in how:
+                resumed = {**resumed, "norms": straight["norms"]}
+            assert resumed == straight, how
+
+
+def test_one_process_loads_the_checkpoint_of_four(ranks, folder):
+    model = SmallMoE(torch.bfloat16)
+    optimizer = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
+    checkpoint.load(folder / "optim", model, optimizer)
+    case = Case(4, "bf16", "optim", 0.5)
+    reference = SmallMoE(torch.bfloat16)
+    reference.load_state_dict(torch.load(folder / "state-optim-0.pt", weights_only=True)[0])
+    assert digest(model.state_dict()) == digest(reference.state_dict()), case
+    for name, main in optimizer.named_main_params():
+        param = model.get_parameter(name)
+        assert torch.equal(main.detach().to(param.dtype), param), name
+    saved = [
+        torch.load(folder / f"state-optim-{rank}.pt", weights_only=True)[1]["state"]
+        for rank in range(4)
+    ]
+    shards = [state[0]["exp_avg"] for state in saved]
+    whole = torch.cat([shard.local for shard in shards])
+    name = optimizer.slot_name(optimizer.slots()[0])
+    assert torch.equal(optimizer.state[model.get_parameter(name)]["exp_avg"].reshape(-1), whole)
+
+
+def test_state_of_other_ranges_is_refused_and_that_of_one_process_is_cut(ranks):
+    assert all(
+        "saved elements [" in rank["other ranges"] and "mp_optim.checkpoint" in rank["other ranges"]
+        for rank in ranks
+    )
+    assert all(rank["whole state"] for rank in ranks)
+
+
+@pytest.mark.parametrize("layout, fp32", BYTES)
+def test_memory_and_traffic_follow_the_formula(ranks, layout, fp32):
+    """README: bytes per parameter on n ranks."""
+    for rank in ranks:
+        found = rank["bytes"][str((layout, fp32))]
+        grads, n = 4 if fp32 else 2, 4
+        held = {
+            "no_shard": 2 + grads + 12,
+            "optim": 2 + grads + 12 / n,
+            "optim_grads": 2 + grads / n + 12 / n,
+        }[layout]
+        assert found["held"] == pytest.approx(held * found["params"], rel=0.02)
+        assert found["planned"] == pytest.approx(
+            ranks[0]["bytes"][str((layout, fp32))]["held"], rel=0.005
+        )
+        assert found["bytes_reduced"] == pytest.approx(grads * found["params"], rel=0.02)
+        sent = found["bytes_reduced"] + found["bytes_gathered"]
+        back = grads if layout == "no_shard" else 2  # gradients come back, or parameters
+        assert sent == pytest.approx((grads + back) * found["params"], rel=0.02)
+
+
+def test_misuse_is_an_error_that_says_what_to_do(ranks):
+    for rank in ranks:
+        found = rank["misuse"]
+        for how in ("second backward", "no zero_grad"):
+            assert "got a gradient after the gradients of this step were reduced" in found[how]
+        assert (
+            "dense.weight was used without calling the module that holds it"
+            in found["module not called"]
+        )
+        assert found["waited by hand"] == "no error"
+
+
+def test_every_backward_may_be_reduced_or_only_the_last(ranks):
+    for rank in ranks:
+        each, last = rank["several backwards"]
+        assert each == pytest.approx(last, rel=1e-6) and each == ranks[0]["several backwards"][0]
+
+
+def test_ranks_that_disagree_are_named_on_every_rank(ranks):
+    for rank in ranks:
+        found = rank["disagree"]
+        assert (
+            "rank 1 has 'group 1 position 0: w40 (40,) torch.float32 trained' where rank 0 has"
+            in found["model"]
+        )
+        assert "rank 2 has 'lr=0.2' where rank 0 has 'lr=0.1'" in found["config"]
+        assert "rank 1 has 'group 0 position 0: w50 (50,)" in found["order"]
+        assert "rank 2 has 'group 1: " in found["lr"] and "lr=0.3" in found["lr"]
+
+
+@pytest.mark.parametrize("how, gone", [("late", 1), ("dead", 3)])
+def test_a_rank_that_is_gone_is_named_and_nobody_hangs(ranks, how, gone):
+    for index, rank in enumerate(ranks):
+        if index != gone:
+            assert f"failed: rank {gone} of [0, 1, 2, 3] did not take part" in rank[how]["told"]
+            assert rank[how]["seconds"] < 20

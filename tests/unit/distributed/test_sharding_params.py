@@ -1,0 +1,494 @@
+"""Parameters of every kind in flat buckets, on one rank; and the stand-in for Megatron's
+DistributedDataParallel."""
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from mp_optim import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    MegatronOptimizer,
+    get_megatron_optimizer,
+)
+from mp_optim.distributed.bucket_plan import ALIGNMENT
+from support.models import config_for
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone(tmp_path_factory):
+    """One process with a process group."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads")
+
+
+def sharded(
+    model: nn.Module, precision: str = "fp32", strategy: str = "optim", **settings
+) -> MegatronOptimizer:
+    config = config_for(
+        precision,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=strategy,
+        **settings,
+    )
+    return get_megatron_optimizer(config, model)
+
+
+def bucket_of(optimizer, index=0):
+    return optimizer._transport.buckets[index]
+
+
+def test_parameters_and_gradients_are_aligned_views_of_new_memory():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    before = {name: (value.clone(), value.data_ptr()) for name, value in model.state_dict().items()}
+    optimizer = sharded(model)
+    (bucket,) = optimizer._transport.buckets
+    assert isinstance(optimizer, DistributedOptimizer) and not bucket.params.requires_grad
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name][0]) and param.data_ptr() != before[name][1]
+        assert param.untyped_storage().data_ptr() == bucket.params.untyped_storage().data_ptr()
+        assert (
+            param.main_grad.untyped_storage().data_ptr()
+            == bucket.grads.untyped_storage().data_ptr()
+        )
+        assert (param.data_ptr() - bucket.params.data_ptr()) % (
+            ALIGNMENT * 4
+        ) == 0 and param.grad is None
+    model(torch.ones(1, 5)).sum().backward()
+    assert all(
+        param.grad is None and param.main_grad.abs().sum() > 0 for param in model.parameters()
+    )
+    optimizer.zero_grad()
+    assert not bucket.grads.any()
+
+
+def test_a_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
+    """torch's ``_flatten_dense_tensors`` of one tensor is that tensor."""
+    model = nn.ParameterDict({"only": nn.Parameter(torch.ones(4))})
+    old = model["only"].data
+    optimizer = sharded(model)
+    model["only"].grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(old, torch.ones(4)) and not torch.equal(model["only"], torch.ones(4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dtypes_keep_to_themselves(strategy):
+    """DeepSpeed takes the dtype of the first: one FP32 parameter makes all of a group FP32."""
+    model = nn.ParameterDict(
+        {
+            name: nn.Parameter(torch.full((8,), 1.25, dtype=dtype))
+            for name, dtype in {
+                "a": torch.bfloat16,
+                "b": torch.float32,
+                "c": torch.bfloat16,
+            }.items()
+        }
+    )
+    optimizer = sharded(model, "bf16", strategy)
+    assert [model[name].dtype for name in "abc"] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert sorted(str(b.params.dtype) for b in optimizer._transport.buckets) == [
+        "torch.bfloat16",
+        "torch.float32",
+    ]
+    sum(param.float().sum() for param in model.values()).backward()
+    optimizer.step()
+    mains = [main.detach() for _, main in optimizer.named_main_params()]
+    values = [getattr(main, "local", main) for main in mains]
+    assert all(value.dtype == torch.float32 and torch.equal(value, values[0]) for value in values)
+
+
+@pytest.mark.parametrize(
+    "param, name",
+    [
+        (torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), "channels_last"),
+        (torch.zeros(4, 3).t(), "transposed"),
+        (torch.zeros(8, 8)[:, :4], "sliced"),
+    ],
+)
+def test_memory_formats_are_refused_and_not_lost(param, name):
+    model = nn.ParameterDict({name: nn.Parameter(param)})
+    strides = model[name].stride()
+    with pytest.raises(ValueError, match=rf"^{name} has shape .*row-major.*\.contiguous\(\)"):
+        sharded(model)
+    assert model[name].stride() == strides
+
+
+def test_two_parameters_in_one_memory_are_refused():
+    base = torch.zeros(8)
+    model = nn.ParameterDict({"all": nn.Parameter(base), "part": nn.Parameter(base[4:])})
+    with pytest.raises(ValueError, match="all and part are two parameters that share memory"):
+        sharded(model)
+    fine = nn.ParameterDict({"one": nn.Parameter(base[:4]), "other": nn.Parameter(base[4:])})
+    sharded(fine)
+
+
+def test_a_dtensor_is_refused():
+    mesh = dist.init_device_mesh("cpu", (1,))
+    model = nn.ParameterDict(
+        {"w": nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))}
+    )
+    with pytest.raises(ValueError, match="w is a DTensor: FSDP2 shards it already"):
+        sharded(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_zero_sized_parameters_keep_their_shape(strategy):
+    model = nn.ParameterDict(
+        {"empty": nn.Parameter(torch.zeros(0, 8)), "some": nn.Parameter(torch.ones(3))}
+    )
+    optimizer = sharded(model, strategy=strategy)
+    (model["some"].sum() + model["empty"].sum()).backward()
+    assert optimizer.step().success and model["empty"].shape == (0, 8)
+    assert optimizer.state[model["empty"]]["exp_avg"].numel() == 0
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    nothing = sharded(
+        nn.ParameterDict({"empty": nn.Parameter(torch.zeros(0, 8))}), strategy=strategy
+    )
+    assert nothing.step().grad_norm == 0.0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
+    model = nn.ParameterDict(
+        {
+            "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
+            "some": nn.Parameter(torch.ones(3)),
+        }
+    )
+    groups = [
+        {"params": [model[name]], "param_names": [name], "lr": 0.1} for name in ("frozen", "some")
+    ]
+    config = config_for(
+        "fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy
+    )
+    optimizer = get_megatron_optimizer(config, model, param_groups=groups)
+    before = model["frozen"].data_ptr()
+    (model["some"] * model["frozen"]).sum().backward()
+    optimizer.step()
+    assert torch.equal(model["frozen"], torch.ones(3)) and model["frozen"].data_ptr() == before
+    assert not torch.equal(model["some"], torch.ones(3))
+    assert [name for name, _ in optimizer.named_main_params()] == ["frozen", "some"]
+    assert list(optimizer.state_dict()["state"]) == [1]
+    model["some"].requires_grad_(False)  # frozen later: not stepped, whatever its moments are
+    before = model["some"].clone()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(model["some"], before)
+    model["frozen"].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="frozen was frozen when the optimizer was built"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_unused_parameter_does_not_get_its_last_gradient_again(strategy):
+    model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
+    optimizer = sharded(
+        model,
+        strategy=strategy,
+        optimizer="sgd",
+        lr=0.125,
+        weight_decay=0.0,
+        sgd_momentum=0.0,
+        clip_grad=0.0,
+    )
+    for uses_b in (True, False, False):
+        optimizer.zero_grad()
+        (model["a"].sum() + (model["b"].sum() if uses_b else 0.0)).backward()
+        optimizer.step()
+    assert torch.equal(model["b"], torch.full((3,), 0.875)) and torch.equal(
+        model["a"], torch.full((3,), 0.625)
+    )
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, a dense layer, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.dense, self.frozen = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.head(self.frozen(torch.tanh(self.dense(self.embed(tokens)))))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deepspeed_7948_steps_on_flat_views_do_not_meet_autograd(strategy):
+    """A flat buffer made with autograd watching makes its views non-leaves, and in-place steps on
+    them raise."""
+    torch.manual_seed(0)
+    model = Tied()
+    plain = copy.deepcopy(model)
+    optimizer, reference = (
+        sharded(model, strategy=strategy),
+        get_megatron_optimizer(config_for("fp32"), plain),
+    )
+    tokens = torch.tensor([1, 2, 3])
+    for _ in range(3):
+        for net, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            net(tokens).square().mean().backward()
+            assert stepper.step().success
+    bucket = bucket_of(optimizer)
+    assert bucket.params.grad_fn is None and bucket.params.is_leaf and len(bucket.entries) == 3
+    for name, param in model.named_parameters():
+        assert param.is_leaf and param.grad_fn is None
+        assert torch.equal(param, plain.get_parameter(name)), name
+    assert model.head.weight is model.embed.weight
+    loss = model(tokens).sum()  # values that autograd saved are known to be gone
+    with torch.no_grad():
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    values = [torch.full((3,), value, dtype=dtype) for value in (2.0, 3.0, 4.0)]
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3, dtype=dtype))})
+    optimizer = sharded(model, precision, strategy, lr=0.0)
+
+    def check(value):
+        optimizer.zero_grad()
+        model["w"].float().sum().backward()
+        norm = optimizer.step().grad_norm
+        assert torch.equal(model["w"], value) and norm == pytest.approx(3**0.5)
+        main = dict(optimizer.named_main_params())["w"]
+        assert torch.equal(getattr(main, "local", main).float(), value.float())
+        assert (
+            model["w"].untyped_storage().data_ptr()
+            == bucket_of(optimizer).params.untyped_storage().data_ptr()
+        )
+
+    with torch.no_grad():
+        model["w"].copy_(values[0])
+    check(values[0])
+    model["w"].data = values[1].clone()
+    check(values[1])
+    model["w"] = nn.Parameter(values[2].clone())
+    optimizer.param_groups[0]["params"][0] = model["w"]
+    check(values[2])
+    assert model["w"] in optimizer.state
+    model["w"].data.copy_(values[0])  # leaves no trace
+    optimizer.reload_model_params()
+    check(values[0])
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, dtype=dtype))
+    with pytest.raises(ValueError, match="w was replaced by a tensor of"):
+        optimizer.step()
+
+
+def test_a_second_optimizer_takes_over_and_models_can_be_pickled():
+    model = nn.Linear(3, 3)
+    first = sharded(model)
+    gone = weakref.ref(first)
+    second = sharded(model)
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.bias.main_grad, torch.ones(3)) and not bucket_of(first).grads.any()
+    assert second.step().grad_norm == pytest.approx(12**0.5)
+    del first
+    gc.collect()
+    assert gone() is None
+    assert torch.equal(pickle.loads(pickle.dumps(model)).bias, model.bias)
+    del second
+    gc.collect()
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()  # nobody reduces any more
+    assert torch.equal(model.bias.grad, torch.ones(3))
+
+
+def test_groups_cannot_be_added_and_hyperparameters_flow_down():
+    model = nn.Linear(3, 3)
+    optimizer = sharded(model)
+    with pytest.raises(ValueError, match="buckets are made once"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).get_last_lr() == [
+        0.0,
+        0.0,
+    ]
+
+
+@pytest.mark.parametrize("owner", [DistributedOptimizer, ChainedOptimizer])
+def test_nothing_inherited_looks_for_parts_that_are_elsewhere(owner):
+    """Both have no main params of their own: whatever of a precision wrapper uses them has to be
+    passed on."""
+    inherited = {
+        name: method
+        for kind in reversed(MegatronOptimizer.__mro__)
+        if kind.__module__.startswith("mp_optim")
+        for name, method in vars(kind).items()
+        if inspect.isfunction(method)
+    }
+    own = ("self.inner", "self._seen", "self._parking", "self._reloaded")
+    needy = {
+        name
+        for name, method in inherited.items()
+        if (not name.startswith("_") or name == "_sync")
+        and any(part in inspect.getsource(method) for part in own)
+    }
+    for_parts = {"measure_grads", "norm_key", "fit_slot_state"}
+    captured = (
+        {"carry_out", "graph_key"} if owner is DistributedOptimizer else set()
+    )  # refused by the config
+    assert needy - for_parts - captured - vars(owner).keys() == set()
+
+
+def test_one_process_has_to_say_so():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="DistributedDataParallel, which reduces gradients"):
+        get_megatron_optimizer(
+            config_for("fp32", use_distributed_optimizer=True),
+            nn.parallel.DistributedDataParallel(model),
+        )
+
+
+def test_what_is_shown():
+    optimizer = sharded(nn.Linear(3, 3), "fp32", overlap_grad_reduce=True)
+    assert {row.params for row in optimizer.describe().rows} == {9, 3}
+    assert {"bytes_reduced", "bytes_gathered", "grad_norm", "steps"} <= optimizer.metrics().keys()
+    state = optimizer.state_dict()["state"][0]
+    assert state["exp_avg"].shape == (3, 3) and state["exp_avg"].local.shape == (9,)
+
+
+# -- Megatron's DistributedDataParallel, as far as its buffers are concerned ----------------------
+
+
+class MegatronDDP(nn.Module):
+    """Buffers laid out as Megatron's: two buckets in one buffer, 64 elements between starts,
+    gradients in FP32."""
+
+    def __init__(self, module: nn.Module, overlap: bool = False) -> None:
+        super().__init__()
+        self.module, self.calls = module, []
+        self.ddp_config = SimpleNamespace(
+            use_distributed_optimizer=True, overlap_param_gather=overlap
+        )
+        params = [param for param in module.parameters() if param.requires_grad][::-1]
+        half, index_map, buckets, start = len(params) // 2, {}, [], 0
+        for number, members in enumerate((params[:half], params[half:])):
+            offset = start
+            for param in members:
+                index_map[param] = (start, start + param.numel(), number)
+                start += -(-param.numel() // 64) * 64
+            buckets.append((offset, start, members))
+        self.param_data, self.grad_data = (
+            torch.zeros(start, dtype=params[0].dtype),
+            torch.zeros(start),
+        )
+        for param, (first, last, _) in index_map.items():
+            view = self.param_data[first:last].view(param.shape)
+            view.copy_(param.detach())
+            param.data, param.main_grad = view, self.grad_data[first:last].view(param.shape)
+            param.register_post_accumulate_grad_hook(self._arrived)
+        self.__dict__["buffers"] = [
+            SimpleNamespace(
+                param_index_map=index_map,
+                data_parallel_group=dist.group.WORLD,
+                buckets=[
+                    SimpleNamespace(
+                        param_data=self.param_data[a:b],
+                        grad_data=self.grad_data[a:b],
+                        offset=a,
+                        params_list=members,
+                    )
+                    for a, b, members in buckets
+                ],
+            )
+        ]
+
+    def _arrived(self, param) -> None:
+        param.main_grad.add_(param.grad)
+        param.grad = None
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def zero_grad_buffer(self) -> None:
+        self.grad_data.zero_()
+
+    def start_param_sync(self) -> None:
+        self.calls.append("start_param_sync")
+
+    @contextmanager
+    def no_sync(self):
+        self.calls.append("no_sync")
+        yield
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_megatrons_buffers_are_taken_as_they_are(precision):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    bare = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)).to(dtype)
+    plain = copy.deepcopy(bare)
+    model = MegatronDDP(bare)
+    optimizer = sharded(model, precision)
+    reference = sharded(plain, precision, grad_reduce_in_fp32=True)
+    assert [bucket.params.data_ptr() for bucket in optimizer._transport.buckets] == [
+        bucket.param_data.data_ptr() for bucket in model.__dict__["buffers"][0].buckets
+    ]
+    for _ in range(3):
+        for net, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            with stepper.no_sync():
+                net(torch.ones(2, 5, dtype=dtype)).square().sum().backward()
+            net(torch.full((2, 5), 0.5, dtype=dtype)).square().sum().backward()
+            stepper.step()
+    for ours, theirs in zip(bare.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert model.calls == ["no_sync", "start_param_sync"] * 3
+    assert {name for name, _ in optimizer.named_main_params()} == {
+        f"module.{n}" for n, _ in plain.named_parameters()
+    }
+
+
+def test_what_megatrons_buffers_decide_cannot_be_set_here():
+    model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
+    for settings in (
+        {"bucket_size": 5},
+        {"grad_reduce_in_fp32": True},
+        {"strategy": "optim_grads"},
+    ):
+        with pytest.raises(ValueError, match="DistributedDataParallel"):
+            sharded(model, **settings)
+    with pytest.raises(
+        ValueError, match=r"overlap_param_gather=True differs from the model's ddp_config"
+    ):
+        sharded(model, overlap_param_gather=True)
+    model.module.append(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"module\.2\.weight is in no buffer"):
+        sharded(model)
+    del model.module[2]
+    optimizer = sharded(model)
+    model.module[0].weight = nn.Parameter(torch.ones(9, 5))
+    optimizer.param_groups[0]["params"][0] = model.module[0].weight
+    with pytest.raises(
+        RuntimeError, match=r"was replaced after Megatron's DistributedDataParallel"
+    ):
+        optimizer.step()

@@ -1,0 +1,57 @@
+"""No tensor of the package may lie where, or have the dtype that, the caller's surroundings say."""
+
+import ast
+
+import pytest
+from torch.utils._device import _device_constructors
+
+from support.launch import ROOT
+
+PACKAGE = ROOT / "mp_optim"
+CONSTRUCTORS = {function.__name__ for function in _device_constructors()}
+TYPED_BY_DEFAULT = {"zeros", "ones", "empty", "eye", "rand", "randn", "linspace", "logspace"}
+KERNELS = "triton/kernels/"  # ``tl.zeros`` and the like are no tensors of torch
+
+
+def calls(source: str) -> list[tuple[int, str, set[str | None]]]:
+    """Line, name and keywords of every call of one of torch's constructors."""
+    named = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CONSTRUCTORS
+    ]
+    return [
+        (node.lineno, node.func.attr, {keyword.arg for keyword in node.keywords})
+        for node in named
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    ]
+
+
+def lacking(source: str) -> list[str]:
+    """What depends on the default device or dtype."""
+    found = []
+    for line, name, keywords in calls(source):
+        if "device" not in keywords:
+            found.append(f"{line}: torch.{name} without device=")
+        if name in TYPED_BY_DEFAULT and "dtype" not in keywords:
+            found.append(f"{line}: torch.{name} without dtype=")
+    return found
+
+
+def test_the_check_sees_what_it_is_for():
+    source = (
+        "import torch\ntorch.zeros(3, dtype=torch.float32)\n"
+        "torch.ones(2, device='cpu')\nself.zeros(1)\n"
+    )
+    assert lacking(source) == ["2: torch.zeros without device=", "3: torch.ones without dtype="]
+    assert {"tensor", "as_tensor", "arange", "full"} <= CONSTRUCTORS
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_every_tensor_says_where_it_lies(path):
+    if KERNELS not in path.as_posix():
+        assert lacking(path.read_text()) == []

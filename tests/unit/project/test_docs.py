@@ -1,0 +1,271 @@
+"""What the documents say exists, and what they tell people to type works."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+from torch import nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from support.launch import ROOT, run
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+@each_document
+def test_named_tests_exist(document):
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", document.read_text()))
+    assert {name for name in named if f"def {name}(" not in sources} == set()
+
+
+@each_document
+def test_links_and_files_exist(document):
+    text = document.read_text()
+    linked = [document.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text)]
+    named = [
+        ROOT / path for path in re.findall(r"`((?:docs|mp_optim|tests|tools)/[\w/.]+\.\w+)`", text)
+    ]
+    assert [path for path in (*linked, *named) if not path.exists()] == []
+
+
+def blocks_of(name, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+def small_model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+
+
+def loss_of(model):
+    return model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+
+
+def test_every_python_block_is_run_here():
+    """By document, how many there are; each has a test below."""
+    counts = {path.name: len(blocks_of(path, "python")) for path in DOCUMENTS}
+    assert {name: count for name, count in counts.items() if count} == {
+        "README.md": 2,
+        "checkpoints.md": 2,
+        "settings.md": 1,
+        "migrate.md": 8,
+    }
+
+
+def test_the_readme_example_runs():
+    model = small_model()
+    names = {"model": model, "loss": loss_of(model)}
+    exec(blocks_of("README.md", "python")[0], names)
+    assert names["success"] and names["grad_norm"] > 0
+
+
+def test_the_readme_example_for_many_ranks_runs(monkeypatch):
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    model = small_model()
+    before = model[0].weight.detach().clone()
+    names = {
+        "torch": torch,
+        "model": model,
+        "micro_batches": [0, 1, 2],
+        "loss_of": lambda batch: loss_of(model),
+        "OptimizerConfig": OptimizerConfig,
+        "get_megatron_optimizer": get_megatron_optimizer,
+    }
+    try:
+        exec(blocks_of("README.md", "python")[1], names)
+        assert not torch.equal(model[0].weight.detach(), before)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
+    model = small_model()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
+    loss_of(model).backward()
+    optimizer.step()
+    names = {
+        "mp_optim": mp_optim,
+        "model": model,
+        "optimizer": optimizer,
+        "path": tmp_path / "PATH",
+        "folder": tmp_path / "tensors",
+    }
+    for block in blocks_of("docs/checkpoints.md", "python"):
+        exec(block, names)
+    assert names["extra"] == {} and list((tmp_path / "tensors").glob("*.safetensors"))
+    mp_optim.checkpoint.save(tmp_path / "OTHER", model, optimizer)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    inspect = importlib.import_module("mp_optim.cli.inspect")
+    for line in blocks_of("docs/checkpoints.md", "bash")[0].strip().splitlines():
+        words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
+        assert words[:3] == ["python", "-m", "mp_optim.cli.inspect"]
+        arguments = words[3:]
+        assert (
+            inspect.main(tyro.cli(inspect.Command, args=arguments), inspect.Console(quiet=True))
+            == 0
+        )
+
+
+def test_the_examples_of_settings_run(capsys):
+    exec(blocks_of("docs/settings.md", "python")[0], {"model": small_model()})
+    assert "moments" in capsys.readouterr().out
+
+
+def commands_in(document):
+    """Programs of tools/ with arguments, from blocks and from the text."""
+    text = document.read_text()
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
+    lines += re.findall(r"`((?:python|bash|torchrun) [^`]*tools/[^`]+)`", text)
+    return [line for line in lines if re.match(r"(python|bash|torchrun)\b.* tools/", f"{line} ")]
+
+
+LAUNCHED = {"tools/train.py"}
+"""Programs whose commands are carried out by other tests, with files that exist."""
+
+
+@each_document
+def test_every_command_is_understood(document):
+    """Scripts exist, and programs take the arguments that are printed."""
+    for line in commands_in(document):
+        words = shlex.split(line, comments=True)
+        index = next(i for i, word in enumerate(words) if word.startswith("tools/"))
+        program, arguments = words[index], words[index + 1 :]
+        assert (ROOT / program).exists(), line
+        if (
+            not program.endswith(".py")
+            or program in LAUNCHED
+            or program.startswith("tools/examples/")
+        ):
+            continue
+        tool = importlib.import_module(Path(program).stem)
+        if hasattr(tool, "Options") and arguments != ["--help"]:
+            tyro.cli(tool.Options, args=arguments)
+        else:
+            assert not arguments or arguments == ["--help"], line
+
+
+@pytest.mark.parametrize(
+    ("tool", "document"),
+    [
+        ("draw_layers", "docs/design.md"),
+        pytest.param("settings_table", "docs/settings.md", marks=pytest.mark.slow),
+    ],
+)
+def test_generated_parts_are_up_to_date(tool, document):
+    assert run(f"tools/{tool}.py").strip() in (ROOT / document).read_text(), (
+        f"paste the output of tools/{tool}.py"
+    )
+
+
+class FromElsewhere:
+    """Stands for a Megatron or apex optimizer over a model: state by position, FP32 copies beside
+    it."""
+
+    def __init__(self, model):
+        params = list(model.parameters())
+        self.param_groups_master = [{"params": [param.detach().float() for param in params]}]
+        self._inner = {
+            "state": {
+                i: {"exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
+                for i, p in enumerate(params)
+            },
+            "param_groups": [{"lr": 1e-3, "step": 2, "params": list(range(len(params)))}],
+        }
+
+
+class Megatron(FromElsewhere):
+    """Its inner optimizer's param groups hold the FP32 copies, which parameters know as
+    ``main_param``."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.param_groups = self.param_groups_master
+        self.model = model
+
+    @property
+    def optimizer(self):
+        for param, copy in zip(
+            self.model.parameters(), self.param_groups[0]["params"], strict=True
+        ):
+            param.main_param = (
+                copy  # of which the model has another since an optimizer of ours was built for it
+            )
+        return self
+
+    def state_dict(self):
+        return {
+            "optimizer": self._inner,
+            "fp32_from_fp16_params": [g["params"] for g in self.param_groups_master],
+        }
+
+
+class Apex(FromElsewhere):
+    def state_dict(self):
+        return self._inner
+
+
+def train_some_steps(model, fp32, optimizer):
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+    for name, param in model.named_parameters():
+        fp32[name].grad = param.grad.float()
+    optimizer.step()
+
+
+def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
+    """Every block of docs/migrate.md in order: Python as it stands, commands as their programs take
+    them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from mp_optim.cli.convert import Options, main
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+    names = {
+        "model": model,
+        "torch": torch,
+        "train_some_steps": train_some_steps,
+        "megatron_optimizer": Megatron(model),
+        "fused_adam": Apex(model),
+    }
+    blocks = re.findall(
+        r"```(python|bash)\n(.*?)```", (ROOT / "docs/migrate.md").read_text(), re.DOTALL
+    )
+    for language, block in blocks:
+        if language == "python":
+            exec(block, names)
+            continue
+        for line in block.strip().splitlines():
+            words = shlex.split(line)
+            assert words[:3] == ["python", "-m", "mp_optim.cli.convert"]
+            main(tyro.cli(Options, args=words[3:]))
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {
+        "from_torch.pt",
+        "from_megatron.pt",
+        "from_apex.pt",
+        "from_deepspeed.pt",
+        "for_torch",
+    } <= written
+    foreign = names["foreign"]
+    for source in ("from_megatron.pt", "from_apex.pt"):
+        foreign.import_state(names["optimizer"], foreign.from_file(tmp_path / source))
+        assert all(
+            float(state["step"]) == 2.0
+            for state in foreign.export_state(names["optimizer"]).state.values()
+        )

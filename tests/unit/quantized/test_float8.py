@@ -1,0 +1,503 @@
+"""Model parameters in 8 bits: an FP32 main param in every placement, and codes that are what it
+rounds to."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer, plan
+from mp_optim.distributed.buckets import check_shardable
+from mp_optim.planner.memory import memory_of
+from mp_optim.precision import graph_step
+from mp_optim.quantized import FLOAT8_DTYPES, dequantized, quantize_, quantize_weights, scaled_codes
+from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of, train
+from support.offload import MODES, hybrids
+
+E4M3 = torch.float8_e4m3fn
+
+
+def build(
+    precision: str = "bf16",
+    fraction: float = 0.0,
+    *,
+    rowwise: bool = False,
+    dtype: torch.dtype = E4M3,
+    **settings: object,
+) -> tuple[nn.Module, object]:
+    model = TinyMoE(DTYPES[precision.split("-")[0]])
+    quantize_weights(model, dtype, rowwise=rowwise)
+    return model, get_megatron_optimizer(
+        config_for(precision, fraction, **settings),
+        model,
+        expert_predicate=lambda param, name: is_expert(param, name),
+    )
+
+
+def everything(model: nn.Module, optimizer: object) -> dict[str, Tensor]:
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return found | {
+        f"main {name}": value.detach().clone() for name, value in optimizer.named_main_params()
+    }
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(_bytes(a[name]), _bytes(b[name]))]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# -- codes and scales -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("blocks", [(), (1, 1), (5, 1), (5, 7), (2, 3), (3, 2), (5, 3)])
+def test_scales_are_each_blocks_largest_magnitude(
+    dtype: torch.dtype, blocks: tuple[int, ...]
+) -> None:
+    values = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)) * 10
+    values[0, 0], values[3, 4] = 1e-30, 0.0
+    scale, codes = scaled_codes(values, blocks, dtype)
+    assert scale.shape == blocks and codes.shape == values.shape and codes.dtype == dtype
+    heights, widths = (
+        math.ceil(size / count) for size, count in zip((5, 7), blocks or (1, 1), strict=True)
+    )
+    top = torch.finfo(dtype).max
+    for row in range(0, 5, heights):
+        for column in range(0, 7, widths):
+            block = values[row : row + heights, column : column + widths]
+            here = scale.reshape(blocks or (1, 1))[row // heights, column // widths]
+            assert here == (
+                torch.tensor(1.0)
+                if block.abs().max() == 0
+                else (block.abs().max() / top).clamp(2.0**-126)
+            )
+            expected = (block / here).clamp(-top, top).to(dtype)
+            assert same_bits(
+                codes[row : row + heights, column : column + widths].float(), expected.float()
+            )
+
+
+def test_zeros_nothing_and_tiny_values() -> None:
+    scale, codes = scaled_codes(torch.zeros(3, 4), (), E4M3)
+    assert scale == 1.0 and codes.float().eq(0).all()
+    scale, codes = scaled_codes(torch.zeros(0, 4), (0, 1), E4M3)
+    assert scale.shape == (0, 1) and codes.shape == (0, 4)
+    scale, codes = scaled_codes(torch.full((2,), 1e-44), (), E4M3)
+    assert scale == 2.0**-126 and codes.float().isfinite().all()
+
+
+def test_codes_that_are_quantised_again_do_not_change() -> None:
+    param = nn.Parameter(torch.empty(16, 8, dtype=E4M3))
+    param.fp8_scale = torch.ones(16, 1)
+    quantize_(param, torch.randn(16, 8, generator=torch.Generator().manual_seed(2)))
+    before = _bytes(param.detach().clone())
+    quantize_(param, dequantized(param))
+    assert torch.equal(_bytes(param.detach()), before)
+
+
+# -- the stack ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        ("bf16", "adam"),
+        ("bf16", "lamb"),
+        ("bf16", "sgd"),
+        ("bf16", "muon"),
+        ("fp16", "adam"),
+        ("fp16", "lion"),
+        ("bf16-8bit", "adam"),
+        ("bf16-stochastic", "adam"),
+        ("bf16-8bit", "lamb"),
+    ],
+)
+def test_every_placement_gives_the_same_bits(precision: str, optimizer: str) -> None:
+    """Loss scale, skipped steps, compact states: codes, scales and main params agree for every
+    offload fraction."""
+    settings = {
+        "optimizer": optimizer,
+        **({"initial_loss_scale": 2.0**20} if precision == "fp16" else {}),
+    }
+    expected = None
+    for fraction in (0.0, 0.5, 1.0):
+        model, stack = build(precision, fraction, **settings)
+        losses = train(model, stack, 6)
+        found = (losses, everything(model, stack))
+        expected = expected or found
+        assert found[0] == expected[0] and differing(found[1], expected[1]) == []
+    for name, param in model.named_parameters():
+        if param.dtype == E4M3:
+            main = found[1][f"main {name}"]
+            scale, codes = scaled_codes(main, param.fp8_scale.shape, E4M3)
+            assert torch.equal(scale, param.fp8_scale) and torch.equal(
+                _bytes(codes), _bytes(param.detach())
+            )
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+def test_offload_modes_give_the_same_bits(mode: str, clip: float) -> None:
+    results = []
+    for which in ("sync", mode):
+        model, stack = build("bf16", 1.0, clip_grad=clip, offload_mode=which, rowwise=True)
+        assert hybrids(stack)
+        results.append((train(model, stack, 6), everything(model, stack)))
+    assert results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+def test_training_comes_near_that_of_16_bits(rowwise: bool, dtype: torch.dtype) -> None:
+    """Within 2 % of the bf16 model's loss after 40 steps: weights are rounded, updates are not
+    lost."""
+    ends = []
+    for quantised in (False, True):
+        model = TinyMoE(torch.bfloat16)
+        if quantised:
+            quantize_weights(model, dtype, rowwise=rowwise)
+        stack = get_megatron_optimizer(config_for("bf16", lr=1e-2), model)
+        ends.append(sum(train(model, stack, 40)[-5:]) / 5)
+    assert abs(ends[1] - ends[0]) < 0.02 * ends[0]
+
+
+def test_small_updates_add_up() -> None:
+    """Updates far below a code's distance to the next reach it through the main param."""
+    model = nn.Linear(8, 8, bias=False).bfloat16()
+    nn.init.constant_(model.weight, 1.0)
+    quantize_weights(model, rowwise=True)
+    param = next(model.parameters())
+    stack = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="sgd", lr=1e-3, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, bf16=True
+        ),
+        model,
+    )
+    before = dequantized(param)
+    for _ in range(100):
+        param.grad = torch.zeros(8, 8, dtype=torch.bfloat16)
+        param.grad[:, 0] = 1.0
+        stack.step()
+    assert before[0, 0] - dequantized(param)[0, 0] == pytest.approx(0.1, abs=1 / 16)
+    assert before[0, 0] != dequantized(param)[0, 0]
+
+
+def test_a_skipped_step_leaves_codes_and_scales() -> None:
+    model, stack = build("fp16", 0.5)
+    train(model, stack, 2)
+    before = everything(model, stack)
+    for param in model.parameters():
+        param.grad = torch.full(param.shape, math.inf, dtype=param.grad_dtype)
+    stack.get_loss_scale()  # says that they are scaled
+    assert not stack.step().success
+    assert differing(everything(model, stack), before) == []
+
+
+def test_parameters_without_a_gradient_are_left_alone() -> None:
+    model, stack = build("bf16", 0.5)
+    train(model, stack, 1)
+    param = model.experts.parametrizations.up.original
+    stack.zero_grad()
+    model(tokens_of(3)).backward()
+    param.grad = None
+    version, codes = param._version, _bytes(param.detach().clone())
+    stack.step()
+    assert param._version == version and torch.equal(_bytes(param.detach()), codes)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_values_written_from_outside_are_followed(fraction: float) -> None:
+    model, stack = build("bf16", fraction)
+    other, _ = build("bf16", fraction)
+    train(model, stack, 2)
+    with torch.no_grad():
+        for param in other.parameters():
+            if param.dtype == E4M3:
+                quantize_(param, dequantized(param) * 3)
+    mains = dict(stack.named_main_params())
+    kept = {name: value.detach().clone() for name, value in mains.items()}
+    model.load_state_dict(model.state_dict())  # the same values: main params keep their extra bits
+    stack.zero_grad()
+    stack.step()
+    assert all(torch.equal(value, kept[name]) for name, value in stack.named_main_params())
+    model.load_state_dict(other.state_dict())
+    stack.step()
+    for name, param in model.named_parameters():
+        if param.dtype == E4M3:
+            assert torch.equal(dict(stack.named_main_params())[name], dequantized(param))
+
+
+def test_a_parameter_may_become_float8_later() -> None:
+    """A 16-bit parameter is replaced by a float8 one at its place, and back."""
+    weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    half = nn.Parameter(weight.bfloat16())
+    stack = get_megatron_optimizer(config_for("bf16"), nn.ParameterList([half]))
+    codes = nn.Parameter(torch.empty(8, 8, dtype=E4M3))
+    codes.fp8_scale, codes.grad_dtype = torch.ones(()), torch.bfloat16
+    quantize_(codes, half.detach().float())
+    for param in (half, codes, half):
+        stack.param_groups[0]["params"][0] = param
+        param.grad = torch.ones(8, 8, dtype=torch.bfloat16)
+        before = dequantized(param) if param is codes else param.detach().clone()
+        stack.step()
+        assert not torch.equal(dequantized(param) if param is codes else param.detach(), before)
+
+
+@pytest.mark.parametrize("fractions", [(0.0, 1.0), (1.0, 0.5)])
+def test_a_checkpoint_continues_with_the_same_bits(
+    tmp_path, fractions: tuple[float, float]
+) -> None:
+    model, stack = build("bf16", fractions[0])
+    train(model, stack, 3)
+    checkpoint.save(tmp_path, model, stack)
+    expected = (train(model, stack, 3, start=3), everything(model, stack))
+    model, stack = build("bf16", fractions[1])
+    checkpoint.load(tmp_path, model, stack)
+    assert train(model, stack, 3, start=3) == expected[0]
+    assert differing(everything(model, stack), expected[1]) == []
+
+
+def test_the_planner_counts_it() -> None:
+    model, stack = build("bf16", 0.5)
+    train(model, stack, 1)
+    real, planned = memory_of(stack, stack.config), plan(model, stack.config)
+    params = list(model.parameters())
+    assert planned.accelerator.model_params == sum(param.nbytes for param in params)
+    assert planned.accelerator.grads == sum(param.grad.nbytes for param in params)
+    assert (planned.accelerator.main_params, planned.accelerator.moments) == (
+        real.accelerator.main_params,
+        real.accelerator.moments,
+    )
+    assert planned.pageable_host.moments == real.pageable_host.moments
+
+
+# -- tensors that quantise themselves, as Transformer Engine's do ---------------------------------
+
+
+class SelfQuantized(Tensor):
+    """A stand-in: nominally bfloat16, with codes, a scale and no memory of its own; public methods
+    only."""
+
+    def __new__(cls, codes: Tensor, scale: Tensor) -> SelfQuantized:
+        return Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=torch.bfloat16, device=codes.device
+        )
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.own_scale, self.initial, self.quantised = codes, scale, None, 0
+
+    @classmethod
+    def make(cls, values: Tensor) -> SelfQuantized:
+        scale, codes = scaled_codes(values.float(), (), E4M3)
+        return cls(codes, scale)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        return (self.codes.float() * self.own_scale).to(dtype or torch.bfloat16)
+
+    def quantize_(self, tensor: Tensor) -> SelfQuantized:
+        assert type(tensor) is Tensor and tensor.device == self.device
+        self.own_scale, self.codes = scaled_codes(tensor.float(), (), E4M3)
+        self.quantised += 1
+        return self
+
+    def detach(self) -> SelfQuantized:
+        return SelfQuantized(self.codes, self.own_scale)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        return self.initial
+
+    def clear_high_precision_init_val(self) -> None:
+        self.initial = None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func == torch.ops.aten.detach.default:
+            return args[0].detach()
+        if func == torch.ops.aten.empty_like.default:
+            return SelfQuantized(torch.empty_like(args[0].codes), torch.ones(()))
+        assert not func._schema.is_mutable, f"{func} writes a quantised tensor"
+        plain = [arg.dequantize() if isinstance(arg, SelfQuantized) else arg for arg in args]
+        return func(*plain, **(kwargs or {}))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def self_quantised(
+    keep: bool = False, fraction: float = 0.0, **settings: object
+) -> tuple[nn.Module, object]:
+    model = TinyMoE(torch.bfloat16)
+    for module, name in (
+        (model, "dense"),
+        (model, "router"),
+        (model.experts, "up"),
+        (model.experts, "down"),
+    ):
+        values = getattr(module, name).detach()
+        param = nn.Parameter(SelfQuantized.make(values))
+        param.initial = values.clone() if keep else None
+        setattr(module, name, param)
+    return model, get_megatron_optimizer(
+        config_for("bf16", fraction, **settings), model, expert_predicate=is_expert
+    )
+
+
+def ours(model: nn.Module) -> list[SelfQuantized]:
+    return [param for param in model.parameters() if isinstance(param, SelfQuantized)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_self_quantised_parameters_train_alike_in_every_placement(mode: str) -> None:
+    expected = None
+    for fraction in (0.0, 0.5, 1.0):
+        modes = {"offload_mode": mode} if fraction else {}
+        model, stack = self_quantised(fraction=fraction, **modes)
+        found = train(model, stack, 6)
+        assert [param.quantised for param in ours(model)] == [6] * 4
+        mains = {name: value.clone() for name, value in stack.named_main_params()}
+        expected = expected or (found, mains, [param.dequantize() for param in ours(model)])
+        assert found == expected[0] and differing(mains, expected[1]) == []
+        assert all(map(torch.equal, [param.dequantize() for param in ours(model)], expected[2]))
+    assert found[-1] < found[0]
+
+
+def test_main_params_start_from_the_values_that_were_quantised() -> None:
+    values = TinyMoE(torch.bfloat16).dense.detach()
+    model, stack = self_quantised(keep=True)
+    assert torch.equal(dict(stack.named_main_params())["dense"], values.float())
+    assert all(param.initial is None for param in ours(model))
+    model, stack = self_quantised()
+    assert torch.equal(
+        dict(stack.named_main_params())["dense"], model.dense.dequantize(dtype=torch.float32)
+    )
+
+
+def test_self_quantised_values_written_from_outside_are_followed() -> None:
+    model, stack = self_quantised()
+    train(model, stack, 2)
+    before = {name: value.clone() for name, value in stack.named_main_params()}
+    same = SelfQuantized(model.dense.codes.clone(), model.dense.own_scale.clone())
+    stack.zero_grad()
+    _replace(model, stack, same)
+    stack.step()
+    assert (
+        differing({name: value.clone() for name, value in stack.named_main_params()}, before) == []
+    )
+    _replace(model, stack, SelfQuantized.make(torch.full((8, 8), 0.25)))
+    stack.step()
+    assert torch.equal(dict(stack.named_main_params())["dense"], torch.full((8, 8), 0.25))
+
+
+def _replace(model: nn.Module, stack: object, value: SelfQuantized) -> None:
+    old, new = model.dense, nn.Parameter(value)
+    for group in stack.param_groups:
+        group["params"] = [new if param is old else param for param in group["params"]]
+    model.dense = new
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def float8_param(*shape: int) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(*shape, dtype=E4M3))
+    param.fp8_scale, param.grad_dtype = torch.ones(()), torch.bfloat16
+    return param
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (None, "0 is torch.float8_e4m3fn and has no scale"),
+        (
+            torch.ones((), dtype=torch.float64),
+            "0.fp8_scale is torch.float64 on cpu: it must be float32 on cpu",
+        ),
+        (torch.ones(3), r"0.fp8_scale has shape \(3,\)"),
+        (torch.ones(9, 1), r"each at most the parameter's \(8, 4\)"),
+        (torch.ones(0, 1), "the number of blocks along it"),
+    ],
+)
+def test_a_scale_that_does_not_fit_is_named(scale: Tensor | None, text: str) -> None:
+    param = float8_param(8, 4)
+    param.fp8_scale = scale
+    with pytest.raises(ValueError, match=text):
+        get_megatron_optimizer(config_for("bf16"), nn.ParameterList([param]))
+
+
+def test_what_cannot_be_stepped_is_refused(tmp_path) -> None:
+    with pytest.raises(TypeError, match="FP32Optimizer takes float32 parameters"):
+        get_megatron_optimizer(config_for("fp32"), nn.ParameterList([float8_param(8, 4)]))
+    with pytest.raises(
+        ValueError, match=r"p is a Parameter of torch\.float8_e4m3fn: buffers hold 16 and 32 bits"
+    ):
+        check_shardable([("p", float8_param(8, 4))])
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        split = nn.Parameter(DTensor.from_local(torch.zeros(8, 4, dtype=E4M3), mesh, [Replicate()]))
+        with pytest.raises(TypeError, match=r"0 is a DTensor of Tensor torch\.float8_e4m3fn"):
+            get_megatron_optimizer(config_for("bf16"), nn.ParameterList([split]))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_cuda_graph_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = build()[1].chained_optimizers[0]
+    device = torch.device("cpu")
+    monkeypatch.setattr(stack, "verdict_device", lambda: device)
+    monkeypatch.setattr(graph_step.cuda_graph, "graph_for", lambda device: None)
+    monkeypatch.setattr(
+        graph_step, "choose_backend", lambda name, device: (SimpleNamespace(capturable=True), "")
+    )
+    with pytest.raises(
+        ValueError, match="optimizer_cuda_graph=True: parameters in 8 bits are quantised outside"
+    ):
+        graph_step.check_capturable(stack)
+
+
+def test_a_float8_gradient_is_refused() -> None:
+    param = nn.Parameter(torch.zeros(8, 4, dtype=E4M3))
+    param.fp8_scale = torch.ones(())
+    stack = get_megatron_optimizer(config_for("bf16"), nn.ParameterList([param]))
+    param.grad = torch.zeros(8, 4, dtype=E4M3)
+    with pytest.raises(TypeError, match=r"set grad_dtype=torch\.bfloat16"):
+        stack.step()
+
+
+def test_a_copied_model_trains_like_the_first() -> None:
+    model, _ = build()
+    copied = copy.deepcopy(model)
+    copied(tokens_of(0))  # a parameter's own attributes are not copied; its module knows them
+    both = (model, copied)
+    stacks = [
+        get_megatron_optimizer(config_for("bf16"), which, expert_predicate=is_expert)
+        for which in both
+    ]
+    losses = [train(which, stack, 3) for which, stack in zip(both, stacks, strict=True)]
+    assert (
+        losses[0] == losses[1]
+        and differing(everything(model, stacks[0]), everything(copied, stacks[1])) == []
+    )
+
+
+def test_what_cannot_be_quantised_is_named() -> None:
+    with pytest.raises(ValueError, match=r"dtype=torch\.bfloat16: must be one of"):
+        quantize_weights(nn.Linear(4, 4), torch.bfloat16)
+    with pytest.raises(ValueError, match="no parameter is selected"):
+        quantize_weights(nn.Embedding(4, 4))
+    tied = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    tied[1].weight = tied[0].weight
+    with pytest.raises(TypeError, match=r"1.weight is tied to 0.weight"):
+        quantize_weights(tied)

@@ -1,0 +1,111 @@
+"""``optimizer.state`` as a mapping: what is in it, what is not, and what it says of tensors that
+came and went."""
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import FP32Optimizer, FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
+from support.models import build, config_for, same_bits, train
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_it_holds_what_has_state_and_nothing_else(fraction):
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for name in "abc"}
+    )
+    model["b"].requires_grad_(False)
+    optimizer = get_megatron_optimizer(config_for("bf16", fraction), model)
+    optimizer.add_param_group(
+        {"params": [("late", nn.Parameter(torch.ones(2), requires_grad=False))]}
+    )
+    late = optimizer.param_groups[-1]["params"][0]
+    expected = [model["a"], model["c"]]
+    assert len(optimizer.state) == 2
+    assert list(map(id, optimizer.state)) == list(map(id, expected))
+    assert [id(param) for param, _ in optimizer.state.items()] == list(map(id, expected))
+    assert all(param in optimizer.state for param in expected)
+    assert model["b"] not in optimizer.state and late not in optimizer.state
+    assert (
+        torch.ones(3) not in optimizer.state
+        and "a" not in optimizer.state
+        and None not in optimizer.state
+    )
+    assert optimizer.state.get(torch.ones(3)) is None
+    with pytest.raises(KeyError, match="replaced"):
+        optimizer.state[torch.ones(3)]
+    with pytest.raises(TypeError, match="load_state_dict"):
+        del optimizer.state[model["a"]]
+    assert len(optimizer.state) == 2
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_a_replaced_tensor_is_found_under_its_new_identity_alone(fraction):
+    model, optimizer = build("bf16", fraction, experts=False)
+    train(model, optimizer, 2)
+    before = [
+        {key: value.clone() for key, value in state.items()} for state in optimizer.state.values()
+    ]
+    groups = optimizer.param_groups
+    old = [param for group in groups for param in group["params"]]
+    for group in groups:
+        group["params"][:] = [nn.Parameter(param.detach().clone()) for param in group["params"]]
+    new = [param for group in groups for param in group["params"]]
+    assert not any(param in optimizer.state for param in old) and len(optimizer.state) == len(new)
+    for param, state in zip(new, before, strict=True):
+        assert all(same_bits(optimizer.state[param][key], value) for key, value in state.items())
+
+
+def test_state_given_by_tensor_is_copied_into_the_slot():
+    model, optimizer = build("fp32", experts=False)
+    train(model, optimizer, 1)
+    state = {key: value.clone() + 1 for key, value in optimizer.state[model.dense].items()}
+    optimizer.state[model.dense] = state
+    assert all(same_bits(optimizer.state[model.dense][key], value) for key, value in state.items())
+    state["exp_avg"].zero_()
+    assert optimizer.state[model.dense]["exp_avg"].any()
+    optimizer.state = {
+        model.bias: {
+            key: torch.zeros_like(value) for key, value in optimizer.state[model.bias].items()
+        }
+    }
+    assert (
+        not optimizer.state[model.bias]["exp_avg"].any()
+        and optimizer.state[model.dense]["exp_avg"].any()
+    )
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda params, **kwargs: FP32Optimizer(
+            FusedAdam(params, **kwargs), config_for("fp32", clip_grad=0.0)
+        ),
+        lambda params, **kwargs: HybridDeviceOptimizer(
+            params, 1.0, lr=1e-3, sub_optimizer_kwargs=kwargs
+        ),
+        lambda params, **kwargs: HybridDeviceOptimizer(
+            params, 0.0, lr=1e-3, sub_optimizer_kwargs=kwargs
+        ),
+    ],
+)
+def test_noise_depends_on_seed_step_name_and_element_alone(wrap):
+    """Not on what is wrapped around the rule, nor on where it steps."""
+
+    def moments(make, names="ab", seed=7, first=0):
+        params = [(name, nn.Parameter(torch.ones(700))) for name in names]
+        optimizer = make(params, exp_avg_dtype=torch.bfloat16, stochastic_rounding=True, seed=seed)
+        for step in range(first, 2):
+            generator = torch.Generator().manual_seed(step)
+            grad = torch.randn(700, generator=generator)
+            for _, param in params:
+                param.grad = grad.clone()
+            optimizer.step()
+        return [optimizer.state[param]["exp_avg"].clone() for _, param in params]
+
+    bare = moments(FusedAdam)
+    assert all(map(same_bits, moments(wrap), bare))
+    assert not same_bits(*bare)  # another name
+    assert not any(map(same_bits, moments(wrap, seed=8), bare))
+    swapped = moments(wrap, names="ba")
+    assert same_bits(swapped[0], bare[1]) and same_bits(swapped[1], bare[0])
