@@ -24,14 +24,16 @@ _PARTS = {"optimizer", "extra", "model", "scheduler"}
 
 def without_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict without its tensors, and with a name for each parameter."""
-    groups = [
-        {"param_names": [f"group{index}.param{i}" for i in range(len(group["params"]))], **group}
+    common = {key: value for key, value in state_dict.items() if key != "state"}
+    common["param_groups"] = [
+        {"param_names": _position_names(index, len(group["params"])), **group}
         for index, group in enumerate(state_dict["param_groups"])
     ]
-    return {
-        **{key: value for key, value in state_dict.items() if key != "state"},
-        "param_groups": groups,
-    }
+    return common
+
+
+def _position_names(group: int, count: int) -> list[str]:
+    return [f"group{group}.param{position}" for position in range(count)]
 
 
 def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:

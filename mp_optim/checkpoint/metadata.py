@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,26 +91,21 @@ class _Record:
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
+_PATH_CLASSES = ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _RECORDS = {
-    *(
-        (_METADATA_MODULE, name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    *product((_METADATA_MODULE,), _METADATA_CLASSES),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    ),
+    *product(("pathlib", "pathlib._local"), _PATH_CLASSES),
 }
 
 

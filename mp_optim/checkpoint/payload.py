@@ -36,9 +36,8 @@ class _Rebuilt:
     """Pickles as what makes a contiguous tensor from a storage."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        strides = [
-            math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))
-        ]
+        sizes = [max(size, 1) for size in shape]
+        strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(shape))]
         hooks: OrderedDict[str, Any] = OrderedDict()
         self._arguments = (_Storage(), 0, tuple(shape), tuple(strides), False, hooks, dtype)
 

@@ -30,9 +30,8 @@ def renamed_entries(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, st
         saved: a checkpoint's entries. wanted: entries of the present model and optimizer.
     """
     parts = {entry: _split(entry) for entry in saved}
-    names = matched_names(
-        {fqn for _, fqn in parts.values() if fqn}, {_split(entry)[1] for entry in wanted}
-    )
+    present = {_split(entry)[1] for entry in wanted}
+    names = matched_names({fqn for _, fqn in parts.values() if fqn}, present)
     return {
         entry: begin + names[fqn]
         for entry, (begin, fqn) in parts.items()
@@ -54,8 +53,8 @@ def common_under(names: Mapping[str, str], common: Mapping[str, Any]) -> dict[st
     model = {fqns.get(name, name): value for name, value in common["model"].items()}
     if not fqns or common["optimizer"] is None:
         return {**common, "model": model}
-    groups = [
-        {**group, "param_names": [fqns.get(name, name) for name in group.get("param_names", ())]}
-        for group in common["optimizer"]["param_groups"]
-    ]
+    groups = []
+    for group in common["optimizer"]["param_groups"]:
+        renamed = [fqns.get(name, name) for name in group.get("param_names", ())]
+        groups.append({**group, "param_names": renamed})
     return {**common, "model": model, "optimizer": {**common["optimizer"], "param_groups": groups}}

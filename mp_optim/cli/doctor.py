@@ -185,10 +185,11 @@ def render(report: Report) -> str:
 
 def _columns(rows: Table) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _show_rich(report: Report) -> None:

@@ -68,11 +68,10 @@ def list_entries(command: List, console: Console) -> int:
         dtype = str(entry.dtype).removeprefix("torch.")
         table.add_row(entry.name, dtype, str(entry.shape), f"{entry.bytes:,}", str(entry.boxes))
     console.print(table)
-    console.print(
-        f"{len(shown)} entries, {sum(entry.bytes for entry in shown):,} bytes; complete versions: "
-        f"{', '.join(path.name for path in checkpoint.versions(contents.version.parent))}",
-        highlight=False,
-    )
+    total = sum(entry.bytes for entry in shown)
+    versions = ", ".join(path.name for path in checkpoint.versions(contents.version.parent))
+    summary = f"{len(shown)} entries, {total:,} bytes; complete versions: {versions}"
+    console.print(summary, highlight=False)
     return 0
 
 

@@ -287,10 +287,10 @@ def _at_other_places(doings: dict[int, str]) -> str:
     """Who was doing what, if that differs."""
     if len(set(doings.values())) == 1:
         return ""
-    where = "; ".join(
-        f"{_numbered([rank for rank in doings if doings[rank] == doing])} was {doing}"
-        for doing in dict.fromkeys(doings.values())
-    )
+    ranks_of: dict[str, list[int]] = {}
+    for rank, doing in doings.items():
+        ranks_of.setdefault(doing, []).append(rank)
+    where = "; ".join(f"{_numbered(ranks)} was {doing}" for doing, ranks in ranks_of.items())
     return (
         f", at different places: {where}; did one of them call step(), backward() or zero_grad() "
         "more often than "

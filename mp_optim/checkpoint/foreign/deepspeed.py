@@ -52,23 +52,23 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
     ]
     if missing:
         raise ValueError(f"{root} lacks {missing}")
-    state = {
-        name: {
-            STEP: _step(root / name, step),
-            **{key: _value(root / name / f"{file}.pt") for file, key in _FILES.items()},
-        }
-        for name in names
-    }
+    state = {name: _state(root / name, step) for name in names}
     return ForeignState((ForeignGroup(tuple(names)),), state)
 
 
+def _state(folder: Path, step: float | None) -> dict[str, Tensor]:
+    """A parameter's state from its folder."""
+    values = {key: _value(folder / f"{file}.pt") for file, key in _FILES.items()}
+    return {STEP: _step(folder, step), **values}
+
+
 def _value(path: Path) -> Tensor:
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    if isinstance(found, dict):
-        found = found.get(_VALUE)
-    if not isinstance(found, Tensor):
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(content, dict):
+        content = content.get(_VALUE)
+    if not isinstance(content, Tensor):
         raise ValueError(f"{path} holds no tensor under {_VALUE!r}")
-    return found
+    return content
 
 
 def _step(folder: Path, step: float | None) -> Tensor:
@@ -126,11 +126,11 @@ def to_deepspeed(
         torch.save(_whole(foreign.state[name][STEP]), root / name / "step.pt")
     settings = {name: group.settings for group in foreign.groups for name in group.names}
     index_of = {name: index for index, name in enumerate(foreign.names)}
-    param_groups = [
-        {**_adams(settings[names[0]]), "params": [index_of[name] for name in names]}
-        for names in groups or [group.names for group in foreign.groups]
-        if names
-    ]
+    param_groups = []
+    for names in groups or [group.names for group in foreign.groups]:
+        if names:
+            indices = [index_of[name] for name in names]
+            param_groups.append({**_adams(settings[names[0]]), "params": indices})
     torch.save({"ds_version": _VERSION, "param_groups": param_groups}, root / _GLOBAL)
     return root
 

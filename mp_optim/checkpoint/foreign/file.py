@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,20 +22,18 @@ _STATE, _MODEL = "optimizer.state.", "model."
 
 def to_file(foreign: ForeignState, path: str | os.PathLike[str]) -> None:
     """Write it as plain data that ``torch.load(weights_only=True)`` reads."""
-    torch.save(
-        {
-            "format": _FORMAT,
-            "groups": [
-                {"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups
-            ],
-            "state": {
-                name: {key: value.detach().clone() for key, value in state.items()}
-                for name, state in foreign.state.items()
-            },
-            "grad_scaler": None if foreign.grad_scaler is None else dict(foreign.grad_scaler),
-        },
-        path,
-    )
+    scaler = foreign.grad_scaler
+    content = {
+        "format": _FORMAT,
+        "groups": [{"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups],
+        "state": {name: _cloned(state) for name, state in foreign.state.items()},
+        "grad_scaler": None if scaler is None else dict(scaler),
+    }
+    torch.save(content, path)
+
+
+def _cloned(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.detach().clone() for key, value in state.items()}
 
 
 def from_file(path: str | os.PathLike[str]) -> ForeignState:

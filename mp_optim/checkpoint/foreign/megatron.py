@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.checkpoint.foreign.state import MASTER, ForeignState, positional_state
+from mp_optim.checkpoint.foreign.state import MASTER, ForeignGroup, ForeignState, positional_state
 
 __all__ = ["from_megatron"]
 
@@ -35,21 +35,26 @@ def from_megatron(
         ValueError: names and state do not fit each other.
     """
     parts = _parts(state_dict)
-    counts = [sum(len(group["params"]) for group in _inner(part)["param_groups"]) for part in parts]
+    counts = [_count(part) for part in parts]
     if len(names) != sum(counts):
         raise ValueError(
             f"{len(names)} names for parts of {counts} parameters, {sum(counts)} together"
         )
-    found, start = [], 0
+    groups: list[ForeignGroup] = []
+    state: dict[str, Mapping[str, Tensor]] = {}
+    start = 0
     for part, count in zip(parts, counts, strict=True):
-        found.append(_part(part, names[start : start + count], fp32_names, step))
+        named = _part(part, names[start : start + count], fp32_names, step)
+        groups += named.groups
+        state |= named.state
         start += count
     scaler = next((part["grad_scaler"] for part in parts if part.get("grad_scaler")), None)
-    return ForeignState(
-        tuple(group for one in found for group in one.groups),
-        {name: state for one in found for name, state in one.state.items()},
-        scaler,
-    )
+    return ForeignState(tuple(groups), state, scaler)
+
+
+def _count(part: Mapping[str, Any]) -> int:
+    """Parameters of a part."""
+    return sum(len(group["params"]) for group in _inner(part)["param_groups"])
 
 
 def _parts(state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

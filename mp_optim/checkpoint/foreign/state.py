@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,15 +57,16 @@ class ForeignState:
         """
         new = {name: rename(name) for name in self.names}
         if len(set(new.values())) < len(new):
-            double = sorted(
-                {value for value in new.values() if list(new.values()).count(value) > 1}
-            )
-            raise ValueError(f"two parameters would be called {double}")
-        return replace(
-            self,
-            groups=tuple(replace(g, names=tuple(new[n] for n in g.names)) for g in self.groups),
-            state={new[name]: value for name, value in self.state.items()},
-        )
+            raise ValueError(f"two parameters would be called {_repeated(new.values())}")
+        groups = [
+            replace(group, names=tuple(map(new.__getitem__, group.names))) for group in self.groups
+        ]
+        state = {new[name]: value for name, value in self.state.items()}
+        return replace(self, groups=tuple(groups), state=state)
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def names_of_groups(
@@ -90,9 +92,7 @@ def names_of_groups(
             f"{len(names)} names for groups of {counts} parameters, {sum(counts)} together"
         )
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"names occur twice: {sorted({name for name in names if list(names).count(name) > 1})}"
-        )
+        raise ValueError(f"names occur twice: {_repeated(names)}")
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -119,16 +119,15 @@ def positional_state(
     for group, of_group in zip(groups, named, strict=True):
         for name, index in zip(of_group, group["params"], strict=True):
             found[name] = _tensors(name, states.get(index, {}), group.get(STEP, common))
-    settings = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names", STEP)}
-        for group in groups
-    ]
-    unclaimed = sorted(
-        map(str, states.keys() - {i for group in groups for i in group["params"]} - {"common_step"})
-    )
+    claimed = {index for group in groups for index in group["params"]}
+    unclaimed = sorted(map(str, states.keys() - claimed - {"common_step"}))
     if unclaimed:
         raise ValueError(f"the state has entries that are in no param group: {unclaimed}")
-    return ForeignState(tuple(map(ForeignGroup, named, settings)), found)
+    return ForeignState(tuple(map(ForeignGroup, named, map(_settings, groups))), found)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in group if key not in ("params", "param_names", STEP)}
 
 
 def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor]:

@@ -62,20 +62,20 @@ def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, An
     """
     names = foreign.names
     index_of = {name: index for index, name in enumerate(names)}
-    groups = [
-        {
-            **_settings(group.settings),
-            "params": [index_of[name] for name in group.names],
-            **({"param_names": list(group.names)} if param_names else {}),
-        }
-        for group in foreign.groups
-    ]
-    state = {
-        index_of[name]: {key: value for key, value in foreign.state[name].items() if key != MASTER}
-        for name in names
-        if foreign.state.get(name)
-    }
+    groups = []
+    for group in foreign.groups:
+        settings = _settings(group.settings)
+        settings["params"] = [index_of[name] for name in group.names]
+        if param_names:
+            settings["param_names"] = list(group.names)
+        groups.append(settings)
+    stepped = [name for name in names if foreign.state.get(name)]
+    state = {index_of[name]: _without_master(foreign.state[name]) for name in stepped}
     return {"state": state, "param_groups": groups}
+
+
+def _without_master(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if key != MASTER}
 
 
 def fp32_params(foreign: ForeignState) -> dict[str, Tensor]:
