@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -201,7 +202,8 @@ def gate(monkeypatch):
     monkeypatch.setattr(writing.Writing, "write", held)
     yield opened
     opened.set()
-    background._previous.clear()
+    with suppress(RuntimeError):  # a failure that the test was about
+        background.finish_previous()
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit8", "fp16"])

@@ -49,32 +49,29 @@ def sharded(
     return get_megatron_optimizer(config, model)
 
 
-def bucket_of(optimizer, index=0):
-    return optimizer._transport.buckets[index]
+def memory_of(view):
+    """All of the memory that a tensor is a view of."""
+    return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
 
 
 def test_parameters_and_gradients_are_aligned_views_of_new_memory():
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     before = {name: (value.clone(), value.data_ptr()) for name, value in model.state_dict().items()}
     optimizer = sharded(model)
-    (bucket,) = optimizer._transport.buckets
-    assert isinstance(optimizer, DistributedOptimizer) and not bucket.params.requires_grad
+    params, grads = (memory_of(view) for view in (model[0].weight, model[0].weight.main_grad))
+    assert isinstance(optimizer, DistributedOptimizer)
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name][0]) and param.data_ptr() != before[name][1]
-        assert param.untyped_storage().data_ptr() == bucket.params.untyped_storage().data_ptr()
-        assert (
-            param.main_grad.untyped_storage().data_ptr()
-            == bucket.grads.untyped_storage().data_ptr()
-        )
-        assert (param.data_ptr() - bucket.params.data_ptr()) % (
-            ALIGNMENT * 4
-        ) == 0 and param.grad is None
+        assert param.untyped_storage().data_ptr() == params.data_ptr()
+        assert param.main_grad.untyped_storage().data_ptr() == grads.data_ptr()
+        assert (param.data_ptr() - params.data_ptr()) % (ALIGNMENT * 4) == 0 and param.grad is None
     model(torch.ones(1, 5)).sum().backward()
     assert all(
         param.grad is None and param.main_grad.abs().sum() > 0 for param in model.parameters()
     )
+    assert grads.any()
     optimizer.zero_grad()
-    assert not bucket.grads.any()
+    assert not grads.any()
 
 
 def test_a_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
@@ -102,10 +99,8 @@ def test_dtypes_keep_to_themselves(strategy):
     )
     optimizer = sharded(model, "bf16", strategy)
     assert [model[name].dtype for name in "abc"] == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert sorted(str(b.params.dtype) for b in optimizer._transport.buckets) == [
-        "torch.bfloat16",
-        "torch.float32",
-    ]
+    memory = {name: model[name].untyped_storage().data_ptr() for name in "abc"}
+    assert memory["a"] == memory["c"] != memory["b"]
     sum(param.float().sum() for param in model.values()).backward()
     optimizer.step()
     mains = [main.detach() for _, main in optimizer.named_main_params()]
@@ -247,8 +242,7 @@ def test_deepspeed_7948_steps_on_flat_views_do_not_meet_autograd(strategy):
             stepper.zero_grad()
             net(tokens).square().mean().backward()
             assert stepper.step().success
-    bucket = bucket_of(optimizer)
-    assert bucket.params.grad_fn is None and bucket.params.is_leaf and len(bucket.entries) == 3
+    assert len(list(optimizer.named_main_params())) == 3
     for name, param in model.named_parameters():
         assert param.is_leaf and param.grad_fn is None
         assert torch.equal(param, plain.get_parameter(name)), name
@@ -267,6 +261,7 @@ def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
     values = [torch.full((3,), value, dtype=dtype) for value in (2.0, 3.0, 4.0)]
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3, dtype=dtype))})
     optimizer = sharded(model, precision, strategy, lr=0.0)
+    bucket = memory_of(model["w"].detach())
 
     def check(value):
         optimizer.zero_grad()
@@ -275,10 +270,7 @@ def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
         assert torch.equal(model["w"], value) and norm == pytest.approx(3**0.5)
         main = dict(optimizer.named_main_params())["w"]
         assert torch.equal(getattr(main, "local", main).float(), value.float())
-        assert (
-            model["w"].untyped_storage().data_ptr()
-            == bucket_of(optimizer).params.untyped_storage().data_ptr()
-        )
+        assert model["w"].untyped_storage().data_ptr() == bucket.data_ptr()
 
     with torch.no_grad():
         model["w"].copy_(values[0])
@@ -300,10 +292,10 @@ def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
 def test_a_second_optimizer_takes_over_and_models_can_be_pickled():
     model = nn.Linear(3, 3)
     first = sharded(model)
-    gone = weakref.ref(first)
+    gone, grads_of_first = weakref.ref(first), memory_of(model.bias.main_grad)
     second = sharded(model)
     model(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(model.bias.main_grad, torch.ones(3)) and not bucket_of(first).grads.any()
+    assert torch.equal(model.bias.main_grad, torch.ones(3)) and not grads_of_first.any()
     assert second.step().grad_norm == pytest.approx(12**0.5)
     del first
     gc.collect()
@@ -448,11 +440,10 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     bare = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)).to(dtype)
     plain = copy.deepcopy(bare)
     model = MegatronDDP(bare)
+    given = [(param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()]
     optimizer = sharded(model, precision)
     reference = sharded(plain, precision, grad_reduce_in_fp32=True)
-    assert [bucket.params.data_ptr() for bucket in optimizer._transport.buckets] == [
-        bucket.param_data.data_ptr() for bucket in model.__dict__["buffers"][0].buckets
-    ]
+    assert [(param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()] == given
     for _ in range(3):
         for net, stepper in ((model, optimizer), (plain, reference)):
             stepper.zero_grad()

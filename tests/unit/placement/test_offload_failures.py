@@ -145,10 +145,7 @@ def test_a_worker_killed_between_two_jobs(mode):
     pair, other = ready(mode)
     threads = [schedule.worker.thread for schedule in schedules(pair[1])]
     for schedule in schedules(pair[1]):
-        queue = schedule.worker._queue
-        with queue.changed:
-            queue.jobs.append(Fatal())
-            queue.changed.notify_all()
+        schedule.worker.submit(Fatal())
     for thread in threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
@@ -166,7 +163,7 @@ def test_a_worker_that_is_gone_without_a_word(mode, monkeypatch):
         patch.setattr(BackwardJob, "run", lambda job: release.wait(SECONDS))
         pair[0](tokens_of(50)).backward()
         for schedule in schedules(pair[1]):
-            patch.setattr(schedule.worker._thread, "is_alive", lambda: False)
+            patch.setattr(schedule.worker.thread, "is_alive", lambda: False)
         fails_in_time(*pair, "is gone")
         release.set()
     goes_on_like(pair, other)
@@ -180,16 +177,13 @@ def test_a_full_queue(mode, monkeypatch):
     release = threading.Event()
     (schedule,) = schedules(pair[1])
     stuck = schedule.worker.thread
-    with monkeypatch.context() as patch:
-        patch.setattr(BackwardJob, "run", lambda job: release.wait(60))
-        schedule.worker._queue.capacity = 1
-        started = time.monotonic()
-        pair[0](tokens_of(50)).backward()  # does not raise, and does not hang
-        assert time.monotonic() - started < SECONDS
-        fails_in_time(
-            *pair, "the queue of the host worker is full: 1 jobs wait and none was finished"
-        )
-    schedule.worker._queue.capacity = 64
+    schedule.worker.submit(Job(lambda: release.wait(60)))
+    for _ in range(64):
+        schedule.worker.submit(Job(lambda: None))
+    started = time.monotonic()
+    pair[0](tokens_of(50)).backward()  # does not raise, and does not hang
+    assert time.monotonic() - started < SECONDS
+    fails_in_time(*pair, "the queue of the host worker is full: 64 jobs wait and none was finished")
     goes_on_like(pair, other)  # on another thread: the one that is stuck is left alone
     assert stuck.is_alive()
     release.set()

@@ -20,17 +20,21 @@ from mp_optim import (
 )
 from mp_optim.placement.buckets import plan_buckets
 from mp_optim.placement.speculation import WINDOW, speculates_next
+from mp_optim.placement.transfer import ImmediateTransfer
 from support.models import COMPACT, config_for, same_bits, tokens_of
 from support.offload import (
     MODES,
     build_mode,
     delays,
     differing,
+    finish_early_work,
     hybrids,
     params_of,
     run,
     schedules,
+    set_bucket_bytes,
     snapshot,
+    spans_of_worker,
 )
 
 EARLY = MODES[1:]
@@ -327,10 +331,10 @@ def test_what_backward_left_behind_is_handed_over():
     )
     optimizer = get_megatron_optimizer(config, model)
     (schedule,) = schedules(optimizer)
-    schedule._bucket_bytes = 4800
-    schedule.plan(hybrids(optimizer)[0]._host_slots())
+    set_bucket_bytes(optimizer, 4800)
+    hybrids(optimizer)[0].use_transfer(ImmediateTransfer())
     assert schedule.buckets == 2
-    schedule._bucket_bytes = 2400
+    set_bucket_bytes(optimizer, 2400)
     for step in range(3):
         optimizer.zero_grad()
         sum(
@@ -354,17 +358,15 @@ def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
         for step in range(6):
             optimizer.zero_grad()
             model(tokens_of(step)).backward()
-            if which == mode:
-                assert all(
-                    bucket.job is None
-                    for schedule in schedules(optimizer)
-                    for bucket in schedule._buckets
-                )
+            after_backward = finish_early_work(optimizer)
             for param in model.parameters():
                 param.grad.data.mul_(0.5)  # as a reduction into the same memory, without a trace
             if step > 2:
                 optimizer.gradients_ready()
             optimizer.step()
+            measured = spans_of_worker(optimizer, "host_measure")
+            assert bool(measured) == (which == mode and step > 2)
+            assert all(span.start >= after_backward for span in measured)
         results.append(snapshot(model, optimizer))
     assert differing(*results) == []
     assert mode == "overlap" or counts(optimizer, "hits") > 0
@@ -378,21 +380,19 @@ def test_only_the_last_micro_batch_starts_work(mode):
     with optimizer.no_sync():
         assert not optimizer.is_last_microbatch
         model(tokens_of(0)).backward()
-    assert all(
-        bucket.job is None for schedule in schedules(optimizer) for bucket in schedule._buckets
-    )
+    before_the_last = finish_early_work(optimizer)
     assert optimizer.is_last_microbatch
     model(tokens_of(1)).backward()
-    assert any(
-        bucket.job is not None for schedule in schedules(optimizer) for bucket in schedule._buckets
-    )
+    before_step = finish_early_work(optimizer)
     optimizer.step()
+    measured = spans_of_worker(optimizer, "host_measure")
+    assert measured
+    assert all(before_the_last <= span.start <= span.end <= before_step for span in measured)
     optimizer.is_last_microbatch = False
     optimizer.zero_grad()
     model(tokens_of(0)).backward()
-    assert all(
-        bucket.job is None for schedule in schedules(optimizer) for bucket in schedule._buckets
-    )
+    optimizer.step()
+    assert spans_of_worker(optimizer, "host_measure") == []
 
 
 def test_main_grads_are_seen_too():
@@ -442,13 +442,12 @@ def test_one_bad_element_under_speculation_changes_nothing(precision, bad):
     )
     optimizer.scale_loss(model(tokens_of(9))).backward()
     handle.remove()
-    for schedule in schedules(optimizer):
-        schedule.worker.drain()
-    stepped = [
-        bucket.job.stepped for schedule in schedules(optimizer) for bucket in schedule._buckets
-    ]
-    assert True in stepped and False in stepped  # the others had been stepped before it arrived
+    before_step = finish_early_work(optimizer)
     assert optimizer.step() == (False, None, None)
+    stepped = spans_of_worker(optimizer, "host_step")
+    assert stepped and all(span.end <= before_step for span in stepped)
+    measured = spans_of_worker(optimizer, "host_measure")
+    assert {span.label for span in stepped} < {span.label for span in measured}
     assert differing(snapshot(model, optimizer), before) == []
     run(model, optimizer, 2)
     assert all(value.isfinite().all() for value in snapshot(model, optimizer).values())
@@ -477,12 +476,10 @@ def test_a_huge_finite_gradient_that_is_skipped_leaves_no_trace():
     before, hits = snapshot(model, optimizer), counts(optimizer, "hits")
     optimizer.zero_grad()
     (model(tokens_of(9)) * 1e9).backward()
-    for schedule in schedules(optimizer):
-        schedule.worker.drain()
-    assert any(
-        bucket.job.stepped for schedule in schedules(optimizer) for bucket in schedule._buckets
-    )
+    before_step = finish_early_work(optimizer)
     success, norm, _ = optimizer.step()
+    stepped = spans_of_worker(optimizer, "host_step")
+    assert stepped and all(span.end <= before_step for span in stepped)
     assert not success and norm > 1e6 and counts(optimizer, "hits") == hits
     assert differing(snapshot(model, optimizer), before) == []
 
@@ -755,7 +752,18 @@ def test_settings_without_effect_are_refused(settings, text):
 
 def test_the_worker_leaves_cores_to_others(monkeypatch):
     from mp_optim.placement.cores import occupy, threads_beside_backward
-    from mp_optim.update.backends import native
+    from mp_optim.update.backends.native import NativeBackend
+
+    class Library:
+        """Told by every call how many threads to take."""
+
+        def call(self, *arguments):
+            self.threads = arguments[-1]
+
+    def threads_of_kernels():
+        backend = NativeBackend(Library())
+        backend.sum_of_squares([torch.ones(3)])
+        return backend.library.threads
 
     assert [threads_beside_backward(count) for count in (1, 2, 4, 8, 16, 64)] == [
         1,
@@ -769,9 +777,9 @@ def test_the_worker_leaves_cores_to_others(monkeypatch):
 
     def look():
         occupy(3, None)
-        found.append((torch.get_num_threads(), native._threads()))
+        found.append((torch.get_num_threads(), threads_of_kernels()))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert found[0][1] == 3 and torch.get_num_threads() == before and native._threads() == before
+    assert found[0][1] == 3 and torch.get_num_threads() == before == threads_of_kernels()

@@ -15,6 +15,7 @@ from mp_optim import (
     StepResult,
     get_megatron_optimizer,
 )
+from mp_optim.precision.host_swap import HostSwap
 from support.models import build, config_for, same_bits, tokens_of, train
 
 
@@ -337,10 +338,6 @@ def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
     """As between two phases on an accelerator; here everything is given other memory on the way, as
     it is there."""
 
-    def elsewhere(tensors):
-        for tensor in tensors:
-            tensor.data = tensor.data.clone()
-
     def state(optimizer):
         return [
             v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"
@@ -353,8 +350,15 @@ def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
         optimizer = get_megatron_optimizer(
             config_for("bf16", fraction, fused_backend=backend), model
         )
-        monkeypatch.setattr(optimizer, "_accelerator_tensors", lambda: state(optimizer))
-        monkeypatch.setattr(optimizer._parking, "park", elsewhere)
+
+        moved = []
+
+        def park(swap, tensors):
+            moved.extend(state(optimizer))
+            for tensor in moved:
+                tensor.data = tensor.data.clone()
+
+        monkeypatch.setattr(HostSwap, "park", park)
         for step in range(4):
             for param in model.values():
                 param.grad = torch.full_like(param, 0.1 + step)
@@ -362,6 +366,7 @@ def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
             if moves and step == 1:
                 optimizer.offload_to_cpu()
                 optimizer.restore_from_cpu()
+        assert bool(moved) == moves
         return state(optimizer)
 
     assert all(map(same_bits, run(True), run(False)))

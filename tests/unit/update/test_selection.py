@@ -24,7 +24,8 @@ LIBRARIES = ("apex", "transformer_engine")
 @pytest.fixture
 def accelerator(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """The CPU plays the accelerator: ``auto`` tries what it would try there."""
-    monkeypatch.setattr(selection, "candidates", lambda device: selection._ON_ACCELERATOR)
+    tried = selection.candidates(torch.device("cuda"))
+    monkeypatch.setattr(selection, "candidates", lambda device: tried)
     monkeypatch.setitem(sys.modules, "mp_optim.update.backends.triton", None)
     forget()
     return standins
@@ -208,7 +209,6 @@ def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
 ) -> None:
     accelerator = torch.device("meta")  # plays the place where apex's kernels do not run
     chosen, why = None, ""
-    monkeypatch.setattr(selection, "_serving_device", lambda name, device: CPU)
     chosen, why = choose_backend("apex", accelerator)
     assert chosen.name == "reference"
     assert why == "apex kernels run on cpu; apex has other bits, so placement shows in the results"

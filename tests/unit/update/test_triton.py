@@ -3,11 +3,15 @@ interpreter."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import weakref
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,9 @@ from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends import choose_backend, proof_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton import triton_backend
+from mp_optim.update.backends.triton.backend import TritonBackend
 from mp_optim.update.backends.triton.launcher import WIDTH
-from mp_optim.update.backends.triton.tables import _bytes_of
+from mp_optim.update.backends.triton.tables import Column, Plan, Tables
 from mp_optim.update.codecs import BLOCK, Noise
 from mp_optim.update.kernel_args import (
     LambScalars,
@@ -47,6 +52,12 @@ pytestmark = [
     pytest.mark.skipif(FOUND is None, reason=f"no Triton kernels: {WHY}"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]  # the interpreter's, for overflow and nan in numpy
+
+
+@pytest.fixture
+def no_tables_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels as they are in a new process."""
+    monkeypatch.setattr(sys.modules[__name__], "FOUND", TritonBackend())
 
 
 def kernels() -> Any:
@@ -307,13 +318,12 @@ def test_sums_of_squares_equal_reference(
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     """Sums of few thousand elements take several rounds."""
     monkeypatch.setattr("mp_optim.update.backends.triton.backend.CHUNK", 2048)
     monkeypatch.setattr("mp_optim.update.backends.triton.backend.SUM_CHUNK", 1024)
     monkeypatch.setattr("mp_optim.update.backends.triton.backend.RUN", 4)
     monkeypatch.setattr("mp_optim.update.backends.triton.tables.RUN", 4)
-    kernels()._tables.__init__()
 
 
 def test_sums_in_several_rounds(small_chunks: None) -> None:
@@ -325,7 +335,6 @@ def test_sums_in_several_rounds(small_chunks: None) -> None:
         "sums",
     )
     check("lamb", sizes, Case())
-    kernels()._tables.__init__()
 
 
 def test_sums_of_mixed_dtypes_and_strides_and_of_nothing() -> None:
@@ -465,21 +474,19 @@ def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
 
 
 @pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def uploads(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> list[int]:
     """How many values were copied to the device, in order; not the numbers of each call, which
     always are."""
-    tables, counted = kernels()._tables, []
-    tables.__init__()
-    upload: Callable[..., Tensor] = tables.upload
+    counted: list[int] = []
+    upload = Tables.upload
 
-    def counting(table: Tensor, device: torch.device) -> Tensor:
+    def counting(tables: Tables, table: Tensor, device: torch.device) -> Tensor:
         if table.numel() != WIDTH:
             counted.append(table.numel())
-        return upload(table, device)
+        return upload(tables, table, device)
 
-    monkeypatch.setattr(tables, "upload", counting)
-    yield counted
-    tables.__init__()
+    monkeypatch.setattr(Tables, "upload", counting)
+    return counted
 
 
 @pytest.mark.parametrize("steady", [True, False])
@@ -528,25 +535,38 @@ def test_one_launch_however_many_tensors(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launched == [42]
 
 
-def test_tables_of_lists_that_are_gone_are_forgotten() -> None:
-    tables = kernels()._tables
-    before = len(tables._of_list)
-    tensors = CachedTensorList([torch.zeros(3, device=DEVICE)])
-    kernels().sum_of_squares(tensors)
-    assert len(tables._of_list) == before + 2
+def living() -> int:
+    """How many columns and plans there are."""
+    return sum(type(thing) in (Column, Plan) for thing in gc.get_objects())
+
+
+def test_tables_of_lists_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mp_optim.update.backends.triton.tables._REMEMBERED", 0)
+    gc.collect()
+    tables, device, before = Tables(), torch.device(DEVICE), living()
+    tensors = CachedTensorList([torch.zeros(3, device=device)])
+    tables.column(tensors, device)
+    plan = weakref.ref(tables.plan(tensors, 256, device))
+    tables.values(array("i", [1]), device)  # by its content, only the newest is remembered
+    assert living() == before + 2 and tables.plan(tensors, 256, device) is plan()
     del tensors
-    assert len(tables._of_list) == before
+    assert living() == before and plan() is None
 
 
-def test_tables_that_nobody_asks_for_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = kernels()._tables
-    tables.__init__()
+def test_tables_that_nobody_asks_for_are_given_up(uploads, monkeypatch) -> None:
     monkeypatch.setattr("mp_optim.update.backends.triton.tables._REMEMBERED", 1000)
+    tables, device, kept = Tables(), torch.device(DEVICE), {}
+    for first in range(60):  # 20 tables of 100 bytes, each asked for again two tables later
+        for value in (first // 3, max(0, first // 3 - 2)):
+            table = tables.values(array("i", [value] * 25), device)
+            kept[value] = weakref.ref(table)
+            del table
+            assert sum(100 for found in kept.values() if found() is not None) <= 1000
+    assert uploads == [25] * 20  # what is asked for again stays
+    tables.values(array("i", [0] * 25), device)
+    assert uploads == [25] * 21
     for _ in range(5):
         check("adam", [30] * 20, Case())
-    assert tables._bytes <= 1000 and tables._bytes == sum(
-        map(_bytes_of, tables._of_content.values())
-    )
 
 
 # -- on a GPU -------------------------------------------------------------------------------------
