@@ -21,7 +21,7 @@ from mp_optim.distributed.reduction_order import reduce_in_one_order
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description
 from mp_optim.precision.device_verdict import DeviceVerdict
-from mp_optim.precision.measure import Measurement
+from mp_optim.precision.measure import Measurement, NormKey
 from mp_optim.process.host_memory import empty_host_tensor
 from mp_optim.slots import Multiplier, Slot, SlotStateView, SlotUpdate, local_tensor
 from mp_optim.slots.interrupted_step import StepMark
@@ -265,9 +265,17 @@ class ChainedOptimizer(MegatronOptimizer):
         part, theirs = self._part(slot)
         return part.has_state(theirs)
 
-    def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        for part in self._parts:
-            yield from part.read_main_params()
+    def read_main_param(self, slot: Slot) -> Tensor:
+        part, theirs = self._part(slot)
+        return part.read_main_param(theirs)
+
+    def norm_key(self, slot: Slot) -> NormKey:
+        part, theirs = self._part(slot)
+        return part.norm_key(theirs)
+
+    @property
+    def has_quantized_params(self) -> bool:
+        return any(part.has_quantized_params for part in self._parts)
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         for part in self._parts:

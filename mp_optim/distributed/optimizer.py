@@ -481,15 +481,19 @@ class DistributedOptimizer(MegatronOptimizer):
     def has_state(self, slot: Slot) -> bool:
         return self.shards.has_state(slot)
 
-    def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        mains = self.shards.named_main_params()
-        for (slot, param), (name, main) in zip(iter_slots(self.param_groups), mains, strict=True):
-            yield (
-                name,
-                self._fragments[slot].show("master_param", main.detach())
-                if param.requires_grad
-                else param,
-            )
+    def read_main_param(self, slot: Slot) -> Tensor:
+        main, param = self.shards.main_param(slot), self._param(slot)
+        if not param.requires_grad:
+            return param
+        shown: Tensor = self._fragments[slot].show("master_param", main.detach())
+        return shown
+
+    def norm_key(self, slot: Slot) -> NormKey:
+        return self.shards.norm_key(slot)
+
+    @property
+    def has_quantized_params(self) -> bool:
+        return self.shards.has_quantized_params
 
     @in_own_modes
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:

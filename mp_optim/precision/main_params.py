@@ -297,15 +297,12 @@ class MainParams(StateDoor):
         self._agreement.expected.clear()
         seen.look(self._params())
 
-    def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        for slot, param in iter_slots(self.param_groups):
-            whole = not self.has_state(slot) or (
-                param.dtype == torch.float32 and not self.has_separate_main(slot)
-            )
-            yield (
-                self.slot_name(slot),
-                param if whole else as_sharded(self.inner.main_param(slot), param),
-            )
+    def read_main_param(self, slot: Slot) -> Tensor:
+        param = self._param(slot)
+        is_stepped_itself = param.dtype == torch.float32 and not self.has_separate_main(slot)
+        if is_stepped_itself or not self.has_state(slot):
+            return param
+        return as_sharded(self.inner.main_param(slot), param)
 
     @property
     def has_quantized_params(self) -> bool:

@@ -48,7 +48,7 @@ class StateDoor(SlotOptimizer):
         """Copy ``state`` into a slot."""
 
     @abstractmethod
-    def read_main_params(self) -> Iterator[tuple[str, Tensor]]:
+    def read_main_param(self, slot: Slot) -> Tensor:
         """See :meth:`named_main_params`."""
 
     @abstractmethod
@@ -87,4 +87,10 @@ class StateDoor(SlotOptimizer):
         """
         self.step_mark.check("named_main_params")
         self._ready()
-        return self.read_main_params()
+        return ((self.slot_name(slot), self.read_main_param(slot)) for slot in self.slots())
+
+    def main_param(self, slot: Slot) -> Tensor:
+        """A slot's main param, as :meth:`named_main_params` has it."""
+        self.step_mark.check("main_param")
+        self._ready(slot)
+        return self.read_main_param(slot)
