@@ -31,16 +31,8 @@ from mp_optim.precision import (
 from mp_optim.process.caller_warnings import warn
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
-from mp_optim.update import (
-    SGD,
-    FusedAdam,
-    FusedLAMB,
-    Lion,
-    Muon,
-    check_serves,
-    set_host_cores,
-    set_host_threads,
-)
+from mp_optim.update import check_serves, set_host_cores, set_host_threads
+from mp_optim.update.rules import CLASSES, construction_of, settings_of
 
 __all__ = ["build", "device_of", "with_data_parallel"]
 
@@ -230,10 +222,8 @@ def _part(
 
 
 def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    rule, settings = _rule(config)
-    construction = {"backend": config.fused_backend, **_state_precision(config)}
-    if config.optimizer == "muon":
-        construction["scalar_optimizer"] = config.muon_scalar_optimizer
+    rule, settings = CLASSES[config.optimizer], settings_of(config)
+    construction = construction_of(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
         warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0")
     if not config.optimizer_cpu_offload:
@@ -254,56 +244,3 @@ def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
         sub_optimizer_kwargs=construction,
         **settings,
     )
-
-
-def _state_precision(config: OptimizerConfig) -> dict[str, Any]:
-    return {
-        "exp_avg_dtype": config.exp_avg_dtype,
-        "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
-        "store_param_remainders": config.keeps_remainders,
-        "param_remainder_bits": config.param_remainder_bits,
-        "stochastic_rounding": config.stochastic_rounding,
-        "seed": config.stochastic_rounding_seed,
-    }
-
-
-def _rule(config: OptimizerConfig) -> tuple[Any, dict[str, Any]]:
-    """The rule's class and its hyperparameters. The one place that knows a rule by its config
-    name."""
-    common = {"lr": config.lr, "weight_decay": config.weight_decay}
-    adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    if config.optimizer == "adam":
-        return FusedAdam, {**common, **adam, "adam_w_mode": config.decoupled_weight_decay}
-    if config.optimizer == "lamb":  # clip_grad is the stack's one clip, so LAMB's own is off
-        return FusedLAMB, {
-            **common,
-            **adam,
-            "adam_w_mode": config.decoupled_weight_decay,
-            "max_grad_norm": 0.0,
-            "grad_averaging": config.lamb_grad_averaging,
-            "use_nvlamb": config.lamb_use_nvlamb,
-        }
-    if config.optimizer == "lion":
-        return Lion, {**common, "betas": (config.lion_beta1, config.lion_beta2)}
-    if config.optimizer == "muon":
-        betas = (
-            adam["betas"]
-            if config.muon_scalar_optimizer == "adam"
-            else (config.lion_beta1, config.lion_beta2)
-        )
-        return Muon, {
-            **common,
-            "betas": betas,
-            "eps": config.adam_eps,
-            "momentum": config.muon_momentum,
-            "nesterov": config.muon_use_nesterov,
-            "num_ns_steps": config.muon_num_ns_steps,
-            "coefficient_type": config.muon_coefficient_type,
-            "scale_mode": config.muon_scale_mode,
-            "extra_scale_factor": config.muon_extra_scale_factor,
-            "tp_mode": config.muon_tp_mode,
-            "fp32_matmul_prec": config.muon_fp32_matmul_prec,
-        }
-    if config.optimizer == "sgd":
-        return SGD, {**common, "momentum": config.sgd_momentum}
-    raise ValueError(f"optimizer={config.optimizer!r} has no rule here")

@@ -11,15 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BACKENDS", "CAPABILITIES", "OPTIMIZERS", "RULES", "Capability", "refusal"]
+from mp_optim.config.rules import FIRST_DTYPE, KERNEL_RULES, RULES, SECOND_DTYPE
 
-RULES = ("adam", "lamb", "sgd", "lion")
-"""What backends have kernels for."""
-OPTIMIZERS = (*RULES, "muon")
-"""What a config can ask for. Muon's matrices are stepped by torch operations, the rest by one of
-the rules."""
+__all__ = ["BACKENDS", "CAPABILITIES", "Capability", "refusal"]
+
 BACKENDS = ("auto", "native", "reference", "torch", "triton", "apex", "transformer_engine")
-_TWO_MOMENTS = ("adam", "lamb")
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Capability:
         remainders: rules that may keep 16-bit remainders.
     """
 
-    rules: tuple[str, ...] = RULES
+    rules: tuple[str, ...] = KERNEL_RULES
     others_by_reference: bool = False
     compact: bool = True
     bfloat16_moments: tuple[str, ...] = ()
@@ -90,9 +86,9 @@ def refusal(
 def _moment_refusal(
     can: Capability, backend: str, rule: str, moments: Sequence[torch.dtype]
 ) -> tuple[str, str] | None:
-    kept = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moments, strict=True))
-    if rule not in _TWO_MOMENTS:
-        del kept["exp_avg_sq_dtype"]
+    dtypes = dict(zip((FIRST_DTYPE, SECOND_DTYPE), moments, strict=True))
+    used = {moment.dtype_field for moment in RULES[rule].moments}
+    kept = {name: dtype for name, dtype in dtypes.items() if name in used}
     fits_bfloat16 = rule in can.bfloat16_moments
     if set(kept.values()) == {torch.float32} or (
         fits_bfloat16 and set(kept.values()) == {torch.bfloat16}

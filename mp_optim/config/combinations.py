@@ -11,7 +11,14 @@ import torch
 from mp_optim.config.capabilities import refusal
 from mp_optim.config.field_checks import check_fields
 from mp_optim.config.fields import ConfigFields
-from mp_optim.config.muon import coefficients
+from mp_optim.config.muon import SCALAR_OPTIMIZERS, coefficients
+from mp_optim.config.rules import (
+    RULE_FIELDS,
+    RULES,
+    SECOND_DTYPE,
+    fields_beside_muon,
+    rules_of_field,
+)
 
 __all__ = ["check_config"]
 
@@ -48,7 +55,7 @@ def _check_together(config: ConfigFields) -> None:
             "False, or use_distributed_optimizer=False",
         )
     if (
-        config.optimizer == "muon"
+        RULES[config.optimizer].reads == "matrices"
         and config.is_distributed
         and not config.use_layer_wise_distributed_optimizer
         and config.data_parallel_sharding_strategy != "no_shard"
@@ -56,7 +63,8 @@ def _check_together(config: ConfigFields) -> None:
         _fail(
             config,
             "use_distributed_optimizer",
-            "muon needs whole matrices; set use_layer_wise_distributed_optimizer=True",
+            f"{config.optimizer} needs whole matrices; "
+            "set use_layer_wise_distributed_optimizer=True",
         )
     if (
         config.use_layer_wise_distributed_optimizer
@@ -120,6 +128,30 @@ _DISTRIBUTED: tuple[str, Callable[[ConfigFields], bool]] = (
     lambda c: c.is_distributed,
 )
 
+
+def _either(rules: list[str]) -> str:
+    return f"optimizer={' or '.join(map(repr, rules))}"
+
+
+def _needed_rule(name: str) -> tuple[str, Callable[[ConfigFields], bool]]:
+    """What a field that only some rules read needs, and whether a config has it."""
+    rules = [rule.name for rule in rules_of_field(name)]
+    beside_muon = [rule for rule in SCALAR_OPTIMIZERS if name in fields_beside_muon(rule)]
+
+    def has(config: ConfigFields) -> bool:
+        is_beside = config.optimizer == "muon" and config.muon_scalar_optimizer in beside_muon
+        return is_beside or config.optimizer in rules
+
+    return ", ".join([_either(rules), *[f"or muon with {rule}" for rule in beside_muon]]), has
+
+
+_RULE_NEEDS = {name: _needed_rule(name) for name in RULE_FIELDS}
+_SECOND_MOMENT = [
+    rule.name
+    for rule in RULES.values()
+    if SECOND_DTYPE in [moment.dtype_field for moment in rule.moments]
+]
+
 _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
     "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "overlap_cpu_optimizer_d2h_h2d": (
@@ -147,35 +179,15 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         lambda c: c.fp16 and c.loss_scale is None,
     ),
     "hysteresis": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
-    "adam_beta1": (
-        "optimizer='adam' or 'lamb', or muon with adam",
-        lambda c: c.elementwise_rule in ("adam", "lamb"),
-    ),
-    "adam_beta2": (
-        "optimizer='adam' or 'lamb', or muon with adam",
-        lambda c: c.elementwise_rule in ("adam", "lamb"),
-    ),
-    "adam_eps": (
-        "optimizer='adam' or 'lamb', or muon with adam",
-        lambda c: c.elementwise_rule in ("adam", "lamb"),
-    ),
-    "decoupled_weight_decay": (
-        "optimizer='adam' or 'lamb'",
-        lambda c: c.optimizer in ("adam", "lamb"),
-    ),
-    "lion_beta1": ("optimizer='lion', or muon with lion", lambda c: c.elementwise_rule == "lion"),
-    "lion_beta2": ("optimizer='lion', or muon with lion", lambda c: c.elementwise_rule == "lion"),
-    "sgd_momentum": ("optimizer='sgd'", lambda c: c.optimizer == "sgd"),
-    "lamb_use_nvlamb": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
-    "lamb_grad_averaging": ("optimizer='lamb'", lambda c: c.optimizer == "lamb"),
+    **_RULE_NEEDS,
     "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
     "exp_avg_dtype": (
         "use_precision_aware_optimizer=True",
         lambda c: c.use_precision_aware_optimizer,
     ),
     "exp_avg_sq_dtype": (
-        "use_precision_aware_optimizer=True and optimizer='adam' or 'lamb'",
-        lambda c: c.use_precision_aware_optimizer and c.elementwise_rule in ("adam", "lamb"),
+        f"use_precision_aware_optimizer=True and {_either(_SECOND_MOMENT)}",
+        lambda c: c.use_precision_aware_optimizer and c.elementwise_rule in _SECOND_MOMENT,
     ),
     "store_param_remainders": (
         "use_precision_aware_optimizer=True",
@@ -213,21 +225,6 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         lambda c: c.is_distributed and not c.use_layer_wise_distributed_optimizer,
     ),
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
-    **{
-        name: ("optimizer='muon'", lambda c: c.optimizer == "muon")
-        for name in (
-            "muon_momentum",
-            "muon_use_nesterov",
-            "muon_split_qkv",
-            "muon_scale_mode",
-            "muon_extra_scale_factor",
-            "muon_fp32_matmul_prec",
-            "muon_num_ns_steps",
-            "muon_coefficient_type",
-            "muon_tp_mode",
-            "muon_scalar_optimizer",
-        )
-    },
 }
 """Fields that do something only in company: what they need, and whether a config has it."""
 
@@ -235,11 +232,11 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
 def _check_graph(config: ConfigFields) -> None:
     if not config.optimizer_cuda_graph:
         return
-    if config.optimizer == "muon":
+    if not RULES[config.optimizer].has_kernels:
         _fail(
             config,
             "optimizer_cuda_graph",
-            "muon's step is not captured; set optimizer_cuda_graph=False",
+            f"{config.optimizer}'s step is not captured; set optimizer_cuda_graph=False",
         )
     if config.fused_backend not in ("auto", "triton"):
         _fail(

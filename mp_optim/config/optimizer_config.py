@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mp_optim.config.combinations import check_config
-from mp_optim.config.field_checks import check_field, nearest
+from mp_optim.config.field_checks import check_field
+from mp_optim.config.field_kinds import nearest
 from mp_optim.config.fields import ConfigFields
 from mp_optim.config.other_names import elsewhere
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mp_optim.config.rules import rules_in_words
+
 __all__ = ["elsewhere"]
 
 _ELSEWHERE = {
@@ -19,8 +21,7 @@ _ELSEWHERE = {
     "config_logger_dir": "log dataclasses.asdict(config)",
     "muon_use_syrk": "products of matrices are torch's",
     "muon_nesterov": "it is called muon_use_nesterov here",
-    "adaptive_muon_": "optimizer is adam, sgd, lamb, lion or muon",
-    "soap_": "optimizer is adam, sgd, lamb, lion or muon",
+    **dict.fromkeys(("adaptive_muon_", "soap_"), f"optimizer is {rules_in_words()}"),
 }
 """Megatron's fields (or their beginnings) that this version has no use for, and what there is
 instead."""

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.config.rules import RULES
 from mp_optim.distributed import statements
 from mp_optim.distributed.param_shards import ParamShard, ParamWatcher, make_fragment
 from mp_optim.distributed.transport import Reducer, Transport, make_transport
@@ -178,7 +179,7 @@ class DistributedOptimizer(MegatronOptimizer):
             shard_groups=() if self._steps_everything else (self._group,),
             everything=self._steps_everything,
             keeps_shape=self._steps_everything or config.use_layer_wise_distributed_optimizer,
-            placed_alike=config.optimizer == "lamb",
+            placed_alike=RULES[config.optimizer].reads == "sums",
         )  # ranks meet in its reductions
 
     def _groups_of_fragments(self) -> list[dict[str, Any]]:

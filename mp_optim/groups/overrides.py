@@ -14,7 +14,8 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.field_checks import LARGEST
+from mp_optim.config.field_kinds import LARGEST
+from mp_optim.config.rules import RULES
 from mp_optim.groups.muon import MuonAssignment, is_embedding_or_output
 from mp_optim.slots.names import named_params
 
@@ -224,25 +225,6 @@ def _required_lr(config: OptimizerConfig) -> float:
     return config.lr
 
 
-_RULE_SETTINGS = {
-    "adam": ("eps", "betas"),
-    "lamb": ("eps", "betas"),
-    "lion": ("betas",),
-    "sgd": ("momentum",),
-    "muon": (
-        "eps",
-        "betas",
-        "momentum",
-        "nesterov",
-        "num_ns_steps",
-        "coefficient_type",
-        "scale_mode",
-        "extra_scale_factor",
-        "fp32_matmul_prec",
-        "tp_mode",
-        "qkv_split_shapes",
-    ),
-}
 _INSTEAD = {"lr": "max_lr", "weight_decay": "wd_mult, start_wd and end_wd"}
 
 
@@ -256,7 +238,7 @@ def _checked(config: OptimizerConfig, override: Mapping[str, Any]) -> dict[str, 
         "end_wd",
         "wd_mult",
         "lr_mult",
-        *_RULE_SETTINGS[config.optimizer],
+        *RULES[config.optimizer].overrides,
         "optimizer",
         "optimizer_cpu_offload",
         "fp16",
@@ -335,7 +317,7 @@ def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> Non
     Raises:
         ValueError: naming the group and the key.
     """
-    known = [*_SETTINGS_OF_ANY, *_RULE_SETTINGS[rule]]
+    known = [*_SETTINGS_OF_ANY, *RULES[rule].overrides]
     for name, value in group.items():
         if name not in known:
             near = _AS_ELSEWHERE.get(name) or next(

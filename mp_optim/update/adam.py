@@ -57,9 +57,6 @@ class FusedAdam(RuleOptimizer):
             StatePrecision(**precision),
         )
 
-    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
-
     def check_settings(self, group: dict[str, Any]) -> None:
         check_adam_settings(group)
 

@@ -16,6 +16,7 @@ from mp_optim.update.codecs import Noise
 __all__ = [
     "MAIN",
     "REMAINDER",
+    "SCALARS",
     "AdamScalars",
     "LambScalars",
     "LionScalars",
@@ -234,6 +235,15 @@ class LionScalars:
             fp32(lr),
             fp32(lr * float(group["weight_decay"])),
         )
+
+
+SCALARS: dict[str, Any] = {
+    "adam": AdamScalars,
+    "lamb": LambScalars,
+    "sgd": SgdScalars,
+    "lion": LionScalars,
+}
+"""What the method of a backend that carries out a rule takes, by rule."""
 
 
 def _bias_corrections(

@@ -76,9 +76,6 @@ class FusedLAMB(RuleOptimizer):
     def is_collective(self, update: SlotUpdate) -> bool:
         return bool(update.shard_groups)
 
-    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
-
     def check_settings(self, group: dict[str, Any]) -> None:
         check_adam_settings(group)
         check_setting("max_grad_norm", group["max_grad_norm"], NOT_NEGATIVE)

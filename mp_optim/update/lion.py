@@ -46,9 +46,6 @@ class Lion(RuleOptimizer):
             StatePrecision(**precision),
         )
 
-    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg",)
-
     def check_settings(self, group: dict[str, Any]) -> None:
         check_schedule(group)
         check_betas(group["betas"])

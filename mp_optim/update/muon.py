@@ -19,27 +19,22 @@ from mp_optim.config.muon import (
     coefficients,
     scale_factor,
 )
+from mp_optim.config.rules import RULES
 from mp_optim.config.setting_checks import FRACTION, POSITIVE, WHOLE, check_flags, check_setting
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.tensor_layout import Layout
 from mp_optim.update.backends import Backend
+from mp_optim.update.backends.interface import step_with
 from mp_optim.update.chunking import piece_elements
 from mp_optim.update.codecs import Noise, decode, encode_, join, split_
-from mp_optim.update.kernel_args import (
-    REMAINDER,
-    AdamScalars,
-    LionScalars,
-    TensorLists,
-    fp32,
-    scale_key,
-)
+from mp_optim.update.kernel_args import REMAINDER, TensorLists, fp32, scale_key
 from mp_optim.update.newton_schulz import orthogonalize
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
 from mp_optim.update.state_format import StatePrecision
 
 __all__ = ["Muon"]
 
-MOMENTUM = "momentum_buffer"
+(MOMENTUM,) = RULES["muon"].moment_names
 _CHOICES = {
     "coefficient_type": COEFFICIENT_TYPES,
     "scale_mode": SCALE_MODES,
@@ -127,8 +122,7 @@ class Muon(RuleOptimizer):
         )
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        kept = {"muon": (MOMENTUM,), "lion": ("exp_avg",), "adam": ("exp_avg", "exp_avg_sq")}
-        return kept[group["optimizer"]]
+        return RULES[group["optimizer"]].moment_names
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_range(
@@ -175,17 +169,12 @@ class Muon(RuleOptimizer):
         multiplier: float | Tensor,
         updates: SlotUpdates,
     ) -> None:
-        if group["optimizer"] == "adam":
-            backend.adam(lists, AdamScalars.at(group, step), multiplier)
-        elif group["optimizer"] == "lion":
-            backend.lion(lists, LionScalars.at(group, step), multiplier)
-        else:
-            rule, lists = (
-                _Rule.of(group),
-                lists.in_place(),
-            )  # the backend may read a source; this does not
-            for index in range(len(lists.main)):
-                _step(rule, _Matrices.of(lists, index), float(multiplier), updates[index].layout)
+        if group["optimizer"] != "muon":
+            step_with(backend, group["optimizer"], lists, group, step, multiplier)
+            return
+        rule, lists = _Rule.of(group), lists.in_place()  # kernels may read a source; this does not
+        for index in range(len(lists.main)):
+            _step(rule, _Matrices.of(lists, index), float(multiplier), updates[index].layout)
 
 
 def _check_matrices(group: Mapping[str, Any]) -> None:

@@ -101,8 +101,6 @@ class RuleOptimizer(RuleState):
             so.
     """
 
-    rule = "custom"
-    """The rule's name in the config."""
     needs_numbers = True
     """Whether :meth:`apply` works with the multiplier itself, rather than hand it to a backend."""
 

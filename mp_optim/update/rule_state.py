@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.config.rules import RULES
 from mp_optim.process.host_memory import Form, as_tensor, beside, zeros
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, local_tensor
@@ -45,9 +46,12 @@ class RuleState(SlotOptimizer):
 
     # -- what a rule provides -------------------------------------------------------------------
 
-    @abstractmethod
+    rule = "custom"
+    """The rule's name in the config, where it has one."""
+
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the moments the rule keeps under a group's settings."""
+        return RULES[self.rule].moment_names
 
     @abstractmethod
     def check_settings(self, group: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ class SGD(RuleOptimizer):
         )
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] else ()
+        return super().moments(group) if group["momentum"] else ()
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_schedule(group)

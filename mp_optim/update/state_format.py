@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.config.rules import moment_of
 from mp_optim.process.host_memory import Form, zeros
 from mp_optim.slots.optimizer import check_fits
 from mp_optim.update.codecs import (
@@ -86,9 +87,8 @@ class StatePrecision:
 
     def stored_dtype(self, moment: str) -> torch.dtype:
         """Dtype of the stored tensor of a moment."""
-        return stored_dtype(
-            moment, self.exp_avg_sq_dtype if moment == SECOND else self.exp_avg_dtype
-        )
+        source = moment_of(moment).dtype_field
+        return torch.float32 if source is None else stored_dtype(moment, getattr(self, source))
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the main param of a parameter."""

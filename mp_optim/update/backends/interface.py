@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from mp_optim.update.kernel_args import (
+    SCALARS,
     AdamScalars,
     LambScalars,
     LionScalars,
@@ -15,7 +16,7 @@ from mp_optim.update.kernel_args import (
     TensorLists,
 )
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "step_with"]
 
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
@@ -64,3 +65,17 @@ class Backend(Protocol):
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP64, shape (n,)."""
         ...
+
+
+def step_with(
+    backend: Backend,
+    rule: str,
+    lists: TensorLists,
+    group: Mapping[str, Any],
+    step: int,
+    multiplier: Multiplier,
+) -> None:
+    """Let a backend carry out a rule for whole parameters: the method of the rule's name does, with
+    scalars of a param group at step ``step`` >= 1."""
+    method: Callable[..., None] = getattr(backend, rule)
+    method(lists, SCALARS[rule].at(group, step), multiplier)

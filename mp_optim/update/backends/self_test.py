@@ -5,23 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mp_optim.config.capabilities import CAPABILITIES, Capability
+from mp_optim.config.rules import RULES
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.update.backends.interface import Backend
+from mp_optim.update.backends.interface import Backend, step_with
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.kernel_args import (
-    REMAINDER,
-    AdamScalars,
-    LambScalars,
-    LionScalars,
-    SgdScalars,
-    TensorLists,
-)
+from mp_optim.update.kernel_args import REMAINDER, TensorLists
 
 __all__ = [
     "BFLOAT16_MOMENTS",
@@ -44,25 +37,7 @@ BFLOAT16_MOMENTS, REMAINDERS = "bfloat16 moments", "remainders"
 """Forms of state beside FP32 that a proof tries."""
 
 _LR = 0.01
-_GROUP: dict[str, Any] = {
-    "lr": _LR,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "bias_correction": True,
-    "adam_w_mode": True,
-    "grad_averaging": True,
-    "use_nvlamb": False,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": False,
-}
-_STATE = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "lamb": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "sgd": ("momentum_buffer",),
-}
+_SETTINGS = {"lr": _LR, "weight_decay": 0.1}
 _SIZES = (0, 1, 257, 1500)
 
 
@@ -167,20 +142,13 @@ def _lists(
     return TensorLists(
         mains,
         [_values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)],
-        {key: [torch.zeros_like(main) for main in mains] for key in _STATE[rule]},
+        {key: [torch.zeros_like(main) for main in mains] for key in RULES[rule].moment_names},
         [None if output is None else torch.zeros_like(main, dtype=output) for main in mains],
     )
 
 
 def _step(backend: Backend, rule: str, lists: TensorLists, step: int, multiplier: float) -> None:
-    if rule == "adam":
-        backend.adam(lists, AdamScalars.at(_GROUP, step), multiplier)
-    elif rule == "lamb":
-        backend.lamb(lists, LambScalars.at(_GROUP, step), multiplier)
-    elif rule == "sgd":
-        backend.sgd(lists, SgdScalars.at(_GROUP, step), multiplier)
-    else:
-        backend.lion(lists, LionScalars.at(_GROUP, step), multiplier)
+    step_with(backend, rule, lists, {**_SETTINGS, **RULES[rule].sample}, step, multiplier)
 
 
 def _cases(rules: Sequence[str]) -> Iterator[tuple[str, torch.dtype, torch.dtype | None, float]]:

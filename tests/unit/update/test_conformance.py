@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mp_optim.config.capabilities import CAPABILITIES, RULES, Capability
+from mp_optim.config.capabilities import CAPABILITIES, Capability
+from mp_optim.config.rules import KERNEL_RULES
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
 from mp_optim.update.backends import Backend
@@ -154,7 +155,7 @@ def take_step(
 
 
 @pytest.mark.parametrize(
-    ("rule", "settings"), [(rule, s) for rule in RULES for s in SETTINGS[rule]], ids=str
+    ("rule", "settings"), [(rule, s) for rule in KERNEL_RULES for s in SETTINGS[rule]], ids=str
 )
 def test_every_rule_and_dtype(candidate: Candidate, rule: str, settings: dict[str, Any]) -> None:
     group = BASE | settings
@@ -216,7 +217,7 @@ def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remaind
     candidate.check(found)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", KERNEL_RULES)
 def test_nothing_and_tensors_of_no_elements(candidate: Candidate, rule: str) -> None:
     for sizes in ((), (0,), (0, 0), (5, 0), (0, 5)):
         ours, theirs = (lists_of(rule, candidate.device, sizes=sizes) for _ in range(2))

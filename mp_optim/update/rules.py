@@ -1,0 +1,57 @@
+"""The class of each rule, and a config as its hyperparameters. What else is to be said of a rule
+stands in :mod:`mp_optim.config.rules`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.config.rules import RULES
+from mp_optim.update.adam import FusedAdam
+from mp_optim.update.lamb import FusedLAMB
+from mp_optim.update.lion import Lion
+from mp_optim.update.muon import Muon
+from mp_optim.update.rule import RuleOptimizer
+from mp_optim.update.sgd import SGD
+
+__all__ = ["CLASSES", "construction_of", "settings_of"]
+
+CLASSES: dict[str, type[RuleOptimizer]] = {
+    "adam": FusedAdam,
+    "lamb": FusedLAMB,
+    "sgd": SGD,
+    "lion": Lion,
+    "muon": Muon,
+}
+assert CLASSES.keys() == RULES.keys()
+
+
+def settings_of(config: OptimizerConfig) -> dict[str, Any]:
+    """The hyperparameters of the config's rule, as its class takes them."""
+    rule, scalar = RULES[config.optimizer], RULES[config.elementwise_rule]
+    sources = dict(rule.settings)
+    if scalar is not rule:
+        sources |= {name: scalar.settings[name] for name in scalar.beside_muon}
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **rule.fixed}
+    for name, source in sources.items():
+        if isinstance(source, str):
+            settings[name] = getattr(config, source)
+        else:
+            settings[name] = tuple(getattr(config, part) for part in source)
+    return settings
+
+
+def construction_of(config: OptimizerConfig) -> dict[str, Any]:
+    """What else the class of the config's rule is constructed with: what carries it out, and how it
+    stores state."""
+    sources = RULES[config.optimizer].construction
+    return {
+        "backend": config.fused_backend,
+        "exp_avg_dtype": config.exp_avg_dtype,
+        "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
+        "store_param_remainders": config.keeps_remainders,
+        "param_remainder_bits": config.param_remainder_bits,
+        "stochastic_rounding": config.stochastic_rounding,
+        "seed": config.stochastic_rounding_seed,
+        **{name: getattr(config, source) for name, source in sources.items()},
+    }
