@@ -56,7 +56,7 @@ class SaveHandle:
 
         Raises:
             TimeoutError: it was not done in time; it goes on.
-            Exception: why it failed. A failure nobody waited for is raised by the next save.
+            Exception: why it failed. A failure that no call waited for is raised by the next save.
         """
         try:
             path = self._future.result(timeout)
@@ -91,7 +91,7 @@ def finish_previous() -> None:
     """Wait for the save in the background, if there is one.
 
     Raises:
-        RuntimeError: it failed and nobody has heard of it.
+        RuntimeError: it failed and no call has raised that yet.
     """
     if _previous:
         _previous.pop()._settle()

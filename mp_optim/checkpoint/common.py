@@ -73,10 +73,10 @@ def read_common(version: Path, manifest: Manifest) -> dict[str, Any]:
     """
     content = read_checked(version, manifest, COMMON)
     try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        if not isinstance(found, dict) or not found.keys() >= _PARTS:
+        common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if not isinstance(common, dict) or not common.keys() >= _PARTS:
             raise ValueError(f"it has no {sorted(_PARTS)}")
-        for group in (found["optimizer"] or {"param_groups": ()})["param_groups"]:
+        for group in (common["optimizer"] or {"param_groups": ()})["param_groups"]:
             if len(group["params"]) != len(set(group["param_names"])):
                 raise ValueError("a param group has not one name for each parameter")
     except Exception as error:  # damage raises anything
@@ -84,7 +84,7 @@ def read_common(version: Path, manifest: Manifest) -> dict[str, Any]:
         raise ValueError(
             f"{version / COMMON} is damaged or no plain data: {type(error).__name__}: {first}"
         ) from error
-    return found
+    return common
 
 
 def _merged(
@@ -95,8 +95,8 @@ def _merged(
     result = list(groups)
     seen = {name for group in groups for name in group["param_names"]}
     start = sum(len(group["params"]) for group in groups)
-    for theirs in others:
-        for group in theirs:
+    for groups_of_rank in others:
+        for group in groups_of_rank:
             new = [at for at, name in enumerate(group["param_names"]) if name not in seen]
             if new:
                 result.append(

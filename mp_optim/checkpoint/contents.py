@@ -100,11 +100,11 @@ class Difference:
 def compare(a: Contents, b: Contents) -> Iterator[Difference]:
     """The entries of two checkpoints, by name; two tensors in memory at a time."""
     for name in sorted(a.entries.keys() | b.entries.keys()):
-        ours, theirs = a.entries.get(name), b.entries.get(name)
-        if ours is None or theirs is None:
-            yield Difference(name, "only in a" if theirs is None else "only in b")
-        elif ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            yield Difference(name, "shape" if ours.shape != theirs.shape else "dtype")
+        entry, other = a.entries.get(name), b.entries.get(name)
+        if entry is None or other is None:
+            yield Difference(name, "only in a" if other is None else "only in b")
+        elif entry.shape != other.shape or entry.dtype != other.dtype:
+            yield Difference(name, "shape" if entry.shape != other.shape else "dtype")
         else:
             yield _difference(name, a.read(name).reshape(-1), b.read(name).reshape(-1))
 

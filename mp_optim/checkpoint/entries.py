@@ -252,7 +252,7 @@ def state_by_index(
 def check_entries(
     where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
 ) -> None:
-    """Raise ValueError listing what a checkpoint lacks, what nobody wants, and what is of another
+    """Raise ValueError listing what a checkpoint lacks, what is not wanted, and what is of another
     shape or dtype.
 
     Args:
@@ -279,10 +279,10 @@ def check_entries(
         "of another dtype": dtypes,
     }
     if any(problems.values()):
-        listed = ", ".join(f"{kind} {_some(found)}" for kind, found in problems.items() if found)
+        listed = ", ".join(f"{kind} {_some(names)}" for kind, names in problems.items() if names)
         raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
 
 
-def _some(found: list[str]) -> str:
-    rest = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"{found[:_SHOWN]}{rest}"
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{names[:_SHOWN]}{rest}"

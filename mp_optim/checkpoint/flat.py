@@ -76,12 +76,12 @@ def _boxes(
         return _boxes(
             shape[1:], (*outer, last), begin - last * inner, end - last * inner, base + last * inner
         )
-    found = []
+    boxes = []
     if begin < first * inner:
         row = first - 1
-        found += _boxes(shape[1:], (*outer, row), begin - row * inner, inner, base + row * inner)
+        boxes += _boxes(shape[1:], (*outer, row), begin - row * inner, inner, base + row * inner)
     if first < last:
-        found.append(
+        boxes.append(
             Box(
                 (*outer, first) + (0,) * (len(shape) - 1),
                 (*ones, last - first, *shape[1:]),
@@ -89,8 +89,8 @@ def _boxes(
             )
         )
     if last * inner < end:
-        found += _boxes(shape[1:], (*outer, last), 0, end - last * inner, base + last * inner)
-    return found
+        boxes += _boxes(shape[1:], (*outer, last), 0, end - last * inner, base + last * inner)
+    return boxes
 
 
 class FlatShard(Tensor):

@@ -2,8 +2,8 @@
 is believed.
 
 A tensor is saved in boxes. The elements of a box are raw bytes in row-major order, so a reader
-needs no unpickler. Every file of tensors is summed up in blocks: whoever reads a part of it can
-tell damage before anything is replaced.
+needs no unpickler. Every file of tensors is summed up in blocks: a reader of a part of it can tell
+damage before anything is replaced.
 """
 
 from __future__ import annotations
@@ -124,15 +124,15 @@ def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
         files = plain["files"]
         sums = dict(zip(files, plain["crc32"], strict=True))
         _check_sums(sums, sizes)
-        entries = {name: _entry(name, found, files) for name, found in plain["entries"].items()}
+        entries = {name: _entry(name, entry, files) for name, entry in plain["entries"].items()}
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     check_saved(entries, sizes)
     return Index(entries, sums)
 
 
-def _entry(name: str, found: Any, files: list[str]) -> Saved:
-    dtype_name, plain_shape, *where = found
+def _entry(name: str, plain: Any, files: list[str]) -> Saved:
+    dtype_name, plain_shape, *where = plain
     dtype = _dtype(dtype_name)
     shape = _shape(tuple(plain_shape))
     if len(where) == 2:

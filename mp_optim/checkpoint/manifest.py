@@ -82,11 +82,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(
             f"{path} is not of format {_FORMAT}: it was written by another version of mp_optim"
         )
-    found = {name: _size(inside(folder, name, str(path))) for name in files}
+    sizes = {name: _size(inside(folder, name, str(path))) for name in files}
     wrong = [
-        f"{name}: {found[name]}, expected {entry.bytes}"
+        f"{name}: {sizes[name]}, expected {entry.bytes}"
         for name, entry in files.items()
-        if found[name] != entry.bytes
+        if sizes[name] != entry.bytes
     ]
     if wrong:
         raise ValueError(f"{folder} is damaged; bytes of its files: {'; '.join(wrong)}")

@@ -47,18 +47,18 @@ def as_metadata(index: Index, folder: Path) -> bytes:
     ] = {}
     for name, saved in index.entries.items():
         cut = tuple((box.offsets, box.sizes) for box in saved.boxes)
-        found = alike.get((saved.dtype, saved.shape, cut))
-        if found is None:
+        metadata = alike.get((saved.dtype, saved.shape, cut))
+        if metadata is None:
             chunks = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                 for offsets, sizes in cut
             ]
-            found = TensorStorageMetadata(
+            metadata = TensorStorageMetadata(
                 TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks
             )
-            alike[saved.dtype, saved.shape, cut] = found
-        tensors[name] = found
-        for number, (box, chunk) in enumerate(zip(saved.boxes, found.chunks, strict=True)):
+            alike[saved.dtype, saved.shape, cut] = metadata
+        tensors[name] = metadata
+        for number, (box, chunk) in enumerate(zip(saved.boxes, metadata.chunks, strict=True)):
             before = len(header(saved.dtype, box.sizes))
             where[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(
                 box.file, box.start - before, box.length + before
@@ -145,8 +145,8 @@ def from_metadata(content: bytes, sizes: Mapping[str, int]) -> Index:
             for held in [_content(key, "MetadataIndex")]
         }
         entries = {
-            name: _saved(name, _content(found, "TensorStorageMetadata"), where)
-            for name, found in plain["state_dict_metadata"].items()
+            name: _saved(name, _content(record, "TensorStorageMetadata"), where)
+            for name, record in plain["state_dict_metadata"].items()
         }
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
@@ -156,21 +156,21 @@ def from_metadata(content: bytes, sizes: Mapping[str, int]) -> Index:
     return Index(entries, None)
 
 
-def _content(found: Any, kind: str) -> dict[str, Any]:
-    content = getattr(found, "content", None)
-    if type(found).__name__ != kind or not isinstance(content, dict):
-        raise ValueError(f"it has {type(found).__name__} where {kind} belongs")
+def _content(record: Any, kind: str) -> dict[str, Any]:
+    content = getattr(record, "content", None)
+    if type(record).__name__ != kind or not isinstance(content, dict):
+        raise ValueError(f"it has {type(record).__name__} where {kind} belongs")
     return content
 
 
-def _saved(name: str, found: Mapping[str, Any], where: Mapping[Any, Mapping[str, Any]]) -> Saved:
+def _saved(name: str, record: Mapping[str, Any], where: Mapping[Any, Mapping[str, Any]]) -> Saved:
     if not isinstance(name, str):
         raise ValueError(f"it has an entry called {name!r}")
-    dtype = found["properties"].content[0]
+    dtype = record["properties"].content[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has the dtype {dtype!r}")
     boxes = []
-    for chunk in found["chunks"]:
+    for chunk in record["chunks"]:
         held = _content(chunk, "ChunkStorageMetadata")
         info = where[name, held["offsets"]]
         if info.get("transform_descriptors") or not is_plain_name(info["relative_path"]):
@@ -186,4 +186,4 @@ def _saved(name: str, found: Mapping[str, Any], where: Mapping[Any, Mapping[str,
                 info["length"],
             )
         )
-    return Saved(dtype, tuple(found["size"]), boxes)
+    return Saved(dtype, tuple(record["size"]), boxes)

@@ -49,11 +49,12 @@ class Holding:
 
     def sheets(self) -> dict[bytes, tuple[Whole, ...]]:
         """What it holds whole, in sheets by what names begin with; by digest."""
-        found: dict[str, list[Whole]] = {}
+        sheets_by_key: dict[str, list[Whole]] = {}
         for entry in self.whole:
-            found.setdefault(entry.name.partition(".")[0], []).append(entry)
+            sheets_by_key.setdefault(entry.name.partition(".")[0], []).append(entry)
         return {
-            hashlib.sha256(repr(sheet).encode()).digest(): tuple(sheet) for sheet in found.values()
+            hashlib.sha256(repr(sheet).encode()).digest(): tuple(sheet)
+            for sheet in sheets_by_key.values()
         }
 
 

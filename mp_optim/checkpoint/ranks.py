@@ -90,31 +90,31 @@ class Ranks:
         """Everybody's value, in order, on the first rank; an empty list on the others."""
         if self.group is None:
             return [value]
-        found: list[Any] | None = [None] * self.size if self.is_first else None
-        self._call(lambda: dist.gather_object(value, found, dst=self._first(), group=self.group))
-        return found or []
+        values: list[Any] | None = [None] * self.size if self.is_first else None
+        self._call(lambda: dist.gather_object(value, values, dst=self._first(), group=self.group))
+        return values or []
 
     def scatter(self, values: list[T]) -> T:
         """The first rank's list, one item for each rank."""
         if self.group is None:
             return values[0]
-        found: list[Any] = [None]
+        received: list[Any] = [None]
         self._call(
             lambda: dist.scatter_object_list(
-                found, values if self.is_first else None, src=self._first(), group=self.group
+                received, values if self.is_first else None, src=self._first(), group=self.group
             )
         )
-        item: T = found[0]
+        item: T = received[0]
         return item
 
     def broadcast(self, value: T | None) -> T:
         """The first rank's value."""
-        found: list[Any] = [value]
+        received: list[Any] = [value]
         if self.group is not None:
             self._call(
-                lambda: dist.broadcast_object_list(found, src=self._first(), group=self.group)
+                lambda: dist.broadcast_object_list(received, src=self._first(), group=self.group)
             )
-        item: T = found[0]
+        item: T = received[0]
         return item
 
     def union(self, names: set[str]) -> set[str]:
@@ -135,10 +135,10 @@ class Ranks:
         if self.group is None:
             return [work()]
         result, failure = _attempt(work)
-        found = self.gather((None if failure else result, _told(self.rank, failure)))
-        told = self.broadcast([message for _, message in found if message])
+        results = self.gather((None if failure else result, _told(self.rank, failure)))
+        told = self.broadcast([message for _, message in results if message])
         self._raise(what, failure, told)
-        return [value for value, _ in found]  # type: ignore[misc]
+        return [value for value, _ in results]  # type: ignore[misc]
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """The first rank works, everybody gets the result.

@@ -83,10 +83,10 @@ class Reading:
             self._each(lambda file, copy: _read(file, copy, self.version))
 
     def _by_file(self) -> dict[str, list[_Copy]]:
-        found: dict[str, list[_Copy]] = {}
+        copies: dict[str, list[_Copy]] = {}
         for copy in self.copies:
-            found.setdefault(copy.box.file, []).append(copy)
-        return found
+            copies.setdefault(copy.box.file, []).append(copy)
+        return copies
 
     def _each(self, work: Callable[[BinaryIO, _Copy], object]) -> None:
         for name, copies in self._by_file().items():
@@ -216,7 +216,7 @@ def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
     """Elements of a box that ``torch.save`` wrote."""
     file.seek(copy.box.start)
     try:
-        found = torch.load(
+        tensor = torch.load(
             io.BytesIO(file.read(copy.box.length)), map_location="cpu", weights_only=True
         )
     except Exception as error:  # damage raises anything; whatever is no plain tensor, too
@@ -224,7 +224,7 @@ def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
             f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
             f"{copy.box.start + copy.box.length} are no tensor ({type(error).__name__})"
         ) from error
-    right = isinstance(found, Tensor) and (found.dtype, tuple(found.shape)) == (
+    right = isinstance(tensor, Tensor) and (tensor.dtype, tuple(tensor.shape)) == (
         copy.target.dtype,
         copy.box.sizes,
     )
@@ -233,4 +233,4 @@ def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
             f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
             f"{copy.box.start + copy.box.length} are another tensor than .metadata says"
         )
-    return _narrowed(found, copy, from_dim=0)
+    return _narrowed(tensor, copy, from_dim=0)

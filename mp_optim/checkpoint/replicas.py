@@ -60,10 +60,10 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
     compared = ranks.broadcast(
         to_compare(told, {kind: names[rank] for kind, rank in kinds.items()})
     )
-    found = ranks.gather(
+    digests = ranks.gather(
         {name: _digest([param]) for name, param in plain.items() if name in compared}
     )
-    ranks.first("comparing the ranks' parameters", lambda: _compare(found))
+    ranks.first("comparing the ranks' parameters", lambda: _compare(digests))
 
 
 def told_of(plain: Mapping[str, Tensor]) -> Told:
@@ -103,9 +103,9 @@ def _digest(params: Collection[Tensor]) -> bytes:
     return digest.digest()[:16]
 
 
-def _compare(found: Sequence[Mapping[str, bytes]]) -> None:
+def _compare(digests_of_ranks: Sequence[Mapping[str, bytes]]) -> None:
     first: dict[str, tuple[int, bytes]] = {}
-    for rank, digests in enumerate(found):
+    for rank, digests in enumerate(digests_of_ranks):
         for name, digest in digests.items():
             other, expected = first.setdefault(name, (rank, digest))
             if digest != expected:

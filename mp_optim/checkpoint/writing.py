@@ -120,7 +120,7 @@ class Writing:
 
     @uncollected()
     def write(self) -> Part:
-        """Write this rank's file, synced. Talks to nobody."""
+        """Write this rank's file, synced. No communication."""
         name = f"__{self.rank}_0.distcp"
         if not self.items:
             return Part(name)

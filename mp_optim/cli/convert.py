@@ -62,10 +62,10 @@ def _names(path: Path | None) -> list[str] | None:
 
 def _loaded(options: Options) -> Any:
     """What is in the source file; plain data and tensors, or nothing is read."""
-    found = torch.load(options.source, map_location="cpu", weights_only=True)
+    content = torch.load(options.source, map_location="cpu", weights_only=True)
     for part in filter(None, options.key.split(".")):
-        found = found[part]
-    return found
+        content = content[part]
+    return content
 
 
 def read(options: Options) -> foreign.ForeignState:
@@ -77,17 +77,19 @@ def read(options: Options) -> foreign.ForeignState:
         return foreign.from_checkpoint(options.source)
     if options.source_format == "mp_optim":
         return foreign.from_file(options.source)
-    found = _loaded(options)
+    content = _loaded(options)
     if options.source_format == "apex":
-        return foreign.from_apex(found["optimizer"], found.get("masters"), names)
+        return foreign.from_apex(content["optimizer"], content.get("masters"), names)
     if options.source_format == "megatron":
         if names is None:
             raise ValueError("Megatron's state has no names: pass --names")
-        return foreign.from_megatron(found, names, fp32_names=options.fp32_names, step=options.step)
+        return foreign.from_megatron(
+            content, names, fp32_names=options.fp32_names, step=options.step
+        )
     masters: Mapping[str, torch.Tensor] | None = None
     if options.masters is not None:
         masters = torch.load(options.masters, map_location="cpu", weights_only=True)
-    return foreign.from_torch(found, names, masters=masters, step=options.step)
+    return foreign.from_torch(content, names, masters=masters, step=options.step)
 
 
 def write(state: foreign.ForeignState, options: Options) -> None:
@@ -108,7 +110,7 @@ def main(options: Options) -> None:
     if options.strip_prefix:
         state = state.renamed(lambda name: name.removeprefix(options.strip_prefix))
     write(state, options)
-    elements = sum(value.numel() for found in state.state.values() for value in found.values())
+    elements = sum(value.numel() for tensors in state.state.values() for value in tensors.values())
     print(
         f"{len(state.names)} parameters, {elements:,} elements of state: {options.source} -> "
         f"{options.target}"

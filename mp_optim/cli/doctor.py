@@ -23,8 +23,8 @@ Table = list[list[str]]
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found: facts as (name, value), backends with a heading, what ``auto`` takes
-    where, and code."""
+    """What there is on this machine: facts as (name, value), backends with a heading, what ``auto``
+    takes where, and code."""
 
     facts: Table
     backends: Table
@@ -48,8 +48,8 @@ def _accelerator() -> torch.device | None:
 
 
 def _devices() -> list[torch.device]:
-    found = _accelerator()
-    return [torch.device("cpu"), *([found] if found else [])]
+    accelerator = _accelerator()
+    return [torch.device("cpu"), *([accelerator] if accelerator else [])]
 
 
 def _auto(device: torch.device) -> list[str]:
@@ -120,12 +120,12 @@ def _accelerators() -> Table:
         ]
     rows = []
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         rows.append(
             [
                 f"cuda:{index}",
-                f"{found.name}, {found.total_memory / 2**30:.1f} GiB, compute capability "
-                f"{found.major}.{found.minor}",
+                f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, compute capability "
+                f"{properties.major}.{properties.minor}",
             ]
         )
     return [*rows, ["pinned memory", _pinned()]]

@@ -91,17 +91,16 @@ def diff(command: Diff, console: Console) -> int:
         title=f"{command.a} against {command.b}",
     )
     equal = different = 0
-    for found in compare(open_checkpoint(command.a), open_checkpoint(command.b)):
+    for difference in compare(open_checkpoint(command.a), open_checkpoint(command.b)):
         equal, different = (
-            (equal + 1, different) if found.what == "equal" else (equal, different + 1)
+            (equal + 1, different) if difference.what == "equal" else (equal, different + 1)
         )
-        if found.what == "values":
-            ulps = "" if found.ulps is None else str(found.ulps)
-            table.add_row(
-                found.name, found.what, str(found.differing), f"{found.largest:.6g}", ulps
-            )
-        elif found.what != "equal" or command.all:
-            table.add_row(found.name, found.what, "", "", "")
+        if difference.what == "values":
+            ulps = "" if difference.ulps is None else str(difference.ulps)
+            sizes = (str(difference.differing), f"{difference.largest:.6g}", ulps)
+            table.add_row(difference.name, difference.what, *sizes)
+        elif difference.what != "equal" or command.all:
+            table.add_row(difference.name, difference.what, "", "", "")
     if table.rows:
         console.print(table)
     console.print(f"{equal} entries equal to the bit, {different} different", highlight=False)

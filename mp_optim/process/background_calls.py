@@ -39,7 +39,7 @@ class _Thread:
 def _carry_out(result: Future[T], work: Callable[[], T]) -> None:
     try:
         result.set_result(work())
-    except BaseException as error:  # whoever waits for it raises it
+    except BaseException as error:  # the caller that waits for it raises it
         result.set_exception(error)
 
 

@@ -107,7 +107,9 @@ def quantize_weights(
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             other = owners.setdefault(id(param), f"{path}.{name}")
-            if other != f"{path}.{name}" and any(param is mine for *_, mine in chosen):
+            if other != f"{path}.{name}" and any(
+                param is other_param for *_, other_param in chosen
+            ):
                 raise TypeError(f"{path}.{name} is tied to {other}: leave it out by select=")
     return [
         _quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen

@@ -35,15 +35,15 @@ def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str 
         counts, key=lambda lines: (counts[lines], -[tuple(d) for d in described].index(lines))
     )
     reference = ranks[[tuple(lines) for lines in described].index(common)]
-    found = []
+    differences = []
     for rank, lines in zip(ranks, described, strict=True):
         if tuple(lines) == common:
             continue
         longest = max(len(lines), len(common))
         padded = [[*side, *["nothing"] * (longest - len(side))] for side in (lines, common)]
         here, there = next((a, b) for a, b in zip(*padded, strict=True) if a != b)
-        found.append(f"rank {rank} has {here!r} where rank {reference} has {there!r}")
-    return "; ".join(found) or None
+        differences.append(f"rank {rank} has {here!r} where rank {reference} has {there!r}")
+    return "; ".join(differences) or None
 
 
 def check_agreement(group: ProcessGroup, lines: Sequence[str], what: str) -> None:
@@ -53,8 +53,8 @@ def check_agreement(group: ProcessGroup, lines: Sequence[str], what: str) -> Non
         ValueError: on every rank, naming those that differ and how.
     """
     digests: list[str] = [""] * group.size()
-    mine = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    call(group, lambda: dist.all_gather_object(digests, mine, group=group))
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    call(group, lambda: dist.all_gather_object(digests, digest, group=group))
     if len(set(digests)) == 1:
         return
     described: list[Sequence[str]] = [()] * group.size()

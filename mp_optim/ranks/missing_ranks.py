@@ -1,10 +1,10 @@
 """Who is missing, where ranks communicate: an error that names the ranks that are gone, within
 seconds, and no others.
 
-In a ring only the neighbours of a dead process notice that it is gone. So whoever notices leaves a
-note in the store through which the processes found each other, whoever waits looks for such a note
-now and then, and who is gone is asked of the processes' kernels (:mod:`mp_optim.ranks.presence`),
-not inferred from who is late.
+In a ring only the neighbours of a dead process notice that it is gone. So a rank that notices leaves
+a note in the store through which the processes met, and a rank that waits looks for such a note now
+and then. Which process is gone is asked of its kernel (:mod:`mp_optim.ranks.presence`), not
+inferred from who is late.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _raise_if_noticed(group: ProcessGroup) -> None:
-    """Look for a note in a thread: whoever keeps the store may be stopped, and then nobody
-    answers."""
+    """Look for a note in a thread: the process that keeps the store may be stopped, and then the
+    question has no answer."""
     if any(not look.done() for look in _looks):
         return
     look = in_background(lambda: _is_noticed(group))
@@ -169,8 +169,8 @@ def _raise_if_noticed(group: ProcessGroup) -> None:
 
 def _is_noticed(group: ProcessGroup) -> bool:
     try:
-        found: bool = _get_default_store().check([_failed(group, "any")])
-        return found
+        noticed: bool = _get_default_store().check([_failed(group, "any")])
+        return noticed
     except RuntimeError:  # the store is gone, and the rank that kept it
         return True
 
@@ -202,7 +202,7 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
 
 
 def _tell_of_failure(group: ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError):  # the store is gone, and so is whoever could read it
+    with contextlib.suppress(RuntimeError):  # the store is gone, and its readers with it
         _get_default_store().set(_failed(group, "any"), "failed")
 
 
@@ -242,8 +242,8 @@ def _gone(ranks: Iterable[int]) -> list[int]:
 def _by_notes(group: ProcessGroup, doing: str, noticed: set[int]) -> str:
     """Who is missing by the notes in the store; empty if it is gone.
 
-    A rank that is well and busy somewhere else gets time to come here: whoever ended earlier would
-    look gone to it.
+    A rank that is well and busy somewhere else gets time to come here: a rank that ended earlier
+    would look gone to it.
 
     Args:
         noticed: gets those who left a note.

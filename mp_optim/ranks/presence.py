@@ -18,7 +18,7 @@ from pathlib import Path
 __all__ = ["Address", "exists", "own_address"]
 
 _BACKLOG = 4096
-"""Connections that nobody accepts: as many ranks can ask."""
+"""Connections that are never accepted: as many ranks can ask."""
 _SECONDS = 2.0
 """For an answer from another machine."""
 

@@ -28,10 +28,10 @@ def from_apex(
     Raises:
         ValueError: names, groups and masters do not fit each other.
     """
-    found = positional_state(state_dict, names)
+    foreign = positional_state(state_dict, names)
     if masters is None:
-        return found
-    counts = [len(group.names) for group in found.groups]
+        return foreign
+    counts = [len(group.names) for group in foreign.groups]
     if [len(group) for group in masters] != counts:
         raise ValueError(
             f"masters of {[len(group) for group in masters]} parameters for groups of {counts} "
@@ -40,14 +40,14 @@ def from_apex(
         )
     copies = {
         name: tensor
-        for group, tensors in zip(found.groups, masters, strict=True)
+        for group, tensors in zip(foreign.groups, masters, strict=True)
         for name, tensor in zip(group.names, tensors, strict=True)
         if tensor is not None
     }
     return ForeignState(
-        found.groups,
+        foreign.groups,
         {
             name: {**state, **({MASTER: copies[name]} if name in copies else {})}
-            for name, state in found.state.items()
+            for name, state in foreign.state.items()
         },
     )

@@ -34,7 +34,7 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
 
     Raises:
         FileNotFoundError: there is no universal checkpoint.
-        ValueError: files are missing or hold something else, listing them; or nobody knows the
+        ValueError: files are missing or hold something else, listing them; or no file says the
             step.
     """
     root = Path(folder) / "zero"

@@ -42,13 +42,13 @@ def from_file(path: str | os.PathLike[str]) -> ForeignState:
     Raises:
         ValueError: it is another kind of file.
     """
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is no file that mp_optim.cli.convert wrote for mp_optim")
     groups = tuple(
-        ForeignGroup(tuple(group["names"]), group["settings"]) for group in found["groups"]
+        ForeignGroup(tuple(group["names"]), group["settings"]) for group in content["groups"]
     )
-    return ForeignState(groups, found["state"], found["grad_scaler"])
+    return ForeignState(groups, content["state"], content["grad_scaler"])
 
 
 def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
@@ -94,10 +94,10 @@ def _by_name(
         key, _, name = entry.removeprefix(_STATE).partition(".")
         if entry.startswith(_STATE) and name in state:
             state[name][key] = value
-    for name, found in state.items():
+    for name, tensors in state.items():
         model = entries.get(f"{_MODEL}{name}")
-        if found and MASTER not in found and model is not None and model.dtype == torch.float32:
-            found[MASTER] = model
+        if tensors and MASTER not in tensors and model is not None and model.dtype == torch.float32:
+            tensors[MASTER] = model
     return state
 
 

@@ -80,12 +80,12 @@ def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
 def _part(
     part: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
 ) -> ForeignState:
-    found = positional_state(_inner(part), names, step)
+    foreign = positional_state(_inner(part), names, step)
     masters = part.get("fp32_from_fp16_params", part.get("fp32_from_fp16"))
     if masters is None:
-        return found
+        return foreign
     copies: dict[str, Tensor] = {}
-    for index, (group, tensors) in enumerate(zip(found.groups, masters, strict=True)):
+    for index, (group, tensors) in enumerate(zip(foreign.groups, masters, strict=True)):
         halves = [name for name in group.names if name not in fp32_names]
         if len(halves) != len(tensors):
             raise ValueError(
@@ -95,9 +95,9 @@ def _part(
             )
         copies.update(zip(halves, tensors, strict=True))
     return ForeignState(
-        found.groups,
+        foreign.groups,
         {
             name: {**state, **({MASTER: copies[name]} if name in copies else {})}
-            for name, state in found.state.items()
+            for name, state in foreign.state.items()
         },
     )

@@ -104,7 +104,7 @@ def positional_state(
     group's, or ``common_step`` (Megatron), or ``step``.
 
     Raises:
-        ValueError: names are missing, a value is no tensor or number, or nobody knows the step.
+        ValueError: names are missing, a value is no tensor or number, or nothing says the step.
     """
     if not {"param_groups", "state"} <= state_dict.keys():
         raise ValueError(
@@ -114,16 +114,16 @@ def positional_state(
         )
     groups, states = state_dict["param_groups"], state_dict["state"]
     common = states.get("common_step", step)
-    found: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
     named = names_of_groups(groups, names)
     for group, of_group in zip(groups, named, strict=True):
         for name, index in zip(of_group, group["params"], strict=True):
-            found[name] = _tensors(name, states.get(index, {}), group.get(STEP, common))
+            tensors[name] = _tensors(name, states.get(index, {}), group.get(STEP, common))
     claimed = {index for group in groups for index in group["params"]}
     unclaimed = sorted(map(str, states.keys() - claimed - {"common_step"}))
     if unclaimed:
         raise ValueError(f"the state has entries that are in no param group: {unclaimed}")
-    return ForeignState(tuple(map(ForeignGroup, named, map(_settings, groups))), found)
+    return ForeignState(tuple(map(ForeignGroup, named, map(_settings, groups))), tensors)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

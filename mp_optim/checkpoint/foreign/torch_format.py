@@ -42,15 +42,15 @@ def from_torch(
     Raises:
         ValueError: names are missing, or masters are of unknown parameters.
     """
-    found = positional_state(state_dict, names, step)
-    unknown = sorted((masters or {}).keys() - set(found.names))
+    foreign = positional_state(state_dict, names, step)
+    unknown = sorted((masters or {}).keys() - set(foreign.names))
     if unknown:
         raise ValueError(f"masters of parameters that the optimizer does not have: {unknown}")
     with_masters = {
         name: {**state, **({MASTER: masters[name]} if masters and name in masters else {})}
-        for name, state in found.state.items()
+        for name, state in foreign.state.items()
     }
-    return ForeignState(found.groups, with_masters)
+    return ForeignState(foreign.groups, with_masters)
 
 
 def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, Any]:
