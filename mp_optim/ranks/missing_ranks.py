@@ -1,10 +1,10 @@
 """Who is missing, where ranks communicate: an error that names the ranks that are gone, within
 seconds, and no others.
 
-In a ring only the neighbours of a dead process notice that it is gone. So a rank that notices leaves
-a note in the store through which the processes met, and a rank that waits looks for such a note now
-and then. Which process is gone is asked of its kernel (:mod:`mp_optim.ranks.presence`), not
-inferred from who is late.
+In a ring only the neighbours of a dead process notice that it is gone. So a rank that notices
+leaves a note in the store through which the processes met, and a rank that waits looks for such a
+note now and then. Which process is gone is asked of its kernel (:mod:`mp_optim.ranks.presence`),
+not inferred from who is late.
 """
 
 from __future__ import annotations
