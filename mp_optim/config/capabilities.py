@@ -39,6 +39,8 @@ class Capability:
 
 
 CAPABILITIES = {
+    "auto": Capability(others_by_reference=True),
+    "reference": Capability(others_by_reference=True),
     "torch": Capability(rules=("adam", "sgd"), others_by_reference=True, compact=False),
     "apex": Capability(rules=("adam", "lamb", "sgd"), compact=False),
     "transformer_engine": Capability(
@@ -61,6 +63,10 @@ def refusal(
         moments: ``exp_avg_dtype`` and ``exp_avg_sq_dtype``. remainder_bits: None without
             remainders.
     """
+    if not any(moment.dtype_field for moment in RULES[rule].moments):
+        for name, dtype in zip((FIRST_DTYPE, SECOND_DTYPE), moments, strict=True):
+            if dtype != torch.float32:
+                return name, f"{rule} keeps its state in torch.float32; leave it at that"
     can = CAPABILITIES.get(backend, Capability())
     if rule not in can.rules and not can.others_by_reference:
         return "fused_backend", (
@@ -90,7 +96,7 @@ def _moment_refusal(
     used = {moment.dtype_field for moment in RULES[rule].moments}
     kept = {name: dtype for name, dtype in dtypes.items() if name in used}
     fits_bfloat16 = rule in can.bfloat16_moments
-    if set(kept.values()) == {torch.float32} or (
+    if set(kept.values()) <= {torch.float32} or (
         fits_bfloat16 and set(kept.values()) == {torch.bfloat16}
     ):
         return None

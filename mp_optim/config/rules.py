@@ -10,7 +10,16 @@ from typing import Any, Literal
 
 import torch
 
-from mp_optim.config.field_kinds import BETA, LARGEST, RATE, Check, Choice, Number, Whole, as_bool
+from mp_optim.config.field_kinds import (
+    BETA,
+    LARGEST,
+    RATE,
+    Check,
+    Choice,
+    Number,
+    Whole,
+    as_bool,
+)
 from mp_optim.config.muon import (
     COEFFICIENT_TYPES,
     MATMUL_PRECISIONS,
@@ -52,13 +61,26 @@ class Moment:
     Attributes:
         name: its key in the state; a name means the same in every rule.
         dtype_field: field of the config that says what it is stored as; None for always FP32.
-        shape: of the parameter's. A moment with a shape of its own is kept whole by every rank that
-            has a part of the parameter, with the same bits.
+        shape: from the whole parameter's.
+        elementwise: it has an element for each of the parameter, and is split as the parameter is.
+            What is not is kept whole by every rank that shares the parameter, with the same bits.
     """
 
     name: str
     dtype_field: str | None = FIRST_DTYPE
     shape: Shape = _same
+    elementwise: bool = True
+
+    @property
+    def is_always_kept(self) -> bool:
+        """Whether it is kept for parameters of any shape."""
+        return self.shape is _same
+
+    def local_shape(self, local: torch.Size, whole: torch.Size) -> torch.Size | None:
+        """What a rank keeps that has a part of a parameter, in that part's shape; None if
+        nothing."""
+        shape = self.shape(whole)
+        return local if shape is not None and self.elementwise else shape
 
 
 @dataclass(frozen=True)
@@ -218,7 +240,7 @@ def moment_of(key: str) -> Moment:
 def is_elementwise(key: str) -> bool:
     """Whether state has an element for each of the parameter, and so is split as the parameter
     is."""
-    return moment_of(key).shape is _same
+    return moment_of(key).elementwise
 
 
 def rules_of_field(name: str) -> list[RuleSpec]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.config.rules import is_elementwise
 from mp_optim.distributed.bucket_plan import ALIGNMENT
 from mp_optim.distributed.buckets import Bucket, Entry
 
@@ -51,6 +52,7 @@ class ParamShard:
         unchanged."""
         if (
             not isinstance(value, Tensor)
+            or not is_elementwise(key)
             or value.numel() != self.tensor.numel()
             or value.dim() != self.tensor.dim()
         ):
@@ -80,7 +82,7 @@ class ParamShard:
                     "other layouts with mp_optim.checkpoint"
                 )
             return value.local.view(self.tensor.shape)
-        if key == "step" or not isinstance(value, Tensor):
+        if key == "step" or not isinstance(value, Tensor) or not is_elementwise(key):
             return value
         if key.endswith("_scale") and value.dim() > 1:  # that of each element
             return value.reshape(*self.tensor.shape, 1)
@@ -135,6 +137,7 @@ def make_fragment(
         tensor = flat.view(0, *param.shape[1:])
     tensor.requires_grad_(param.requires_grad)
     tensor.first_element, tensor.shard_groups = start, shard_groups
+    tensor.whole_shape = param.shape
     for attribute in ATTRIBUTES:
         if hasattr(param, attribute) and (
             attribute != "partition_dim" or tensor.shape == param.shape

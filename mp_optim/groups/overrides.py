@@ -328,8 +328,11 @@ def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> Non
                     f"{where}: {name}={value!r} is no setting of a param group; did you mean "
                     f"{near!r}?"
                 )
-        if name in _LIMITS and not (
-            isinstance(value, Tensor) or _within(value, *_LIMITS[name][:2])
+        is_pair = isinstance(RULES[rule].settings.get(name), tuple)
+        if (
+            name in _LIMITS
+            and not is_pair  # the rule's own check knows it
+            and not (isinstance(value, Tensor) or _within(value, *_LIMITS[name][:2]))
         ):
             raise ValueError(f"{where}: {name}={value!r} must be {_LIMITS[name][2]}")
         if name == "betas" and not (

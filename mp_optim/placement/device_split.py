@@ -22,7 +22,7 @@ from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, follow, iter_slots, local_tensor, same_memory
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.optimizer import SlotOptimizer, check_fits
-from mp_optim.slots.tensor_layout import split_dims
+from mp_optim.slots.tensor_layout import part_of, split_dims
 from mp_optim.update import as_slot_optimizer
 from mp_optim.update.state_format import as_master
 
@@ -183,7 +183,16 @@ class DeviceSplitOptimizer(SlotOptimizer):
 
     def _build(self, place: Place) -> SlotOptimizer:
         groups = [self._sub_group(index, place) for index in range(len(self.param_groups))]
-        return as_slot_optimizer(self._classes[place](groups, **self._kwargs))
+        sub = as_slot_optimizer(self._classes[place](groups, **self._kwargs))
+        for index in range(len(self.param_groups)):
+            self._set_parts(sub, index, place)
+        return sub
+
+    def _set_parts(self, sub: SlotOptimizer, index: int, place: Place) -> None:
+        """Tell a sub-optimizer, which has local tensors, what they are parts of."""
+        for seat, param in zip(self._seats[index], self.param_groups[index]["params"], strict=True):
+            if seat.place == place:
+                sub.set_part(Slot(index, seat.index), part_of(param))
 
     def _adopt_defaults(self) -> None:
         """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here.
@@ -224,6 +233,7 @@ class DeviceSplitOptimizer(SlotOptimizer):
         self._seat_groups([self.param_groups[index]])
         for place, sub in self._subs.items():
             sub.add_param_group(self._sub_group(index, place))
+            self._set_parts(sub, index, place)
         self._adopt_defaults()
         self._placed()
 

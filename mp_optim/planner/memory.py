@@ -168,6 +168,7 @@ def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
         torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta"),
         requires_grad=spec.trainable,
     )
+    param.whole_shape = torch.Size(spec.shape)  # type: ignore[attr-defined]
     if spec.dtype in FLOAT8_DTYPES:
         param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
     return param

@@ -14,6 +14,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Bucket, make_buckets
 from mp_optim.distributed.transport import bucket_elements
 from mp_optim.quantized import FLOAT8_DTYPES
+from mp_optim.slots.tensor_layout import part_of
 
 __all__ = ["Held", "of_one_rank", "without_sharding"]
 
@@ -116,9 +117,12 @@ def _grad_size(param: Tensor) -> int:
 
 
 def _like(param: Tensor, shape: torch.Size) -> nn.Parameter:
-    return nn.Parameter(
+    """A rank's part of a parameter, which says what it is a part of."""
+    part = nn.Parameter(
         torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
     )
+    part.whole_shape = part_of(param).shape  # type: ignore[attr-defined]
+    return part
 
 
 def _grad_bytes(bucket: Bucket) -> int:

@@ -7,16 +7,22 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.config.rules import is_elementwise
 from mp_optim.slots import local_tensor
 
 __all__ = ["as_local_state", "as_sharded"]
 
 
-def as_sharded(local: Tensor, param: Tensor) -> Tensor:
-    """State of a DTensor parameter as a DTensor of the same layout; scalars and plain parameters
-    unchanged."""
+def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
+    """State of a DTensor parameter as a DTensor of the same layout; scalars, what every rank keeps
+    whole and that of plain parameters unchanged.
+
+    Args:
+        key: of the state; empty for a main param.
+    """
     if (
         not isinstance(param, DTensor)
+        or not is_elementwise(key)
         or not isinstance(local, Tensor)
         or (local.dim() == 0 and param.dim() > 0)
     ):

@@ -334,7 +334,7 @@ class MainParams(StateDoor):
             }
         if self._has_master(slot):
             state[MASTER] = self._main(slot)
-        return {key: as_sharded(value, param) for key, value in state.items()}
+        return {key: as_sharded(value, param, key) for key, value in state.items()}
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.inner.allocate_state([slot for slot in slots if self.has_state(slot)])

@@ -29,6 +29,7 @@ from mp_optim.slots.state_dict import (
     names_in_words,
     plain_groups,
 )
+from mp_optim.slots.tensor_layout import Part
 
 __all__ = ["Closure", "SlotOptimizer", "check_fits", "check_step"]
 
@@ -75,6 +76,10 @@ class SlotOptimizer(torch.optim.Optimizer):
             grad_norm: global L2 norm of the gradients after their multipliers, for rules that clip
                 by it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
         """
+
+    def set_part(self, slot: Slot, part: Part) -> None:
+        """Say which part of a parameter a slot's tensor is, where the tensor does not say so
+        itself."""
 
     def check_groups(self) -> None:
         """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing

@@ -3,6 +3,7 @@ it whole."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,8 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "Layout",
+    "Part",
     "is_split",
     "layout_of",
+    "part_of",
     "ranks_of_copies",
     "shard_groups_of",
     "split_dims",
@@ -87,6 +90,42 @@ def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
     return tuple(
         mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in cut and mesh.size(dim) > 1
     )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which elements of a parameter a rank has.
+
+    Attributes:
+        shape: of the whole parameter.
+        offsets: of a box, index of its first element.
+        start: of a range of the row-major flattened parameter, its first element; ``offsets`` is
+            None then.
+    """
+
+    shape: torch.Size
+    offsets: tuple[int, ...] | None
+    start: int = 0
+
+
+def part_of(param: Tensor) -> Part:
+    """The part of a DTensor; of a flat range, which has the attributes ``whole_shape`` and
+    ``first_element``; of any other tensor, which is whole."""
+    if isinstance(param, DTensor) and _is_box(param):
+        (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return Part(param.shape, tuple(chunk.offsets))
+    whole = getattr(param, "whole_shape", None)
+    if whole is not None:
+        return Part(whole, None, getattr(param, "first_element", 0))
+    return Part(param.shape, (0,) * param.dim())
+
+
+def _is_box(param: DTensor) -> bool:
+    """Whether a rank has a part of a DTensor. One in a placement that cannot be stepped is none:
+    it is refused, by name, where its layout is first asked for."""
+    splitting = [isinstance(placement, _SPLITTING) for placement in param.placements]
+    others = [placement.is_replicate() for placement in param.placements]
+    return any(splitting) and all(map(operator.or_, splitting, others))
 
 
 @dataclass(frozen=True)

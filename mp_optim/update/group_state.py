@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList, Slot
+from mp_optim.slots.tensor_layout import part_of
 
 __all__ = ["GroupState", "Share", "updates_by_group"]
 
@@ -35,6 +36,7 @@ class GroupState:
     """State of one param group.
 
     Attributes:
+        parts: which part of a parameter each slot is.
         steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step``
             is a view of it.
         slots: state tensors of each slot; empty until somebody looks.
@@ -43,7 +45,9 @@ class GroupState:
             parameters, whose memory others may move (``param.data = ...``).
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        count = len(params)
+        self.parts = [part_of(param) for param in params]
         self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config.capabilities import refusal
+from mp_optim.config.rules import moment_of
 from mp_optim.config.setting_checks import (
     NOT_NEGATIVE,
     check_betas,
@@ -66,6 +67,7 @@ class _Launch(NamedTuple):
     dtype: torch.dtype
     step: float
     multiplier: Multiplier
+    moments: tuple[str, ...]
 
 
 class PlannedLaunch(NamedTuple):
@@ -284,16 +286,22 @@ class RuleOptimizer(RuleState):
             for value in set(updates.multipliers)
         }
         counts = steps if own.is_whole(positions) else [steps[position] for position in positions]
-        if len(mains.devices) == len(mains.dtypes) == len(set(counts)) == len(multipliers) == 1:
+        kept = self._kept(index, positions)
+        alike = (mains.devices, mains.dtypes, set(counts), multipliers, set(kept))
+        if all(len(values) == 1 for values in alike):
             launch = _Launch(
-                mains[0].device, mains[0].dtype, counts[0], multipliers[updates.multipliers[0]]
+                mains[0].device,
+                mains[0].dtype,
+                counts[0],
+                multipliers[updates.multipliers[0]],
+                kept[0],
             )
             yield self._planned(index, launch, updates, positions, mains, settings)
             return
         values = [multipliers[value] for value in updates.multipliers]
         launches = [
-            _Launch(main.device, main.dtype, count, value)
-            for main, count, value in zip(mains, counts, values, strict=True)
+            _Launch(main.device, main.dtype, count, value, names)
+            for main, count, value, names in zip(mains, counts, values, kept, strict=True)
         ]
         for launch in dict.fromkeys(launches):
             members = [at for at, other in enumerate(launches) if other == launch]
@@ -385,7 +393,7 @@ class RuleOptimizer(RuleState):
             grad=_contiguous(CachedTensorList.of(updates.grads)),
             state={
                 key: own.tensors(key, positions)
-                for key in self._stored_keys(settings, launch.dtype)
+                for key in self._stored_keys(launch.moments, launch.dtype)
             },
             output=_contiguous_outputs(outputs),
             noise=self._noise(index, launch, updates),
@@ -411,9 +419,15 @@ class RuleOptimizer(RuleState):
             if mine is not stepped:
                 _copy_back(mine, stepped)
 
-    def _stored_keys(self, group: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    def _kept(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
+        """Names of the moments that are kept at some positions of a group."""
+        names = self.moments(self.param_groups[index])
+        if all(moment_of(name).is_always_kept for name in names):
+            return [names] * len(positions)
+        return [self.kept(Slot(index, position)) for position in positions]
+
+    def _stored_keys(self, names: tuple[str, ...], dtype: torch.dtype) -> list[str]:
         """Keys of the state tensors that are stepped along with main params of a dtype."""
-        names = self.moments(group)
         scales = [
             scale_key(name) for name in names if is_blocked(self.precision.stored_dtype(name))
         ]

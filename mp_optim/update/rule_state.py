@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import RULES
+from mp_optim.config.rules import RULES, moment_of
 from mp_optim.process.host_memory import Form, as_tensor, beside, zeros
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, local_tensor
 from mp_optim.slots.optimizer import SlotOptimizer, check_fits
+from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.codecs import SECOND, join, keep_valid, split_
 from mp_optim.update.group_state import GroupState
 from mp_optim.update.kernel_args import REMAINDER
@@ -77,7 +78,7 @@ class RuleState(SlotOptimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._groups.append(GroupState(len(group["params"])))
+        self._groups.append(GroupState(group["params"]))
 
     @in_own_modes
     def slot_state(self, slot: Slot) -> dict[str, Any]:
@@ -103,18 +104,31 @@ class RuleState(SlotOptimizer):
             own.steady_mains = None
         return state
 
+    def set_part(self, slot: Slot, part: Part) -> None:
+        self._groups[slot.group].parts[slot.position] = part
+
+    def kept(self, slot: Slot) -> tuple[str, ...]:
+        """Names of the moments that are kept for a slot."""
+        whole = self._groups[slot.group].parts[slot.position].shape
+        names = self.moments(self.param_groups[slot.group])
+        return tuple(name for name in names if moment_of(name).shape(whole) is not None)
+
     def _missing(self, slot: Slot, main: Tensor) -> dict[str, Form]:
         """State that a main param lacks."""
         state = self._groups[slot.group].slots[slot.position]
+        whole = self._groups[slot.group].parts[slot.position].shape
         forms: dict[str, Form] = {}
         for name in self.moments(self.param_groups[slot.group]):
-            if name in state and state[name].shape != main.shape:
+            shape = moment_of(name).local_shape(main.shape, whole)
+            if shape is None:
+                continue
+            if name in state and state[name].shape != shape:
                 raise ValueError(
                     f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, "
                     "its "
                     f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape"
                 )
-            wanted = moment_forms(name, main.shape, self.precision.stored_dtype(name))
+            wanted = moment_forms(name, shape, self.precision.stored_dtype(name))
             forms |= {key: form for key, form in wanted.items() if key not in state}
         if self._is_split(main) and REMAINDER not in state:
             forms[REMAINDER] = (main.shape, self.precision.remainder_dtype)

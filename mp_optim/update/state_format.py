@@ -101,7 +101,7 @@ class StatePrecision:
 
 
 def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
-    """What a moment is stored in: a tensor of the main param's shape, and its scales if it has
+    """What a moment of a shape is stored in: a tensor of that shape, and its scales if it has
     some."""
     forms = {name: (shape, dtype)}
     if is_blocked(dtype):

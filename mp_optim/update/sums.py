@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mp_optim.update.chunking import piece_elements
 
-__all__ = ["BLOCK", "combine_pieces", "index_on", "root", "sum_of_squares"]
+__all__ = ["BLOCK", "combine_pieces", "index_on", "root", "sum_in_pairs", "sum_of_squares"]
 
 BLOCK = 1024
 _ROW = 128
@@ -128,6 +128,11 @@ def _add_halves(squares: Tensor) -> Tensor:
         half = squares.shape[-1] // 2
         squares = squares[..., :half] + squares[..., half:]
     return squares.squeeze(-1)
+
+
+def sum_in_pairs(values: Tensor) -> Tensor:
+    """Sums along the last dimension, whose values are added in adjacent pairs, zero filled."""
+    return _add_pairs(_filled(values))
 
 
 def _add_pairs(sums: Tensor) -> Tensor:

@@ -1,0 +1,205 @@
+"""Sums of squares without rounding: the same bits in any order, and so for any cut of a parameter.
+
+A square is cut into two whole numbers of 31 bits, counted from a power of two above the largest
+square of all, and each is added up as an integer. Squares below 2^-62 of the largest count as 0.
+Only the sum is rounded. Formulas: docs/numerics.md, "Exact sums".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.checkpoint.flat import boxes
+from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
+from mp_optim.slots.tensor_layout import Part
+
+__all__ = [
+    "Block",
+    "blocks_of",
+    "digits_to_values",
+    "largest",
+    "matrices_shape",
+    "over_shards",
+    "row_and_column_digits",
+    "total_digits",
+]
+
+_BITS = 31
+_PIECE = 1 << 21
+"""Elements whose digits FP64 adds up without rounding: 2^21 times 2^31 is below 2^53."""
+
+MatricesShape = tuple[int, int, int]
+
+
+class Block(NamedTuple):
+    """A contiguous box of a stack of matrices.
+
+    Attributes:
+        values: shape (matrices, rows, columns).
+        matrix, row, column: index of its first element in the stack.
+    """
+
+    values: Tensor
+    matrix: int
+    row: int
+    column: int
+
+
+def matrices_shape(shape: Sequence[int]) -> MatricesShape:
+    """A parameter as a stack of matrices (matrices, rows, columns): its last two dimensions; one
+    row if it has less than two."""
+    if len(shape) < 2:
+        return 1, 1, math.prod(shape)
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def blocks_of(part: Part, local: Tensor) -> list[Block]:
+    """The elements that a rank has of a parameter, as views of its contiguous tensor."""
+    if not local.numel():
+        return []
+    if part.offsets is None:
+        flat = local.view(-1)
+        found = boxes(matrices_shape(part.shape), part.start, flat.numel())
+        return [
+            Block(flat[box.start - part.start :][: box.numel].view(box.sizes), *box.offsets)
+            for box in found
+        ]
+    if local.dim() < 2:
+        return [Block(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)]
+    return list(_boxed(local, part.offsets, part.shape, 0))
+
+
+def _boxed(
+    local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
+) -> Iterator[Block]:
+    """The blocks of a box that begins at ``offsets``, in a tensor whose matrices are counted from
+    ``matrix``."""
+    rows, columns = local.shape[-2:]
+    if local.dim() == 2:
+        yield Block(local[None], matrix, *offsets[-2:])
+        return
+    inner = math.prod(shape[1:-2])
+    if local.shape[1:-2] == shape[1:-2]:
+        yield Block(local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:])
+        return
+    for index in range(local.shape[0]):
+        first = matrix + (offsets[0] + index) * inner
+        yield from _boxed(local[index], offsets[1:], shape[1:], first)
+
+
+def _pieces(block: Block) -> Iterator[Block]:
+    """The block in pieces of at most :data:`_PIECE` elements."""
+    _, rows, columns = block.values.shape
+    wide = min(columns, _PIECE)
+    high = min(rows, max(1, _PIECE // wide))
+    deep = max(1, _PIECE // (wide * high))
+    for values, matrix in _cut(block.values, 0, deep, block.matrix):
+        for part, row in _cut(values, 1, high, block.row):
+            for piece, column in _cut(part, 2, wide, block.column):
+                yield Block(piece, matrix, row, column)
+
+
+def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tensor, int]]:
+    for start in range(0, values.shape[dim], size):
+        count = min(size, values.shape[dim] - start)
+        yield values.narrow(dim, start, count), first + start
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest magnitude, FP32, shape (); inf if one is not finite, 0 if there is none."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float32, device=values.device)
+    low, high = torch.aminmax(values)
+    top = torch.maximum(low.abs(), high.abs())
+    return torch.where(top.isfinite(), top, torch.inf)
+
+
+def _digits(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Squares of FP32 values as two FP64 tensors of whole numbers below 2^31; nothing is
+    rounded."""
+    exponent = math.frexp(top)[1]
+    squares = values.double().mul_(2.0**-exponent).square_().mul_(2.0**_BITS)
+    high = squares.floor()
+    return high, squares.sub_(high).mul_(2.0**_BITS).floor_()
+
+
+def total_digits(blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
+    """The sum of all squares in digits, int64, shape (2,). Those of several ranks may be added up.
+
+    Args:
+        top: the largest magnitude of the whole parameter; inf leaves the sum open.
+    """
+    total = torch.zeros(2, dtype=torch.int64, device=device)
+    for block in blocks if math.isfinite(top) else ():
+        for piece in _pieces(block):
+            total += torch.stack([digits.sum() for digits in _digits(piece.values, top)]).long()
+    return total
+
+
+def row_and_column_digits(
+    blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The sums of squares of each row and column of a stack of matrices, in digits.
+
+    Returns:
+        int64, shapes (2, matrices, rows) and (2, matrices, columns); 0 where this rank has nothing.
+    """
+    matrices, rows, columns = shape
+    by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
+    by_column = torch.zeros(2, matrices, columns, dtype=torch.int64, device=device)
+    for block in blocks if math.isfinite(top) else ():
+        for values, matrix, row, column in _pieces(block):
+            deep, high, wide = values.shape
+            for digit, digits in enumerate(_digits(values, top)):
+                where = by_row[digit, matrix : matrix + deep, row : row + high]
+                where += digits.sum(2).long()
+                where = by_column[digit, matrix : matrix + deep, column : column + wide]
+                where += digits.sum(1).long()
+    return by_row, by_column
+
+
+def digits_to_values(digits: Tensor, top: float) -> Tensor:
+    """Sums of digits as FP64 values, of the shape without the first dimension; NaN if ``top`` is
+    not finite."""
+    if not math.isfinite(top):
+        return torch.full(digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device)
+    exponent = math.frexp(top)[1]
+    values = digits[0].double().mul_(2.0**_BITS).add_(digits[1].double())
+    return values.mul_(2.0 ** (2 * exponent - 2 * _BITS))
+
+
+def over_shards(
+    values: Sequence[Tensor],
+    shard_groups: Sequence[tuple[ProcessGroup, ...]],
+    largest_of: bool,
+    doing: str,
+) -> list[Tensor]:
+    """Values of split parameters from those of their parts: one reduction for all that are split
+    alike.
+
+    Args:
+        values: contiguous, of one dtype; those of parameters that are whole stay what they are.
+        largest_of: take the largest instead of the sum.
+        doing: what to say of it if a rank is missing.
+    """
+    op = dist.ReduceOp.MAX if largest_of else dist.ReduceOp.SUM
+    result = list(values)
+    for groups in dict.fromkeys(filter(None, shard_groups)):
+        members = [at for at, its_groups in enumerate(shard_groups) if its_groups == groups]
+        flat = torch.cat([values[at].reshape(-1) for at in members])
+        for group in groups:
+            with naming_missing_ranks(group)(doing):
+                wait_for(
+                    dist.all_reduce(flat, op=op, group=group, async_op=True), group, flat.device
+                )
+        sizes = [values[at].numel() for at in members]
+        for at, piece in zip(members, torch.split(flat, sizes), strict=True):
+            result[at] = piece.view(values[at].shape)
+    return result
