@@ -176,9 +176,10 @@ def _dithered(value: Tensor, sixteen: Tensor) -> Tensor:
 
 
 def _half_scale(top: Tensor) -> tuple[Tensor, Tensor]:
-    """The power of two that brings a block's largest value into [2^14, 2^15), and its inverse:
-    exact."""
-    exponent = (top.view(torch.int32) & 0x7F800000) - (14 << 23)
+    """The power of two that brings a block's largest value, rounded to 11 bits, into [2^14, 2^15),
+    and its inverse: exact. Of the unrounded value, 2^15 could be a code, and storing what that
+    stands for would take another scale."""
+    exponent = ((top.view(torch.int32) + 0x1000) & 0x7F800000) - (14 << 23)
     return exponent.view(torch.float32), ((254 << 23) - exponent).view(torch.float32)
 
 

@@ -129,7 +129,9 @@ def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
     for block in (x[start : start + 256] for start in range(0, x.size, 256)):
         top = np.max(np.abs(block))
         if kind == "half":
-            scale = np.ldexp(F(1), int(np.floor(np.log2(np.float64(top)))) - 14).astype(np.float32)
+            mantissa, exponent = np.frexp(np.float64(top))  # top = mantissa * 2^exponent, below 1
+            carry = np.rint(mantissa * 2**11) == 2**11  # what half() would make a power of two
+            scale = np.ldexp(F(1), int(exponent) - 15 + int(carry)).astype(np.float32)
             code = (block * (F(1) / scale)).astype(np.float16)
             code = np.maximum(code, np.float16(2.0**-24)) if second else code
         else:

@@ -275,7 +275,7 @@ MP_INLINE Scale scale_of(uint32_t top, int32_t dtype) {
     if (top >= 0x7f800000) return {as<float>(0x7fc00000), 0.0f, false};
     if (top < uint32_t(127 - 100) << 23) return {0.0f, 0.0f, false};
     if (dtype == MP_F16) {
-        uint32_t exponent = (top & 0x7f800000) - (14u << 23);
+        uint32_t exponent = ((top + 0x1000) & 0x7f800000) - (14u << 23);
         return {as<float>(exponent), as<float>((254u << 23) - exponent), true};
     }
     float exact = as<float>(top) / (dtype == MP_U8 ? 255.0f : 127.0f);

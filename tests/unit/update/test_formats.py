@@ -142,6 +142,18 @@ def test_what_was_decoded_is_stored_as_the_same_bits(
         assert torch.equal(again, codes) and same(scale_again, scale)
 
 
+@pytest.mark.parametrize("second", [False, True])
+def test_a_block_whose_largest_value_rounds_up_to_a_power_of_two(second: bool) -> None:
+    """Its codes stay below that power, so that what they stand for is stored with the same scale,
+    and no small value beside it loses a bit."""
+    root = torch.full((256,), 1.2345e-7 * 2.0**16)
+    root[7] = 2.0**16 - 2.0**-6
+    codes, scale = stored(root.square() if second else root, torch.float16, second)
+    again, scale_again = stored(decode(codes, scale, second), torch.float16, second)
+    assert scale.item() == 4.0 and codes[7] == 2.0**14
+    assert torch.equal(again, codes) and torch.equal(scale_again, scale)
+
+
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500))
 @settings(max_examples=30, deadline=None)

@@ -194,7 +194,7 @@ def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOISY: tl.cons
     top = tl.max(value.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
     good = (top >= TINY) & (top < INFINITY)
     if TYPE == tl.float16:
-        exponent = (top & INFINITY) - (14 << 23)
+        exponent = ((top + 0x1000) & INFINITY) - (14 << 23)
         scale = exponent.to(tl.float32, bitcast=True)
         inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     else:
