@@ -70,11 +70,11 @@ def main(options: Options) -> None:
         ended = time.perf_counter()
     hybrid = run.optimizer.chained_optimizers[0].inner
     assert isinstance(hybrid, HybridDeviceOptimizer)
-    began = hybrid.stages.began
+    began = hybrid.timeline.began
     spans = [
         Span("backward", "MainThread", now, began, ""),
         Span("step", "MainThread", began, ended, ""),
-        *hybrid.stages.last,
+        *hybrid.timeline.last,
     ]
     draw(spans, now, options.output / "trace.png", f"{options.mode}: {setting.title}")
     profile.export_chrome_trace(str(options.output / "trace.json"))

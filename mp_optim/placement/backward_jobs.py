@@ -1,5 +1,5 @@
 """One bucket's work during backward: gradients come down, are measured and, if that is speculated
-on, stepped.
+on, stepped into the back buffer.
 
 A result is used only where what it was made from is what the step would use: the same gradients,
 settings, step numbers, main params and moments. So whatever happens between backward and
@@ -9,253 +9,177 @@ settings, step numbers, main params and moments. So whatever happens between bac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mp_optim.placement.arena import HostArena
-from mp_optim.placement.double_buffer import DoubleBuffer, Key
+from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.grad_hooks import GradVersion
-from mp_optim.placement.pipeline import staging_bytes
+from mp_optim.placement.staging import StagedTensors, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
-from mp_optim.placement.transfer import CopyPair, Transfer
-from mp_optim.slots import CachedTensorList, Slot, SlotUpdate, all_same
-from mp_optim.update.kernel_args import MAIN
-from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 
-__all__ = ["BackwardJob", "Bucket", "Halves", "HostArithmetic"]
+__all__ = ["BackwardJob", "Bucket", "JobResult", "MemoryOwner"]
 
 
-@dataclass(frozen=True)
-class Halves:
-    """A launch, and the same launch with the other halves of what it steps.
+class MemoryOwner(Enum):
+    """Who may touch a bucket's staging memory and its back buffer.
 
-    Attributes:
-        planned: as the step would carry it out in place.
-        target: on the other halves.
-        keys: of all their tensors.
-        versions: how often each present tensor had been written.
+    NOBODY: what is in them means nothing. Uploads of the last step may still read the staging.
+    WORKER: a job was submitted, which fills both; nobody else reads or writes them, cancelled or
+        not, before the worker is drained.
+    CALLER: the worker is done; what it left is there until the step ends.
     """
 
-    planned: PlannedLaunch
-    target: PlannedLaunch
-    keys: list[Key]
-    versions: list[int]
-
-    def stands(self, now: PlannedLaunch) -> bool:
-        """Whether carrying out ``now`` would give what :attr:`target` gave."""
-        then = self.planned
-        return (
-            then.group == now.group
-            and then.positions == now.positions
-            and then.launch == now.launch
-            and then.settings == now.settings
-            and list(then.updates.streams) == list(now.updates.streams)
-            and list(then.updates.shard_groups) == list(now.updates.shard_groups)
-            and list(then.updates.layouts) == list(now.updates.layouts)
-            and all_same(_stepped(then), _stepped(now))
-            and self.versions == _versions(now)
-        )
+    NOBODY = "nobody"
+    WORKER = "worker"
+    CALLER = "caller"
 
 
-def _stepped(planned: PlannedLaunch) -> list[Tensor]:
-    """Main params and moments of a launch."""
-    return [
-        *planned.lists.main,
-        *(tensor for tensors in planned.lists.state.values() for tensor in tensors),
-    ]
+class JobResult(NamedTuple):
+    """What a job leaves.
 
+    Attributes:
+        sums: sum of squares of each gradient, FP64.
+        stepped: the back buffer holds the step.
+    """
 
-def _versions(planned: PlannedLaunch) -> list[int]:
-    return [tensor._version for tensor in _stepped(planned)]
-
-
-def _keys(planned: PlannedLaunch) -> list[Key]:
-    return [
-        (planned.group, position, name)
-        for name in (MAIN, *planned.lists.state)
-        for position in planned.positions
-    ]
+    sums: list[float]
+    stepped: bool
 
 
 class BackwardJob:
     """A job for the worker (see :class:`~mp_optim.placement.worker.Job`).
 
+    NOTE: the caller's thread makes it and may cancel it; the worker's runs it, and writes
+    :attr:`result` once, as its last deed. The caller reads that after the worker was drained.
+
     Attributes:
-        stamps: the gradients it was given, by slot.
-        staged: the updates with gradients and outputs on the host.
-        halves: what it steps; empty if it only copies and measures.
-        sums: sum of squares of each gradient, FP64, when it is done.
-        stepped: the other halves hold the step.
-        void: nobody wants the result.
+        versions: the gradients it was given, by slot.
+        tensors: where it puts them.
+        back: launches into the back buffer; empty if it only copies and measures.
     """
 
     def __init__(
         self,
-        bucket: Bucket,
-        updates: Sequence[SlotUpdate],
-        staged: list[SlotUpdate],
-        stamps: dict[Slot, GradVersion],
-        halves: list[Halves],
+        staging: Staging,
+        updates: SlotUpdates,
+        tensors: StagedTensors,
+        versions: dict[Slot, GradVersion],
+        back: Sequence[BackLaunch],
         label: str,
-        host: HostArithmetic,
+        sum_of_squares: Callable[[Sequence[Tensor]], Tensor],
+        timeline: StepTimeline,
     ) -> None:
-        self.owner: Bucket = bucket
+        self.owner: Staging = staging
         self.label = label
-        self.staged, self.stamps, self.halves = staged, stamps, halves
-        self.sums: list[float] | None = None
-        self.stepped = self.void = False
-        self._host = host
-        self._pairs: list[CopyPair] = [
-            (mine.grad, theirs.grad) for mine, theirs in zip(staged, updates, strict=True)
-        ]
-        self._after = bucket.transfer.mark()
+        self.tensors, self.versions, self.back = tensors, versions, back
+        self.result: JobResult | None = None
+        self._is_cancelled = False
+        self._grads: Sequence[Tensor] = updates.grads
+        self._after = staging.transfer.mark()
         self._ticket: Any = None
+        self._sum_of_squares, self._timeline = sum_of_squares, timeline
+
+    def cancel(self) -> None:
+        """The result is not wanted any more. From the caller's thread, at any time."""
+        self._is_cancelled = True
 
     def prepare(self) -> None:
-        if not self.void:
-            self.owner.wait_until_free()
-            self._ticket = self.owner.transfer.download(self._pairs, after=self._after)
+        if not self._is_cancelled:
+            self._ticket = self.owner.download(self._grads, self.tensors.grads, self._after)
 
     @torch.no_grad()
     def run(self) -> None:
-        pairs, self._pairs, self._after = self._pairs, [], None
-        if self.void:
+        grads, self._grads, self._after = self._grads, [], None
+        if self._is_cancelled:
             return
-        with self._host.stages.stage(WAIT_COPIES, self.label):
+        with self._timeline.stage(WAIT_COPIES, self.label):
             self.owner.transfer.wait(self._ticket)
-        del pairs  # the gradients are the caller's again
-        with self._host.stages.stage("host_measure", self.label):
-            sums: list[float] = self._host.sum_of_squares(
-                [update.grad for update in self.staged]
-            ).tolist()
-        if self.halves and all(map(math.isfinite, sums)):
-            self._host.step_other_halves(self.halves, self.label)
-            self.stepped = True
-        self.sums = sums
-
-    def was_written_to(self, updates: Sequence[SlotUpdate], arrivals: Mapping[Slot, int]) -> bool:
-        """Whether a job that is done is of no use for these updates, though no other gradient has
-        arrived since."""
-        stamped = [
-            (self.stamps[update.slot], update.slot)
-            for update in updates
-            if update.slot in self.stamps
-        ]
-        return self.sums is not None and all(
-            stamp.arrivals == arrivals[slot] for stamp, slot in stamped
-        )
-
-
-class HostArithmetic:
-    """What computes on the host: the rule, if it is one of this package's, and sums of squares."""
-
-    def __init__(
-        self, rule: Any, stages: StepTimeline, sum_of_squares: Callable[[Sequence[Tensor]], Tensor]
-    ) -> None:
-        self.rule = rule if isinstance(rule, RuleOptimizer) else None
-        self.stages = stages
-        self.sum_of_squares = sum_of_squares
-
-    def step_other_halves(self, halves: Sequence[Halves], label: str) -> None:
-        """Carry out launches on the other halves. Nothing that is in use is written."""
-        assert self.rule is not None
-        with self.stages.stage("host_step", label):
-            for half in halves:
-                self.rule.carry_out(half.target)
+        del grads  # they are the caller's again
+        with self._timeline.stage("host_measure", self.label):
+            sums: list[float] = self._sum_of_squares(self.tensors.grads).tolist()
+        steps = len(self.back) > 0 and all(map(math.isfinite, sums))
+        if steps:
+            with self._timeline.stage("host_step", self.label):
+                for launch in self.back:
+                    launch.run()
+        self.result = JobResult(sums, steps)
 
 
 class Bucket:
-    """Some host slots, their staging memory and their other halves: one of them for all time, with
-    one user at a time.
+    """Some host slots, and what was begun on them during this backward. Used by the caller's thread
+    alone; what the worker gets is a :class:`BackwardJob`.
 
     Attributes:
         slots: of the host's optimizer.
-        expected: those whose gradients are waited for before the bucket is handed to the worker.
-        waiting: gradients that arrived since.
+        waiting: gradients that got ready since the last job.
         job: what the worker was last given, if it may still be of use.
+        owner: whose its memory is.
     """
 
-    def __init__(
-        self, slots: Sequence[Slot], transfer: Transfer, *, pin_staging: bool, pin_mains: bool
-    ) -> None:
+    def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
-        self.transfer = transfer
-        self.expected = frozenset(slots)
         self.waiting: dict[Slot, SlotUpdate] = {}
         self.job: BackwardJob | None = None
-        self._pin = pin_staging
-        self._arena = HostArena(transfer, 0, pin_staging)
-        self.buffer = DoubleBuffer(transfer, pin_mains)
-        self._upload: Any = None
+        self.owner = MemoryOwner.NOBODY
+        self._is_trusted = True
+        self._expected = frozenset(slots)
+
+    def expect(self, slots: Sequence[Slot]) -> None:
+        """The next job is due when the gradients of these are ready."""
+        self._expected = frozenset(slots)
+
+    def add(self, update: SlotUpdate) -> bool:
+        """Take note of a gradient; whether the bucket is complete."""
+        self.waiting[update.slot] = update
+        return self.waiting.keys() >= self._expected
+
+    def take_waiting(self) -> list[SlotUpdate]:
+        """The gradients that are ready, in slot order; they are not waiting any more."""
+        updates = sorted(self.waiting.values(), key=_by_slot)
+        self.waiting = {}
+        return updates
 
     @property
-    def staging_bytes(self) -> int:
-        """Host bytes for gradients and outputs."""
-        return self._arena.capacity
+    def was_stepped(self) -> bool:
+        """Whether the job was done, and stepped into the back buffer."""
+        result = None if self.job is None else self.job.result
+        return result is not None and result.stepped
 
-    def stage(self, updates: Sequence[SlotUpdate]) -> list[SlotUpdate]:
-        """The updates with staging memory in place of gradients and outputs; nothing is copied."""
-        if (needed := sum(map(staging_bytes, updates))) > self._arena.capacity:
-            self._arena = HostArena(self.transfer, needed, self._pin)
-        self._arena.reset()
-        take = self._arena.take
-        return [
-            update._replace(
-                grad=take(update.grad.shape, update.grad.dtype),
-                output=None
-                if update.output is None
-                else take(update.output.shape, update.output.dtype),
-            )
-            for update in updates
-        ]
+    @property
+    def holds_step(self) -> bool:
+        """Whether the back buffer still holds what the job stepped."""
+        return self.owner is MemoryOwner.CALLER and self._is_trusted and self.was_stepped
 
-    def wait_until_free(self) -> None:
-        """Wait until nothing is read from the staging memory any more."""
-        if self._upload is not None:
-            self.transfer.wait(self._upload)
-            self._upload = None
+    def hand_over(self, job: BackwardJob) -> None:
+        """The memory is the worker's from now on."""
+        self.job, self.owner, self._is_trusted = job, MemoryOwner.WORKER, True
 
-    def download(self, updates: Sequence[SlotUpdate], staged: Sequence[SlotUpdate]) -> Any:
-        """Start the copies of gradients; returns the ticket."""
-        self.wait_until_free()
-        return self.transfer.download(
-            [(mine.grad, theirs.grad) for mine, theirs in zip(staged, updates, strict=True)]
-        )
+    def cancel(self) -> None:
+        """Another gradient came for a slot of the job. Its memory stays the worker's."""
+        if self.job is not None:
+            self.job.cancel()
+            self.job = None
 
-    def upload(self, updates: Sequence[SlotUpdate], staged: Sequence[SlotUpdate]) -> None:
-        """Start the copies of parameters."""
-        pairs: list[CopyPair] = [
-            (theirs.output, mine.output)
-            for mine, theirs in zip(staged, updates, strict=True)
-            if mine.output is not None and theirs.output is not None
-        ]
-        self._upload = self.transfer.upload(pairs)
+    def take_back(self) -> None:
+        """The worker was drained: what the job left, if it was done, is the caller's."""
+        if self.owner is MemoryOwner.WORKER:
+            is_done = self.job is not None and self.job.result is not None
+            self.owner = MemoryOwner.CALLER if is_done else MemoryOwner.NOBODY
 
-    def halves(self, launches: Sequence[PlannedLaunch]) -> list[Halves]:
-        """Launches with their other halves; empty if a tensor is not contiguous and would be
-        stepped as a copy."""
-        if any(p.mains is not p.lists.main or p.outputs is not p.lists.output for p in launches):
-            return []
-        self.buffer.reserve(
-            [key for planned in launches for key in _keys(planned)],
-            [tensor for planned in launches for tensor in _stepped(planned)],
-        )
-        return [self._half(planned) for planned in launches]
+    def release(self) -> None:
+        """What is in the memory is of no use any more. The worker is drained."""
+        self.waiting, self.job, self.owner = {}, None, MemoryOwner.NOBODY
 
-    def _half(self, planned: PlannedLaunch) -> Halves:
-        keys, live = _keys(planned), _stepped(planned)
-        others, count = self.buffer.others(keys, live), len(planned.positions)
-        main = CachedTensorList(others[:count])
-        state: dict[str, list[Tensor]] = {
-            name: CachedTensorList(others[count * at : count * (at + 1)])
-            for at, name in enumerate(planned.lists.state, start=1)
-        }
-        present = {MAIN: planned.lists.main, **planned.lists.state}
-        target = planned._replace(
-            mains=main, lists=replace(planned.lists, main=main, state=state, source=present)
-        )
-        return Halves(planned, target, keys, [tensor._version for tensor in live])
+    def distrust(self) -> None:
+        """Do not use what the job stepped: main params or moments may be written without a trace,
+        or the back buffer will be."""
+        self._is_trusted = False
+
+
+def _by_slot(update: SlotUpdate) -> Slot:
+    return update.slot

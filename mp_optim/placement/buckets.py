@@ -1,14 +1,17 @@
-"""Which host slots travel and step together: a fixed plan in the order in which backward produces
-gradients."""
+"""Which host slots travel and step together, and how much host memory that takes: plans, made of
+sizes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from mp_optim.process.host_memory import aligned_bytes
 from mp_optim.slots import Slot
 
-__all__ = ["BucketPlan", "fitting_bucket_bytes", "plan_buckets"]
+__all__ = ["BucketPlan", "HostSlot", "fitting_bucket_bytes", "plan_buckets", "staging_sizes"]
 
 SMALLEST = 4 << 20
 """Staging bytes below which a bucket's fixed costs show."""
@@ -16,6 +19,32 @@ SMALLEST = 4 << 20
 PER_ROUND = 16
 """Buckets a model is cut into, unless they were smaller than :data:`SMALLEST` or larger than
 allowed: the last one arrives with the end of backward and is the one that cannot be hidden."""
+
+
+@dataclass(frozen=True)
+class HostSlot:
+    """A slot of the host's optimizer, and what is expected to travel for it: a gradient and a
+    parameter of the model's dtype.
+
+    Attributes:
+        share: elements per rank that holds a part of it, the same number on every rank.
+        numel: elements of this rank.
+    """
+
+    slot: Slot
+    share: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def shared_bytes(self) -> int:
+        """By which buckets are filled: ranks that reduce together get the same number."""
+        return 2 * self.share * self.dtype.itemsize
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that its gradient and its parameter take on this rank."""
+        return 2 * aligned_bytes(self.numel, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -57,3 +86,11 @@ def fitting_bucket_bytes(total: int, most: int) -> int:
     """Staging bytes per bucket for ``total`` of them: small enough to start early, large enough to
     be worth it."""
     return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
+
+
+def staging_sizes(buckets: Sequence[int], in_flight: int) -> list[int]:
+    """Bytes of each piece of staging memory: one for every bucket, or, if there are more buckets
+    than may be in flight at a time, a ring of pieces that each hold the largest."""
+    if len(buckets) <= in_flight:
+        return list(buckets)
+    return [max(buckets)] * in_flight

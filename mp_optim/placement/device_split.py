@@ -9,26 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mp_optim.placement.arena import HostArena, aligned_bytes
+from mp_optim.placement.buckets import HostSlot
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import Transfer, transfer_for
+from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import Slot, follow, iter_slots, local_tensor, same_memory
+from mp_optim.slots import Slot, all_same, follow, iter_slots, local_tensor, same_memory
+from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.optimizer import SlotOptimizer, check_fits
 from mp_optim.slots.tensor_layout import part_of, split_dims
 from mp_optim.update import as_slot_optimizer
+from mp_optim.update.foreign import ForeignOptimizer
 from mp_optim.update.state_format import as_master
 
-__all__ = ["DeviceSplitOptimizer", "Place"]
+__all__ = ["DeviceSplitOptimizer"]
 
-Place = Literal["device", "host"]
 _NOT_PUSHED = ("params", "param_names", "fqns")
 
 
@@ -40,6 +43,7 @@ class _Assignment:
         place: on the device of its parameter, or on the host.
         index: position in the same group of that place's sub-optimizer.
         share: elements a rank holds of it, rounded up: the same number on every rank.
+        model_dtype: of the model's parameter; its gradient is expected to have it, too.
         main: the copy that is stepped, if it is not the parameter itself.
         resident: the tensor in ``param_groups`` is itself the one to step.
         bound: the tensor seen in ``param_groups`` at the last step.
@@ -48,6 +52,7 @@ class _Assignment:
     place: Place
     index: int
     share: int
+    model_dtype: torch.dtype
     resident: bool
     main: Tensor | None = None
     bound: Tensor | None = None
@@ -85,23 +90,29 @@ class DeviceSplitOptimizer(SlotOptimizer):
         self._remainders = bool(self._kwargs.get("store_param_remainders", False))
         self._seats: list[list[_Assignment]] = []
         self._subs: dict[Place, SlotOptimizer] = {}
+        self._seats_changed()
         super().__init__(params, dict(settings))
         device = self._only_accelerator()
         self._can_pin = device.type not in ("cpu", "meta")
         self._transfer = transfer if transfer is not None else transfer_for(device)
         self._seat_groups(self.param_groups)
-        self._arena = HostArena(self._transfer, self._host_bytes(), pin_params and self._can_pin)
+        allocate = partial(self._transfer.empty_host, pin=pin_params and self._can_pin)
+        self._host_mains = Block(self._host_main_bytes(), allocate)
         self._subs = {place: self._build(place) for place in self._classes}
         self._adopt_defaults()
         self.use_mark(self.step_mark)
 
     # -- what stepping has to know --------------------------------------------------------------
 
+    def _seats_changed(self) -> None:
+        """Forget what was made for the slots as they were."""
+        self._bound: list[Tensor] | None = None
+
     def _placed(self) -> None:
         """Groups were added."""
 
-    def _touched(self, slot: Slot) -> None:
-        """Somebody gets hold of the state of a slot of the host's optimizer."""
+    def _state_exposed(self, slot: Slot) -> None:
+        """The caller gets live state tensors of a slot of the host's optimizer."""
 
     # -- placement ------------------------------------------------------------------------------
 
@@ -129,12 +140,14 @@ class DeviceSplitOptimizer(SlotOptimizer):
             for param in group["params"]:
                 place: Place = "host" if running in hosted else "device"
                 resident = place == "device" and self._stepped_dtype(param.dtype) == param.dtype
-                seats.append(_Assignment(place, counts[place], shares[running], resident))
+                seats.append(
+                    _Assignment(place, counts[place], shares[running], param.dtype, resident)
+                )
                 counts[place] += 1
                 running += 1
             self._seats.append(seats)
 
-    def _host_bytes(self) -> int:
+    def _host_main_bytes(self) -> int:
         return sum(
             aligned_bytes(local_tensor(p).numel(), self.main_dtype(p.dtype))
             for slot, p in iter_slots(self.param_groups)
@@ -145,28 +158,30 @@ class DeviceSplitOptimizer(SlotOptimizer):
         return self._seats[slot.group][slot.position]
 
     def place(self, slot: Slot) -> Place:
-        """Where a slot is stepped."""
         return self._seat(slot).place
 
-    def _host_slots(self) -> list[tuple[Slot, int]]:
-        """Slots of the host's optimizer and the elements of each, in the order in which backward is
-        expected to reach them: the last first."""
-        found = [
-            (Slot(slot.group, seat.index), seat.share)
-            for slot, _ in iter_slots(self.param_groups)
-            if (seat := self._seat(slot)).place == "host"
-        ]
-        return found[::-1]
+    def _host_slots(self) -> list[HostSlot]:
+        """Slots of the host's optimizer, in the order in which backward is expected to reach them:
+        the last first."""
+        slots = []
+        for slot, param in iter_slots(self.param_groups):
+            seat = self._seat(slot)
+            if seat.place == "host":
+                numel, there = local_tensor(param).numel(), Slot(slot.group, seat.index)
+                slots.append(HostSlot(there, seat.share, numel, seat.model_dtype))
+        return slots[::-1]
 
     # -- sub-optimizers -------------------------------------------------------------------------
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
         """The device's optimizer, then the host's, as their classes built them."""
-        return [getattr(sub, "optimizer", sub) for sub in self._subs.values()]
+        return [
+            sub.optimizer if isinstance(sub, ForeignOptimizer) else sub
+            for sub in self._subs.values()
+        ]
 
     def sub_optimizer(self, place: Place) -> SlotOptimizer:
-        """The optimizer that steps a place, in slot terms."""
         return self._subs[place]
 
     def _sub_group(self, index: int, place: Place) -> dict[str, Any]:
@@ -235,6 +250,7 @@ class DeviceSplitOptimizer(SlotOptimizer):
             sub.add_param_group(self._sub_group(index, place))
             self._set_parts(sub, index, place)
         self._adopt_defaults()
+        self._seats_changed()
         self._placed()
 
     def use_mark(self, mark: StepMark) -> None:
@@ -293,6 +309,7 @@ class DeviceSplitOptimizer(SlotOptimizer):
         device."""
         seat = self._seat(slot)
         seat.resident, seat.main = True, None
+        self._seats_changed()
         if seat.place == "device":
             return super().new_main_param(slot, source)
         main = self._on_host(source, self.main_dtype(source.dtype))
@@ -300,8 +317,8 @@ class DeviceSplitOptimizer(SlotOptimizer):
         return main
 
     def _on_host(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        host = self._arena.take(source.shape, dtype)
-        return host.copy_(source)
+        block = self._host_mains.with_room(aligned_bytes(source.numel(), dtype))
+        return block.take(source.shape, dtype).copy_(source)
 
     @in_own_modes
     def _new_copy(self, seat: _Assignment, param: Tensor) -> Tensor:
@@ -313,9 +330,7 @@ class DeviceSplitOptimizer(SlotOptimizer):
         seat = self._seat(slot)
         param: Tensor = self.param_groups[slot.group]["params"][slot.position]
         if seat.resident:
-            return (
-                param if type(param) is Tensor and not param.requires_grad else local_tensor(param)
-            )
+            return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
         if seat.main is None:
             seat.main = self._new_copy(seat, local)
@@ -325,15 +340,21 @@ class DeviceSplitOptimizer(SlotOptimizer):
         seat.bound = param
         return seat.main
 
-    def _bind(self) -> None:
+    def bind_tensors(self) -> None:
         """Hand current tensors and hyperparameters to the sub-optimizers."""
         self._push_settings()
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._bound is not None and all_same(params, self._bound):
+            return
         for index in range(len(self.param_groups)):
             for position, seat in enumerate(self._seats[index]):
                 seats = self._subs[seat.place].param_groups[index]["params"]
                 stepped = self._stepped(Slot(index, position))
                 if seats[seat.index] is not stepped and not same_memory(seats[seat.index], stepped):
                     seats[seat.index] = stepped
+        # Only of this package's own tensors is the memory known to stay where it is.
+        residents = [p for slot, p in iter_slots(self.param_groups) if self._seat(slot).resident]
+        self._bound = params if all(map(_is_own, residents)) else None
 
     def reload_model_params(self) -> None:
         """Take the parameters' present values into the copies kept here."""
@@ -343,13 +364,18 @@ class DeviceSplitOptimizer(SlotOptimizer):
 
     # -- state ----------------------------------------------------------------------------------
 
+    def _param(self, slot: Slot) -> Tensor:
+        """What is in the param groups."""
+        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
+        return param
+
     def _in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
         seat = self._seat(slot)
         sub = self._subs[seat.place]
         sub.param_groups[slot.group]["params"][seat.index] = self._stepped(slot)
         theirs = Slot(slot.group, seat.index)
         if seat.place == "host":
-            self._touched(theirs)
+            self._state_exposed(theirs)
         return sub, theirs
 
     def _own_master(self, slot: Slot) -> Tensor | None:
@@ -415,6 +441,11 @@ class DeviceSplitOptimizer(SlotOptimizer):
         sub.load_slot_state(theirs, rest)
         if (own := self._own_master(slot)) is not None and master is not None:
             own.copy_(local_tensor(master))
+
+
+def _is_own(tensor: Tensor) -> bool:
+    """Whether a tensor to step is one of this package's, not a model's parameter."""
+    return type(tensor) is Tensor and not tensor.requires_grad
 
 
 def _share(param: Tensor) -> int:

@@ -1,96 +1,171 @@
-"""The other half of main params and moments: a step is written there while the present values stay.
+"""The back buffer of main params and moments: a step is written there, present values stay.
 
-Tensors stay the same objects. Publishing a step gives them the memory of the other half, and the
-memory they had becomes the other half; taking a step back is doing nothing.
+Tensors stay the same objects. Publishing a step gives them the memory of the back buffer, and the
+memory they had becomes the back buffer; taking a step back is doing nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
-from mp_optim.placement.arena import HostArena, aligned_bytes
 from mp_optim.placement.transfer import Transfer
+from mp_optim.process.host_memory import Block, aligned_bytes
+from mp_optim.slots import CachedTensorList, all_same
+from mp_optim.update.kernel_args import MAIN
+from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
 
-__all__ = ["DoubleBuffer"]
+__all__ = ["BackLaunch", "DoubleBuffer", "Key"]
 
 Key = tuple[int, int, str]
-"""Group, position, and which of the slot's tensors: a key of its state, or empty for the main
-param."""
+"""Group, position, and which of the slot's tensors: a key of its state, or ``MAIN``."""
 
 
 @dataclass(slots=True)
-class _Twin:
+class _Pair:
     """A tensor in use, the memory it has, and as much again."""
 
     live: Tensor
-    mine: Tensor
-    other: Tensor
+    front: Tensor
+    back: Tensor
 
     def fits(self, live: Tensor) -> bool:
         return (
             live is self.live
-            and live.data_ptr() == self.mine.data_ptr()
-            and live.shape == self.mine.shape
+            and live.data_ptr() == self.front.data_ptr()
+            and live.shape == self.front.shape
         )
 
-    def flip(self) -> None:
-        self.mine, self.other = self.other, self.mine
-        self.live.data = self.mine
+    def swap(self) -> None:
+        self.front, self.back = self.back, self.front
+        self.live.data = self.front
+
+
+@dataclass(frozen=True)
+class BackLaunch:
+    """A launch, and the same launch into the back buffer.
+
+    Attributes:
+        planned: as the step would carry it out in place.
+        target: into the back buffer, from the present values.
+        keys: of all tensors that are stepped.
+        versions: how often each present tensor had been written.
+    """
+
+    rule: RuleOptimizer
+    planned: PlannedLaunch
+    target: PlannedLaunch
+    keys: list[Key]
+    versions: list[int]
+
+    def run(self) -> None:
+        """Step into the back buffer. Nothing that is in use is written."""
+        self.rule.carry_out(self.target)
+
+    def gives(self, now: PlannedLaunch) -> bool:
+        """Whether carrying out ``now`` would give what :attr:`target` gave."""
+        then = self.planned
+        return (
+            then.group == now.group
+            and then.positions == now.positions
+            and then.launch == now.launch
+            and then.settings == now.settings
+            and list(then.updates.streams) == list(now.updates.streams)
+            and list(then.updates.shard_groups) == list(now.updates.shard_groups)
+            and list(then.updates.layouts) == list(now.updates.layouts)
+            and all_same(_stepped(then), _stepped(now))
+            and self.versions == _versions(now)
+        )
 
 
 class DoubleBuffer:
-    """Other halves of some slots' tensors, in one allocation for main params and one for the rest.
+    """The back buffer of some slots, in one allocation for main params and one for the rest.
 
     Args:
-        pin: page-lock those of main params.
+        pin: page-lock that of main params.
     """
 
     def __init__(self, transfer: Transfer, pin: bool) -> None:
         self._transfer = transfer
         self._pin = pin
-        self._twins: dict[Key, _Twin] = {}
-        self._arenas: dict[bool, HostArena] = {}
+        self._pairs: dict[Key, _Pair] = {}
+        self._blocks: dict[bool, Block] = {}
 
-    @property
-    def bytes(self) -> int:
-        """What it holds."""
-        return sum(twin.other.nbytes for twin in self._twins.values())
+    def host_bytes(self) -> tuple[int, int]:
+        """What it holds as soon as it is used, for main params and for the rest."""
+        return self._blocks[True].capacity, self._blocks[False].capacity
 
     def reserve(self, keys: Sequence[Key], live: Sequence[Tensor]) -> None:
-        """Make room for the other halves of these, if there is none yet."""
-        if self._arenas:
+        """Plan room for as much again as these tensors have, if there is none yet."""
+        if self._blocks:
             return
         sizes = {True: 0, False: 0}
         for key, tensor in zip(keys, live, strict=True):
             sizes[_is_main(key)] += aligned_bytes(tensor.numel(), tensor.dtype)
-        self._arenas = {
-            main: HostArena(self._transfer, size, self._pin and main)
-            for main, size in sizes.items()
+        self._blocks = {
+            is_main: Block(size, partial(self._transfer.empty_host, pin=self._pin and is_main))
+            for is_main, size in sizes.items()
         }
 
-    def others(self, keys: Sequence[Key], live: Sequence[Tensor]) -> list[Tensor]:
-        """The other half of each tensor; its values are of no meaning."""
-        return [self._twin(key, tensor).other for key, tensor in zip(keys, live, strict=True)]
+    def launches(self, rule: RuleOptimizer, launches: Sequence[PlannedLaunch]) -> list[BackLaunch]:
+        """Launches into the back buffer; none if a tensor is not contiguous and would be stepped as
+        a copy."""
+        if any(p.mains is not p.lists.main or p.outputs is not p.lists.output for p in launches):
+            return []
+        return [self._launch(rule, planned) for planned in launches]
 
-    def _twin(self, key: Key, live: Tensor) -> _Twin:
-        twin = self._twins.get(key)
-        if twin is not None and twin.fits(live):
-            return twin
-        if twin is not None and twin.other.shape == live.shape and twin.other.dtype == live.dtype:
-            other = twin.other  # the tensor was replaced: the room for it stays
+    def _launch(self, rule: RuleOptimizer, planned: PlannedLaunch) -> BackLaunch:
+        keys, live = _keys(planned), _stepped(planned)
+        backs = [self._pair(key, tensor).back for key, tensor in zip(keys, live, strict=True)]
+        count = len(planned.positions)
+        main = CachedTensorList(backs[:count])
+        state: dict[str, list[Tensor]] = {
+            name: CachedTensorList(backs[count * place : count * (place + 1)])
+            for place, name in enumerate(planned.lists.state, start=1)
+        }
+        present = {MAIN: planned.lists.main, **planned.lists.state}
+        lists = replace(planned.lists, main=main, state=state, source=present)
+        target = planned._replace(mains=main, lists=lists)
+        return BackLaunch(rule, planned, target, keys, [tensor._version for tensor in live])
+
+    def _pair(self, key: Key, live: Tensor) -> _Pair:
+        pair = self._pairs.get(key)
+        if pair is not None and pair.fits(live):
+            return pair
+        if pair is not None and pair.back.shape == live.shape and pair.back.dtype == live.dtype:
+            back = pair.back  # the tensor was replaced: the room for it stays
         else:
-            other = self._arenas[_is_main(key)].take(live.shape, live.dtype)
-        self._twins[key] = _Twin(live, live.data, other)
-        return self._twins[key]
+            size = aligned_bytes(live.numel(), live.dtype)
+            back = self._blocks[_is_main(key)].with_room(size).take(live.shape, live.dtype)
+        self._pairs[key] = _Pair(live, live.data, back)
+        return self._pairs[key]
 
-    def flip(self, keys: Iterable[Key]) -> None:
-        """Exchange the halves of these tensors."""
+    def swap(self, keys: Iterable[Key]) -> None:
+        """Give these tensors the memory of the back buffer, and it theirs."""
         for key in keys:
-            self._twins[key].flip()
+            self._pairs[key].swap()
 
 
 def _is_main(key: Key) -> bool:
-    return not key[2]
+    return key[2] == MAIN
+
+
+def _stepped(planned: PlannedLaunch) -> list[Tensor]:
+    """Main params and moments of a launch."""
+    moments = [tensor for tensors in planned.lists.state.values() for tensor in tensors]
+    return [*planned.lists.main, *moments]
+
+
+def _versions(planned: PlannedLaunch) -> list[int]:
+    return [tensor._version for tensor in _stepped(planned)]
+
+
+def _keys(planned: PlannedLaunch) -> list[Key]:
+    return [
+        (planned.group, position, name)
+        for name in (MAIN, *planned.lists.state)
+        for position in planned.positions
+    ]

@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mp_optim.placement.arena import aligned_bytes
 from mp_optim.placement.cores import occupy, worker_threads
-from mp_optim.placement.device_split import DeviceSplitOptimizer, Place
+from mp_optim.placement.device_split import DeviceSplitOptimizer
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
-from mp_optim.placement.pipeline import HostPipeline, TransferBytes, staging_bytes
-from mp_optim.placement.schedule import HostSchedule, OffloadMode
+from mp_optim.placement.host_step import HostBytes, HostStepper, HostStepSettings
+from mp_optim.placement.overlap_step import OverlappedHostStepper
+from mp_optim.placement.speculation import SpeculationSettings
+from mp_optim.placement.speculative_step import SpeculativeHostStepper
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.transfer import Transfer
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import Slot, SlotUpdate, current_grad, iter_slots, local_tensor, update_of
+from mp_optim.slots import (
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    UpdateSelection,
+    current_grad,
+    iter_slots,
+    local_tensor,
+    update_of,
+)
+from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import Closure, SlotOptimizer
 from mp_optim.update import FusedAdam, RuleOptimizer, global_grad_norm
 
 __all__ = ["HybridDeviceOptimizer"]
+
+
+class _Routes(NamedTuple):
+    """What the slots of a step come to; kept as long as they are the same.
+
+    Attributes:
+        by_place: the slots of each sub-optimizer.
+        have_outputs: every update says itself what receives the stepped value.
+    """
+
+    slots: Sequence[Slot]
+    by_place: dict[Place, UpdateSelection]
+    have_outputs: bool
 
 
 class HybridDeviceOptimizer(DeviceSplitOptimizer):
@@ -38,12 +63,14 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
             is used.
         overlap_cpu_optimizer_d2h_h2d: overlap copies in both directions with the host's arithmetic.
         offload_mode: ``sync``: the host computes in ``step``. ``overlap``: gradients come down and
-            are measured during backward. ``speculative``: they are also stepped, into a second half
+            are measured during backward. ``speculative``: they are also stepped, into a back buffer
             of main params and moments.
         host_threads, host_cores: of the thread that works during backward; by default it leaves
             some to others.
         transfer: how tensors travel; by default what the parameters' device needs.
-        bucket_bytes: staging memory per bucket.
+        bucket_bytes: staging memory per bucket, at most.
+        speculation: when ``speculative`` pauses; by default as
+            :class:`~mp_optim.placement.speculation.SpeculationSettings` says.
         sub_optimizer_kwargs: constructor arguments of both classes that are not hyperparameters.
         **kwargs: hyperparameters for both optimizer classes.
 
@@ -68,6 +95,7 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
         host_cores: Sequence[int] | None = None,
         transfer: Transfer | None = None,
         bucket_bytes: int = 64 << 20,
+        speculation: SpeculationSettings | None = None,
         sub_optimizer_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -78,7 +106,6 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
         in_fp32 = param_update_in_fp32 or any(
             issubclass(cls, SlotOptimizer) for cls in classes.values()
         )
-        self.schedule: HostSchedule | None = None
         super().__init__(
             params,
             offload_fraction,
@@ -89,48 +116,52 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
             transfer,
             pin_cpu_params,
         )
-        self.stages = StepTimeline()
-        self._pipeline = HostPipeline(
-            self._transfer,
-            bucket_bytes=bucket_bytes,
-            pin=pin_cpu_grads and self._can_pin,
-            depth=3 if overlap_cpu_optimizer_d2h_h2d else 1,
-            stages=self.stages,
+        self.timeline = StepTimeline()
+        settings = HostStepSettings(
+            bucket_bytes,
+            overlap_cpu_optimizer_d2h_h2d,
+            pin_cpu_grads and self._can_pin,
+            pin_cpu_params and self._can_pin,
+            speculation or SpeculationSettings(),
         )
-        self._arrivals = GradHooks(self._arrived)
+        set_up = partial(occupy, worker_threads(host_threads), host_cores)
+        self._check_mode(offload_mode)
+        self.stepper = self._stepper(offload_mode, settings, set_up)
+        self._hooks: GradHooks | None = None
         self._watched: list[tuple[Slot, Tensor]] = []
-        if offload_mode != "sync":
-            self.schedule = HostSchedule(
-                self._subs["host"],
-                self._host_slots(),
-                self._transfer,
-                mode=self._check_mode(offload_mode),
-                stages=self.stages,
-                bucket_bytes=bucket_bytes,
-                pin_staging=pin_cpu_grads and self._can_pin,
-                pin_mains=pin_cpu_params and self._can_pin,
-                pipelined=overlap_cpu_optimizer_d2h_h2d,
-                open_round=self._bind,
-                touch=lambda: self.step_mark.touch(),
-                set_up=partial(occupy, worker_threads(host_threads), host_cores),
-            )
-        self._watch()
+        if self.stepper.works_in_backward:
+            self._hooks = GradHooks(self._on_own_grad)
+            self._watch()
 
-    def _check_mode(self, mode: str) -> OffloadMode:
-        if mode not in ("overlap", "speculative"):
+    def _stepper(
+        self, mode: str, settings: HostStepSettings, set_up: Callable[[], None]
+    ) -> HostStepper:
+        host, slots = self._subs["host"], self._host_slots()
+        common = (host, slots, self, self._transfer, settings, self.timeline)
+        if mode == "sync":
+            return HostStepper(*common)
+        kind = OverlappedHostStepper if mode == "overlap" else SpeculativeHostStepper
+        return kind(*common, set_up)
+
+    @property
+    def host(self) -> HostStepper:
+        return self.stepper
+
+    def _check_mode(self, mode: str) -> None:
+        if mode not in ("sync", "overlap", "speculative"):
             raise ValueError(
                 f"offload_mode={mode!r}: must be one of ['sync', 'overlap', 'speculative']"
             )
         host = self._subs["host"]
-        if mode == "speculative" and not isinstance(host, RuleOptimizer):
+        if mode != "speculative":
+            return
+        if not isinstance(host, RuleOptimizer):
             raise ValueError(
                 f"offload_mode='speculative': {self._classes['host'].__name__} cannot step into "
-                "other "
-                "memory than it steps from; use one of this package's optimizers, or 'overlap'"
+                "other memory than it steps from; use one of this package's optimizers, or "
+                "'overlap'"
             )
-        if mode == "speculative" and isinstance(host, RuleOptimizer):
-            self._check_collectives(host)
-        return "overlap" if mode == "overlap" else "speculative"
+        self._check_collectives(host)
 
     def _check_collectives(self, host: RuleOptimizer) -> None:
         for slot, param in iter_slots(self.param_groups):
@@ -143,21 +174,21 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
                     "use 'overlap'"
                 )
 
+    def _seats_changed(self) -> None:
+        super()._seats_changed()
+        self._routes: _Routes | None = None
+
     def _placed(self) -> None:
-        if self.schedule is not None:
-            self.schedule.plan(self._host_slots())
+        self.stepper.plan(self._host_slots())
         self._watch()
 
     def recover(self) -> None:
         super().recover()
-        if (
-            self.schedule is not None
-        ):  # with other halves of its own: half a flip may have left two with one memory
-            self.schedule.plan(self._host_slots())
+        # With other back buffers: half a swap may have left two tensors with one memory.
+        self.stepper.plan(self._host_slots())
 
-    def _touched(self, slot: Slot) -> None:
-        if self.schedule is not None:
-            self.schedule.touched(slot)
+    def _state_exposed(self, slot: Slot) -> None:
+        self.stepper.state_exposed(slot)
 
     # -- stepping -------------------------------------------------------------------------------
 
@@ -180,157 +211,93 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
     @in_own_modes
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self._watch()
-        self._bind()
+        self.bind_tensors()
         for sub in self._subs.values():
             sub.check_groups()
         with self.step_mark.step(self):
-            self._step_routed(updates, grad_norm)
+            by_place = self._by_place(SlotUpdates.of(updates))
 
-    def _step_routed(self, updates: Sequence[SlotUpdate], grad_norm: float | None) -> None:
-        """Step every slot at its place."""
-        routed: dict[Place, list[SlotUpdate]] = {"device": [], "host": []}
-        for update in updates:
-            routed[self._seat(update.slot).place].append(self._routed(update))
+            def step_device() -> None:
+                if by_place["device"]:
+                    self._subs["device"].step_slots(by_place["device"], grad_norm=grad_norm)
 
-        def step_device() -> None:
-            if routed["device"]:
-                self._subs["device"].step_slots(routed["device"], grad_norm=grad_norm)
+            self.stepper.step(by_place["host"], grad_norm, step_device)
 
-        if self.schedule is not None:
-            self.schedule.step(routed["host"], grad_norm, step_device)
-            return
-        step_device()
-        shares = [
-            self._seat(update.slot).share
-            for update in updates
-            if self._seat(update.slot).place == "host"
-        ]
-        self.stages.begin_step()
-        self._pipeline.run(
-            routed["host"],
-            shares,
-            lambda bucket: self._subs["host"].step_slots(bucket, grad_norm=grad_norm),
-        )
-        self.stages.end_step()
-
-    def _routed(self, update: SlotUpdate) -> SlotUpdate:
-        """An update in terms of the sub-optimizer that steps the slot."""
-        seat, output = self._seat(update.slot), update.output
-        if not seat.resident:
-            output = local_tensor(
-                self.param_groups[update.slot.group]["params"][update.slot.position]
+    def _by_place(self, updates: SlotUpdates) -> dict[Place, SlotUpdates]:
+        """The updates of each sub-optimizer, in terms of its slots."""
+        if self._routes is None or self._routes.slots is not updates.slots:
+            self._routes = _Routes(
+                updates.slots,
+                {place: self._selection(place, updates.slots) for place in self._subs},
+                all(self._seat(slot).resident for slot in updates.slots),
             )
+        if not self._routes.have_outputs:
+            updates = replace(updates, outputs=self._outputs(updates))
+        return {place: chosen.take(updates) for place, chosen in self._routes.by_place.items()}
+
+    def _selection(self, place: Place, slots: Sequence[Slot]) -> UpdateSelection:
+        indices = [index for index, slot in enumerate(slots) if self._seat(slot).place == place]
+        theirs = [Slot(slots[i].group, self._seat(slots[i]).index) for i in indices]
+        return UpdateSelection(indices, theirs, len(slots))
+
+    def _outputs(self, updates: SlotUpdates) -> Sequence[Tensor | None]:
+        """What receives the stepped values: where this optimizer made the copies that are stepped,
+        the parameters."""
+        return [
+            output if self._seat(slot).resident else local_tensor(self._param(slot))
+            for slot, output in zip(updates.slots, updates.outputs, strict=True)
+        ]
+
+    # -- gradients that get ready during backward -------------------------------------------------
+
+    def mark_writing(self) -> None:
+        """See :class:`~mp_optim.placement.host_step.HostOwner`."""
+        self.step_mark.touch()
+
+    def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
+        """See :class:`~mp_optim.placement.host_step.HostOwner`."""
+        seat = self._seat(update.slot)
+        if seat.place == "device":
+            return None
+        output = update.output if seat.resident else local_tensor(self._param(update.slot))
         return update._replace(slot=Slot(update.slot.group, seat.index), output=output)
-
-    # -- gradients that arrive during backward ----------------------------------------------------
-
-    def arrived(self, update: SlotUpdate) -> None:
-        """A gradient is complete, and what is done with it may begin. ``step_slots`` will be given
-        the same update.
-
-        Nothing depends on this being called: what was not begun, or with other values, is done in
-          ``step_slots``.
-        """
-        if self.schedule is not None and self._seat(update.slot).place == "host":
-            self.schedule.arrived(self._routed(update))
 
     def _watch(self) -> None:
         """Notice gradients of the parameters held here; main params of a wrapper have none."""
-        if self.schedule is not None:
+        if self._hooks is not None:
             self._watched = list(iter_slots(self.param_groups))
-            self._arrivals.follow(
+            self._hooks.follow(
                 [param for _, param in self._watched],
                 [self._seat(slot).place == "host" for slot, _ in self._watched],
             )
 
-    def _arrived(self, index: int) -> None:
+    def _on_own_grad(self, index: int) -> None:
         slot, param = self._watched[index]
         grad = current_grad(param)
-        if self.param_groups[slot.group]["params"][slot.position] is not param:
-            # a wrapper has put its main param there, and hands on the gradients of the model's
+        if self._param(slot) is not param:
+            # a wrapper has put its main param there, and reports the gradients of the model's
             return
         if grad is not None and final_in_backward(param):
-            self.arrived(update_of(slot, self.slot_name(slot), param, grad))
+            self.stepper.on_grad_ready(update_of(slot, self.slot_name(slot), param, grad))
 
-    def use_transfer(self, transfer: Transfer) -> None:
-        """Have tensors travel another way from now on; nothing may be on its way."""
+    # -- memory -----------------------------------------------------------------------------------
+
+    def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
+        """Have tensors travel another way from now on, or in other buckets; nothing may be on its
+        way."""
         self._transfer = transfer
-        self._pipeline = self._pipeline.over(transfer)
-        if self.schedule is not None:
-            self.schedule.transfer = transfer
-            self.schedule.plan(self._host_slots())
+        settings = self.stepper.settings
+        if bucket_bytes is not None:
+            settings = replace(settings, bucket_bytes=bucket_bytes)
+        self.stepper.reconfigure(transfer, settings)
 
     def memory_moved(self) -> None:
         for sub in self._subs.values():
             sub.memory_moved()
 
     def verdict_device(self) -> torch.device | None:
-        hosted = any(seat.place == "host" for seats in self._seats for seat in seats)
-        return None if hosted else self._subs["device"].verdict_device()
+        return None if self.stepper.has_slots else self._subs["device"].verdict_device()
 
-    @property
-    def traffic(self) -> TransferBytes:
-        """Bytes the last step moved between the places."""
-        return self._pipeline.traffic if self.schedule is None else self.schedule.traffic
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host bytes held for transfers."""
-        return (
-            self._pipeline.staging_bytes if self.schedule is None else self.schedule.staging_bytes
-        )
-
-    def host_notes(self) -> tuple[str, ...]:
-        """How the host's part is stepped during backward, in words."""
-        if self.schedule is None:
-            return ()
-        return (
-            f"host: offload_mode {self.schedule.mode}, {self.schedule.buckets} buckets, "
-            f"{self.double_buffer_bytes():,} bytes double buffer",
-        )
-
-    def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Main params (under an empty name) and state that are stepped on the host, but for step
-        counters."""
-        self._bind()
-        host = self._subs["host"]
-        for slot, _ in iter_slots(host.param_groups):
-            yield "", host.param_groups[slot.group]["params"][slot.position]
-            yield from (
-                (key, value) for key, value in host.slot_state(slot).items() if key != "step"
-            )
-
-    def double_buffers(self) -> tuple[int, int]:
-        """Bytes of the other halves of main params, and of their state; allocated when they are
-        first stepped into."""
-        if self.schedule is None or self.schedule.mode != "speculative":
-            return 0, 0
-        sizes = [
-            (key, aligned_bytes(tensor.numel(), tensor.dtype))
-            for key, tensor in self.host_tensors()
-        ]
-        return sum(size for key, size in sizes if not key), sum(size for key, size in sizes if key)
-
-    def double_buffer_bytes(self) -> int:
-        """Bytes of all other halves."""
-        return sum(self.double_buffers())
-
-    def staging_for(self, params: Sequence[Tensor]) -> int:
-        """Bytes of staging that stepping takes.
-
-        Args:
-            params: the model's, in slot order; gradients are taken to have their dtypes.
-        """
-        updates, shares = [], []
-        for (slot, _), param in zip(iter_slots(self.param_groups), params, strict=True):
-            if self._seat(slot).place == "host" and param.requires_grad:
-                local = local_tensor(param)
-                updates.append(SlotUpdate(slot, local, output=local))
-                shares.append(self._seat(slot).share)
-        if self.schedule is not None:
-            return sum(map(staging_bytes, updates))
-        return self._pipeline.staging_for(updates, shares)
-
-    def host_metrics(self) -> dict[str, float]:
-        """Milliseconds of the last step's stages on the host, and how speculation did so far."""
-        return {**self.stages.metrics(), **({} if self.schedule is None else self.schedule.counts)}
+    def host_bytes(self) -> HostBytes:
+        """Host memory that stepping holds beside main params and state."""
+        return self.stepper.host_bytes()

@@ -9,32 +9,52 @@ So speculating pays well below even odds, and stops only where it nearly always 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from mp_optim.process.caller_warnings import warn
 
-__all__ = ["PAUSE_BELOW", "RESUME_AT", "WINDOW", "speculates_next", "warn_of_written"]
-
-WINDOW = 8
-"""Verdicts that are looked back on."""
-PAUSE_BELOW = 2
-"""Speculation pauses if fewer than this many of the last :data:`WINDOW` predictions were right."""
-RESUME_AT = 4
-"""It resumes as soon as this many were; while it pauses, verdicts are still compared with the
-prediction."""
+__all__ = ["SpeculationSettings", "speculates_next", "warn_of_written"]
 
 
-def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """When speculation pauses.
+
+    Attributes:
+        window: verdicts that are looked back on.
+        pause_below: it pauses if fewer than this many of the last ``window`` predictions were
+            right.
+        resume_at: it resumes as soon as this many were; while it pauses, verdicts are still
+            compared with the prediction.
+    """
+
+    window: int = 8
+    pause_below: int = 2
+    resume_at: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pause_below <= self.resume_at <= self.window or self.window < 1:
+            raise ValueError(
+                f"{self}: 0 <= pause_below <= resume_at <= window is needed, and window >= 1"
+            )
+
+
+def speculates_next(
+    speculates: bool,
+    verdicts: Collection[bool],
+    settings: SpeculationSettings = SpeculationSettings(),
+) -> bool:
     """Whether to speculate on the next step.
 
     Args:
         speculates: whether the last step was speculated on.
         verdicts: for each verdict so far, latest last, whether the prediction was right. Fewer than
-            :data:`WINDOW` of them change nothing.
+            the window change nothing.
     """
-    if len(verdicts) < WINDOW:
+    if len(verdicts) < settings.window:
         return speculates
-    right = sum(list(verdicts)[-WINDOW:])
-    return right >= PAUSE_BELOW if speculates else right >= RESUME_AT
+    right = sum(list(verdicts)[-settings.window :])
+    return right >= (settings.pause_below if speculates else settings.resume_at)
 
 
 def warn_of_written(mode: str, times: int) -> None:

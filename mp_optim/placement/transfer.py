@@ -55,8 +55,9 @@ class ImmediateTransfer:
     def mark(self) -> None: ...
 
     def download(self, pairs: Sequence[CopyPair], after: None = None) -> None:
-        for destination, source in pairs:
-            destination.copy_(source)
+        if pairs:
+            destinations, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(destinations, sources)
 
     def upload(self, pairs: Sequence[CopyPair]) -> None:
         self.download(pairs)

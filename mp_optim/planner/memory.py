@@ -205,10 +205,10 @@ def _reserves(
     part: MegatronOptimizer, hybrid: HybridDeviceOptimizer
 ) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and how much host memory is taken when stepping begins."""
-    mains, state = hybrid.double_buffers()
-    yield "host", "staging", hybrid.staging_for(part.get_parameters())
-    yield "pinned" if part.config.pin_cpu_params else "host", "double_buffers", mains
-    yield "host", "double_buffers", state
+    held = hybrid.host_bytes()
+    yield "host", "staging", held.staging
+    yield "pinned" if part.config.pin_cpu_params else "host", "double_buffers", held.back_mains
+    yield "host", "double_buffers", held.back_state
 
 
 def _tensors(part: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor]]:

@@ -1,95 +1,116 @@
 """What the precision wrappers let the layer below begin during backward: it is told of gradients as
-they arrive."""
+they get ready."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.worker import WorkerError
-from mp_optim.slots import current_grad, local_tensor
+from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.slot_table import SlotTable
+from mp_optim.slots import ParamGroups, Slot, current_grad, local_tensor
+from mp_optim.slots.host_part import HostPart
+from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update.kernel_args import fp32
-
-if TYPE_CHECKING:
-    from mp_optim.placement.schedule import HostSchedule
-    from mp_optim.precision.megatron_optimizer import MegatronOptimizer
-    from mp_optim.precision.slot_table import SlotTable
 
 __all__ = ["BackwardOverlap", "OverlapControls"]
 
 
+class Wrapper(Protocol):
+    """What is asked of the precision wrapper."""
+
+    inner: SlotOptimizer
+    param_groups: ParamGroups
+    grad_scaler: MegatronGradScaler | None
+
+    def slots(self) -> list[Slot]:
+        """All slots in order."""
+
+
 class BackwardOverlap:
-    """Hooks on the model's parameters that are stepped on the host, if ``offload_mode`` is not
-    ``sync``.
+    """The wrapper's gradients, for what steps them on the host: a
+    :class:`~mp_optim.slots.host_part.GradientSource`, with hooks on the model's parameters if
+    anything may be begun during backward.
 
     What was begun is only used where it is what the step would do, so nothing here can change a
     result.
+
+    Args:
+        sum_of_squares, push_hyperparams: see :class:`~mp_optim.slots.host_part.GradientSource`.
     """
 
     def __init__(
         self,
-        optimizer: MegatronOptimizer,
-        seen: SlotTable,
+        wrapper: Wrapper,
+        table: SlotTable,
         sum_of_squares: Callable[[Sequence[Tensor]], Tensor],
-        push_settings: Callable[[], None],
+        push_hyperparams: Callable[[], None],
     ) -> None:
-        self._optimizer = optimizer
-        self._seen = seen
-        self._sum_of_squares = sum_of_squares
+        self._wrapper = wrapper
+        self._table = table
+        self.sum_of_squares = sum_of_squares
+        self.push_hyperparams = push_hyperparams
         self._on_host: list[bool] = []
-        self._arrivals = GradHooks(self._arrived)
-        self._scale: tuple[Tensor, Any] | None = None
-        self.schedule: HostSchedule | None = getattr(optimizer.inner, "schedule", None)
-        if self.schedule is not None:
-            self.schedule.predicted = self._predicted
-            self.schedule.arithmetic.sum_of_squares = sum_of_squares
-            self.schedule.settle_settings = push_settings
+        self._hooks = GradHooks(self._on_backward)
+        self._inverse_scale: Callable[[], Tensor] | None = None
+        self._host = wrapper.inner.host
+        if self._host is not None:
+            self._host.connect(self)
+
+    @property
+    def host(self) -> HostPart | None:
+        """What may begin to work during backward."""
+        return self._host if self._host is not None and self._host.works_in_backward else None
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Have hooks on what is in the param groups now."""
-        if self.schedule is None:
+        if self.host is None:
             return
         if len(self._on_host) != len(params):
-            place_of = self._optimizer.inner.place  # type: ignore[attr-defined]
-            self._on_host = [place_of(slot) == "host" for slot in self._optimizer.slots()]
-        self._arrivals.follow(params, self._on_host)
+            place_of = self._wrapper.inner.place
+            self._on_host = [place_of(slot) == "host" for slot in self._wrapper.slots()]
+        self._hooks.follow(params, self._on_host)
 
-    def _arrived(self, index: int) -> None:
-        if final_in_backward(self._seen.params[index]):
-            self._hand_on(index)
+    def _on_backward(self, index: int) -> None:
+        if final_in_backward(self._table.params[index]):
+            self._report(index)
 
-    def _hand_on(self, index: int) -> None:
-        seen = self._seen
-        slot, param = seen.slots[index], seen.params[index]
+    def _report(self, index: int) -> None:
+        """Tell the host's part that a slot's gradient is what will be stepped, if there is one."""
+        table = self._table
+        slot, param = table.slots[index], table.params[index]
         grad = current_grad(param)
-        now = self._optimizer.param_groups[slot.group]["params"][slot.position]
-        if now is param and grad is not None and grad.layout == torch.strided and seen.bound[index]:
-            self._optimizer.inner.arrived(seen.update(index, local_tensor(grad)))  # type: ignore[attr-defined]
+        now = self._wrapper.param_groups[slot.group]["params"][slot.position]
+        if self.host is None or grad is None or now is not param or not table.bound[index]:
+            return
+        if grad.layout == torch.strided:
+            self.host.on_grad_ready(table.update(index, local_tensor(grad)))
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
         """These parameters' gradients, or all, are what will be stepped."""
-        if self.schedule is None:
+        if self.host is None:
             return
         chosen = None if params is None else {id(param) for param in params}
-        for index, param in enumerate(self._seen.params):
+        for index, param in enumerate(self._table.params):
             if self._on_host[index] and (chosen is None or id(param) in chosen):
-                self._hand_on(index)
+                self._report(index)
 
     def finish(self) -> None:
         """Wait for what was begun during backward. Raises what went wrong there, before anything
-        was stepped."""
-        if self.schedule is not None:
-            self.schedule.finish()
+        was stepped. Costs nothing if it was done since the last gradient."""
+        if self.host is not None:
+            self.host.collect()
 
     def skip(self) -> None:
         """The verdict is to change nothing."""
-        if self.schedule is not None:
-            self.schedule.skip()
+        if self.host is not None:
+            self.host.skip()
 
     def sums_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """FP64 sum of squares of each gradient of one device, shape (n,): taken now where backward
@@ -98,18 +119,17 @@ class BackwardOverlap:
         Gradients on an accelerator are measured there: faster, and with the bits of that device's
           backend.
         """
-        schedule = self.schedule
-        if schedule is None or grads[0].device.type != "cpu":
-            return self._sum_of_squares(grads)
-        known = [schedule.sum_of_squares(grad) for grad in grads]
+        if self.host is None or grads[0].device.type != "cpu":
+            return self.sum_of_squares(grads)
+        known = [self.host.known_sum_of_squares(grad) for grad in grads]
         unknown = [index for index, value in enumerate(known) if value is None]
         if len(unknown) == len(known):
-            return self._sum_of_squares(grads)
+            return self.sum_of_squares(grads)
         sums = torch.tensor(
             [0.0 if value is None else value for value in known], dtype=torch.float64, device="cpu"
         )
         if unknown:
-            sums[torch.tensor(unknown, device="cpu")] = self._sum_of_squares(
+            sums[torch.tensor(unknown, device="cpu")] = self.sum_of_squares(
                 [grads[index] for index in unknown]
             )
         return sums
@@ -119,22 +139,18 @@ class BackwardOverlap:
     def remember_scale(self) -> None:
         """The loss scale may have changed: start to bring it to the host, for the prediction in the
         next backward."""
-        scaler = self._optimizer.grad_scaler
-        if self.schedule is None or scaler is None or scaler.present_scale.device.type == "cpu":
+        scaler = self._wrapper.grad_scaler
+        if self.host is None or scaler is None or scaler.present_scale.device.type == "cpu":
             return
-        inverse, transfer = scaler.inv_scale, self.schedule.transfer
-        host = transfer.empty_host(inverse.nbytes, True).view(inverse.dtype)
-        self._scale = host, transfer.download([(host, inverse)])
+        self._inverse_scale = self.host.fetch(scaler.inv_scale)
 
-    def _predicted(self) -> float:
-        scaler = self._optimizer.grad_scaler
+    def predicted_multiplier(self) -> float:
+        """See :class:`~mp_optim.slots.host_part.GradientSource`."""
+        scaler = self._wrapper.grad_scaler
         if scaler is None:
             return 1.0
-        if self._scale is None or self.schedule is None:
-            return fp32(float(scaler.inv_scale))
-        host, ticket = self._scale
-        self.schedule.transfer.wait(ticket)
-        return fp32(float(host))
+        inverse = scaler.inv_scale if self._inverse_scale is None else self._inverse_scale()
+        return fp32(float(inverse))
 
 
 class OverlapControls:
@@ -151,20 +167,20 @@ class OverlapControls:
     def _links(self) -> list[BackwardOverlap]:
         return [part.backward_link for part in self.chained_optimizers]
 
-    def _schedules(self) -> list[HostSchedule]:
-        return [link.schedule for link in self._links() if link.schedule is not None]
+    def _hosts(self) -> list[HostPart]:
+        return [link.host for link in self._links() if link.host is not None]
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether gradients that arrive are complete, so that ``offload_mode`` may begin to work on
-        them. Otherwise that work is done again after the micro-batches that follow: right, but not
-        hidden."""
-        return all(schedule.enabled for schedule in self._schedules())
+        """Whether gradients that get ready are complete, so that ``offload_mode`` may begin to work
+        on them. Otherwise that work is done again after the micro-batches that follow: right, but
+        not hidden."""
+        return all(host.is_last_microbatch for host in self._hosts())
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        for schedule in self._schedules():
-            schedule.enabled = value
+        for host in self._hosts():
+            host.is_last_microbatch = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -179,12 +195,12 @@ class OverlapControls:
         """The gradients of these parameters (by default all) are what will be stepped:
         ``offload_mode`` may begin.
 
-        To be called by whoever reduces gradients over ranks; in a job of one rank, and with FSDP2,
-        backward itself says it.
+        To be called by the loop that reduces gradients over ranks; in a job of one rank, and with
+        FSDP2, backward itself says it.
         """
-        mine = None if params is None else list(params)
+        chosen = None if params is None else list(params)
         for link in self._links():
-            link.ready(mine)
+            link.ready(chosen)
 
     def finish_early_work(self) -> None:
         """Wait for what was begun during backward.
@@ -205,8 +221,8 @@ class OverlapControls:
         Needed only after gradients were written without a trace (``param.grad.data.mul_(...)``):
         other writes are noticed by themselves.
         """
-        for schedule in self._schedules():
-            schedule.discard()
+        for host in self._hosts():
+            host.discard()
 
     def remember_scale(self) -> None:
         """The loss scale may have changed."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mp_optim.slots import iter_slots
+from mp_optim.slots.host_part import Place
+from mp_optim.update.foreign import ForeignOptimizer
 
 if TYPE_CHECKING:
     from mp_optim.precision.megatron_optimizer import MegatronOptimizer
@@ -72,7 +74,7 @@ def _cell(value: object) -> str:
 def describe(optimizer: MegatronOptimizer) -> Description:
     """Read the rows off an optimizer; allocates its state if it had none."""
     counts: dict[tuple[int, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    place_of = getattr(optimizer.inner, "place", lambda slot: "device")
+    place_of, host = optimizer.inner.place, optimizer.inner.host
     for slot, param in iter_slots(optimizer.param_groups):
         backend, why = _stepper(optimizer, slot.group, place_of(slot), param.device)
         key = (slot.group, place_of(slot), str(param.dtype).removeprefix("torch."), backend, why)
@@ -88,17 +90,16 @@ def describe(optimizer: MegatronOptimizer) -> Description:
             DescriptionRow(group, place, dtype, slots, params, size, backend, why)
             for (group, place, dtype, backend, why), (slots, params, size) in counts.items()
         ),
-        note() if (note := getattr(optimizer.inner, "host_notes", None)) is not None else (),
+        () if host is None else host.notes(),
     )
 
 
 def _stepper(
-    optimizer: MegatronOptimizer, group: int, place: str, device: torch.device
+    optimizer: MegatronOptimizer, group: int, place: Place, device: torch.device
 ) -> tuple[str, str]:
-    sub: Any = getattr(optimizer.inner, "sub_optimizer", lambda _: optimizer.inner)(place)
-    foreign = getattr(sub, "optimizer", None)
-    if foreign is not None:
-        return type(foreign).__name__, "given by the caller; gets FP32 gradients"
+    sub: Any = optimizer.inner.sub_optimizer(place)
+    if isinstance(sub, ForeignOptimizer):
+        return type(sub.optimizer).__name__, "given by the caller; gets FP32 gradients"
     where = torch.device("cpu") if place == "host" else device
     found: tuple[str, str] = sub.group_backend(sub.param_groups[group], where)
     return found

@@ -441,7 +441,7 @@ class MegatronOptimizer(StandstillWatched, OverlapControls, MainParams):
 
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
-        traffic, verdict = getattr(self.inner, "traffic", None), self._verdict
+        host, verdict = self.inner.host, self._verdict
         norms = {
             f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
         }
@@ -451,9 +451,9 @@ class MegatronOptimizer(StandstillWatched, OverlapControls, MainParams):
             if self.grad_scaler is None
             else float(self.grad_scaler.present_scale),
             "multiplier": verdict.multipliers.get(MAIN, 0.0),
-            "bytes_down": 0 if traffic is None else traffic.down,
-            "bytes_up": 0 if traffic is None else traffic.up,
-            **getattr(self.inner, "host_metrics", dict)(),
+            "bytes_down": 0 if host is None else host.transfer_bytes.down,
+            "bytes_up": 0 if host is None else host.transfer_bytes.up,
+            **({} if host is None else host.metrics()),
             **norms,
             **self._counts,
             **(

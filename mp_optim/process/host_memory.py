@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,20 +117,31 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 class Block:
-    """Zeroed host memory that tensors are cut from, one after the other, each once."""
+    """Host memory that tensors are cut from, one after the other, each once.
 
-    def __init__(self, num_bytes: int) -> None:
-        self._memory = zeros_host(num_bytes)
+    Args:
+        num_bytes: how many there are.
+        allocate: returns so many bytes as a 1-D uint8 tensor; called when the first tensor is cut.
+    """
+
+    def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host) -> None:
+        self.capacity = num_bytes
+        self._allocate = allocate
+        self._memory: Tensor | None = None
         self._used = 0
 
     @property
     def left(self) -> int:
         """Bytes not handed out yet."""
-        return self._memory.numel() - self._used
+        return self.capacity - self._used
+
+    def with_room(self, num_bytes: int) -> Block:
+        """This block if so many bytes are left, else a new one of that size."""
+        return self if num_bytes <= self.left else Block(num_bytes, self._allocate)
 
     @in_own_modes
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The next contiguous tensor of zeros.
+        """The next contiguous tensor, with the values that ``allocate`` left there.
 
         Raises:
             ValueError: there is not enough left.
@@ -138,9 +149,15 @@ class Block:
         size = aligned_bytes(shape.numel(), dtype)
         if size > self.left:
             raise ValueError(f"{size} bytes asked for, {self.left} left")
+        if self._memory is None:
+            self._memory = self._allocate(self.capacity)
         tensor = cut(self._memory, self._used, shape, dtype)
         self._used += size
         return tensor
+
+    def reset(self) -> None:
+        """Hand everything out again. The caller makes sure that nobody uses what was taken."""
+        self._used = 0
 
 
 def beside(forms: Sequence[Form]) -> list[Tensor] | None:

@@ -14,7 +14,14 @@ from mp_optim.slots.tensors import (
     local_tensor,
     same_memory,
 )
-from mp_optim.slots.updates import DeviceMultiplier, Multiplier, SlotUpdate, SlotUpdates, update_of
+from mp_optim.slots.updates import (
+    DeviceMultiplier,
+    Multiplier,
+    SlotUpdate,
+    SlotUpdates,
+    UpdateSelection,
+    update_of,
+)
 
 __all__ = [
     "CachedTensorList",
@@ -25,6 +32,7 @@ __all__ = [
     "SlotStateView",
     "SlotUpdate",
     "SlotUpdates",
+    "UpdateSelection",
     "all_same",
     "are_plain",
     "current_grad",

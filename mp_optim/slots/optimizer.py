@@ -20,6 +20,7 @@ from mp_optim.process.caller_warnings import warn
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
+from mp_optim.slots.host_part import HostPart, Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.state_dict import (
     CHECKSUMS,
@@ -80,6 +81,21 @@ class SlotOptimizer(torch.optim.Optimizer):
     def set_part(self, slot: Slot, part: Part) -> None:
         """Say which part of a parameter a slot's tensor is, where the tensor does not say so
         itself."""
+
+    # -- where slots are stepped ------------------------------------------------------------------
+
+    @property
+    def host(self) -> HostPart | None:
+        """What steps slots on the host, if there is such a part."""
+        return None
+
+    def place(self, slot: Slot) -> Place:
+        """Where a slot is stepped."""
+        return "device"
+
+    def sub_optimizer(self, place: Place) -> SlotOptimizer:
+        """The optimizer that steps the slots of a place."""
+        return self
 
     def check_groups(self) -> None:
         """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, overload
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.slots.identity import Slot, stream_of
 from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
-from mp_optim.slots.tensors import local_grad
+from mp_optim.slots.tensors import CachedTensorList, local_grad
 
-__all__ = ["DeviceMultiplier", "Multiplier", "SlotUpdate", "SlotUpdates", "update_of"]
+__all__ = [
+    "DeviceMultiplier",
+    "Multiplier",
+    "SlotUpdate",
+    "SlotUpdates",
+    "UpdateSelection",
+    "update_of",
+]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,7 +76,8 @@ class SlotUpdate(NamedTuple):
 class SlotUpdates(Sequence[SlotUpdate]):
     """The updates of a step as parallel lists: with thousands of slots, one pass over a list is
     cheap and an object for each is not. The fields are those of :class:`SlotUpdate`, in the plural;
-    ``layouts`` may be empty for none."""
+    ``layouts`` may be empty for none. The same list objects may be handed over in every step, as
+    long as what is in them is the same."""
 
     slots: Sequence[Slot]
     grads: Sequence[Tensor]
@@ -124,6 +133,52 @@ class SlotUpdates(Sequence[SlotUpdate]):
             self.streams[index],
             self.layouts[index] if self.layouts else None,
         )
+
+
+class UpdateSelection:
+    """Some of a step's updates: chosen once, taken in every step that has the same slots.
+
+    Args:
+        indices: which updates.
+        slots: their slots, as the receiver calls them.
+        count: how many updates the step has.
+    """
+
+    def __init__(self, indices: Sequence[int], slots: Sequence[Slot], count: int) -> None:
+        self.slots = tuple(slots)
+        self._is_whole = list(indices) == list(range(count))
+        self._indices = indices
+        self._kept: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}
+
+    def take(self, updates: SlotUpdates) -> SlotUpdates:
+        """These of the updates."""
+        if self._is_whole:
+            return updates if updates.slots is self.slots else replace(updates, slots=self.slots)
+        return SlotUpdates(
+            self.slots,
+            CachedTensorList(self._pick(updates.grads)),
+            self._pick(updates.multipliers),
+            self._keep("outputs", updates.outputs),
+            self._keep("shard_groups", updates.shard_groups),
+            self._keep("streams", updates.streams),
+            self._keep("layouts", updates.layouts),
+        )
+
+    def _pick(self, column: Sequence[Any]) -> Sequence[Any]:
+        if len(self._indices) < 2:
+            return [column[index] for index in self._indices]
+        picked: Sequence[Any] = itemgetter(*self._indices)(column)
+        return picked
+
+    def _keep(self, name: str, column: Sequence[Any]) -> Sequence[Any]:
+        """Part of a column that is mostly the same list in every step."""
+        source, part = self._kept.get(name, (None, ()))
+        if source is not column:
+            part = self._pick(column) if column else ()
+            if isinstance(column, CachedTensorList):
+                part = CachedTensorList(part)
+            self._kept[name] = column, part
+        return part
 
 
 def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.placement.backward_jobs import BackwardJob
-from mp_optim.placement.schedule import HostSchedule
+from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.timeline import Span
 from mp_optim.placement.transfer import ImmediateTransfer
 from support.models import (
@@ -37,8 +37,10 @@ def hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
     ]
 
 
-def schedules(optimizer: Any) -> list[HostSchedule]:
-    return [hybrid.schedule for hybrid in hybrids(optimizer) if hybrid.schedule is not None]
+def steppers(optimizer: Any) -> list[OverlappedHostStepper]:
+    """Those that work during backward."""
+    found = [hybrid.stepper for hybrid in hybrids(optimizer)]
+    return [stepper for stepper in found if isinstance(stepper, OverlappedHostStepper)]
 
 
 def build_mode(
@@ -62,33 +64,22 @@ def build_mode(
         )
     else:
         optimizer = get_megatron_optimizer(config, model, expert_predicate=is_expert)
-    set_bucket_bytes(optimizer, bucket_bytes)
     for hybrid in hybrids(optimizer):
-        hybrid.use_transfer(AdversarialTransfer() if adversarial else ImmediateTransfer())
+        transfer = AdversarialTransfer() if adversarial else ImmediateTransfer()
+        hybrid.use_transfer(transfer, bucket_bytes)
     return model, optimizer
-
-
-def set_bucket_bytes(optimizer: Any, size: int) -> None:
-    """Staging memory of a bucket, from the next plan on: ``use_transfer`` makes one.
-
-    The only way there is until the config has a setting for it.
-    """
-    for hybrid in hybrids(optimizer):
-        hybrid._pipeline._bucket_bytes = size
-        if hybrid.schedule is not None:
-            hybrid.schedule._bucket_bytes = size
 
 
 def spans_of_worker(optimizer: Any, stage: str) -> list[Span]:
     """What the worker threads did of a stage for the last step, one span a bucket."""
-    spans = [span for hybrid in hybrids(optimizer) for span in hybrid.stages.last]
+    spans = [span for hybrid in hybrids(optimizer) for span in hybrid.timeline.last]
     return [span for span in spans if span.stage == stage and span.thread == "mp_optim-host"]
 
 
 def finish_early_work(optimizer: Any) -> float:
     """Wait until nothing is left of what was begun during backward; returns the time."""
-    for schedule in schedules(optimizer):
-        schedule.worker.drain()
+    for stepper in steppers(optimizer):
+        stepper.worker.drain()
     return time.perf_counter()
 
 

@@ -17,7 +17,7 @@ from mp_optim.placement.worker import PATIENCE, Worker, WorkerError
 from mp_optim.update.rule import RuleOptimizer
 from support.launch import start
 from support.models import tokens_of
-from support.offload import MODES, build_mode, differing, hybrids, run, schedules, snapshot
+from support.offload import MODES, build_mode, differing, hybrids, run, snapshot, steppers
 
 SECONDS = 5.0
 each_early = pytest.mark.parametrize("mode", MODES[1:])
@@ -96,8 +96,8 @@ def test_a_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
         model(tokens_of(50)).backward()
         for param in model.parameters():
             param.grad.mul_(0.5)
-    for schedule in schedules(pair[1]):
-        schedule.worker.drain()
+    for stepper in steppers(pair[1]):
+        stepper.worker.drain()
     with monkeypatch.context() as patch:
         calls = []
 
@@ -143,9 +143,9 @@ class Fatal:
 @each_early
 def test_a_worker_killed_between_two_jobs(mode):
     pair, other = ready(mode)
-    threads = [schedule.worker.thread for schedule in schedules(pair[1])]
-    for schedule in schedules(pair[1]):
-        schedule.worker.submit(Fatal())
+    threads = [stepper.worker.thread for stepper in steppers(pair[1])]
+    for stepper in steppers(pair[1]):
+        stepper.worker.submit(Fatal())
     for thread in threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
@@ -162,8 +162,8 @@ def test_a_worker_that_is_gone_without_a_word(mode, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(BackwardJob, "run", lambda job: release.wait(SECONDS))
         pair[0](tokens_of(50)).backward()
-        for schedule in schedules(pair[1]):
-            patch.setattr(schedule.worker.thread, "is_alive", lambda: False)
+        for stepper in steppers(pair[1]):
+            patch.setattr(stepper.worker.thread, "is_alive", lambda: False)
         fails_in_time(*pair, "is gone")
         release.set()
     goes_on_like(pair, other)
@@ -175,11 +175,11 @@ def test_a_full_queue(mode, monkeypatch):
     monkeypatch.setattr(worker_module, "PATIENCE", 0.2)
     pair, other = ready(mode, experts=False, fraction=1.0)
     release = threading.Event()
-    (schedule,) = schedules(pair[1])
-    stuck = schedule.worker.thread
-    schedule.worker.submit(Job(lambda: release.wait(60)))
+    (stepper,) = steppers(pair[1])
+    stuck = stepper.worker.thread
+    stepper.worker.submit(Job(lambda: release.wait(60)))
     for _ in range(64):
-        schedule.worker.submit(Job(lambda: None))
+        stepper.worker.submit(Job(lambda: None))
     started = time.monotonic()
     pair[0](tokens_of(50)).backward()  # does not raise, and does not hang
     assert time.monotonic() - started < SECONDS

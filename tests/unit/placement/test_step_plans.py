@@ -1,16 +1,18 @@
 """Plans by their words: who goes to the host, how buckets are cut, how memory is handed out; and
 what describes it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from mp_optim import get_megatron_optimizer
-from mp_optim.placement.arena import ALIGNMENT, HostArena, aligned_bytes
 from mp_optim.placement.buckets import PER_ROUND, SMALLEST, fitting_bucket_bytes, plan_buckets
 from mp_optim.placement.cores import threads_beside_backward, worker_threads
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import ImmediateTransfer
+from mp_optim.process.host_memory import ALIGNMENT, Block, aligned_bytes
 from support.models import config_for
 
 
@@ -76,7 +78,7 @@ def test_backward_keeps_two_threads_and_a_quarter(threads, share, monkeypatch):
     assert worker_threads(None) == share and worker_threads(5) == 5
 
 
-def test_an_arena_hands_out_aligned_tensors_until_it_is_full():
+def test_a_block_hands_out_aligned_tensors_until_it_is_full():
     asked = []
 
     class Transfer(ImmediateTransfer):
@@ -84,18 +86,19 @@ def test_an_arena_hands_out_aligned_tensors_until_it_is_full():
             asked.append((num_bytes, pin))
             return super().empty_host(num_bytes, pin)
 
-    arena = HostArena(Transfer(), 4 * ALIGNMENT, True)
+    block = Block(4 * ALIGNMENT, partial(Transfer().empty_host, pin=True))
     assert asked == []  # nothing is allocated before it is used
-    first = arena.take(torch.Size([3]), torch.bfloat16)
-    second = arena.take(torch.Size([2, 16]), torch.float32)
-    last = arena.take(torch.Size([16]), torch.float32)
+    first = block.take(torch.Size([3]), torch.bfloat16)
+    second = block.take(torch.Size([2, 16]), torch.float32)
+    last = block.take(torch.Size([16]), torch.float32)
     assert asked == [(4 * ALIGNMENT, True)]
     assert [t.data_ptr() - first.data_ptr() for t in (second, last)] == [ALIGNMENT, 3 * ALIGNMENT]
     assert second.shape == (2, 16) and second.is_contiguous() and first.dtype == torch.bfloat16
-    arena.take(torch.Size([1]), torch.int8)  # it is full: this one has memory of its own
-    assert asked[1:] == [(ALIGNMENT, True)]
-    arena.reset()
-    again = arena.take(torch.Size([64]), torch.float32)  # all of it at once
+    block.with_room(ALIGNMENT).take(torch.Size([1]), torch.int8)  # it is full: another one
+    assert asked[1:] == [(ALIGNMENT, True)] and block.left == 0
+    block.reset()
+    assert block.with_room(4 * ALIGNMENT) is block
+    again = block.take(torch.Size([64]), torch.float32)  # all of it at once
     assert again.data_ptr() == first.data_ptr() and len(asked) == 2
     assert [aligned_bytes(n, torch.float32) for n in (0, 1, 16, 17)] == [
         0,

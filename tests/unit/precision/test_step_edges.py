@@ -150,7 +150,7 @@ def test_a_parameter_renamed_before_the_step_is_rounded_with_its_new_names_noise
             if step == 3:
                 optimizer.param_groups[0]["param_names"][0] = "renamed"
             optimizer.step()
-        hits = 0 if optimizer.schedule is None else optimizer.schedule.counts["speculation_hits"]
+        hits = optimizer.stepper.metrics().get("speculation_hits", 0)
         return hits, [optimizer.state[param]["exp_avg"].clone() for _, param in params]
 
     hits, speculated = run("speculative")

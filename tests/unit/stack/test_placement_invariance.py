@@ -8,7 +8,6 @@ import torch
 from mp_optim import HybridDeviceOptimizer, OptimizerParamScheduler, checkpoint
 from mp_optim.placement.plan import plan_offload
 from support.models import AdversarialTransfer, build, same_bits, train
-from support.offload import set_bucket_bytes
 
 STEPS = 8
 
@@ -53,9 +52,8 @@ def test_adversarial_transfers_give_the_same_bits(precision, overlap):
     expected = train(model, optimizer, STEPS), final(model)
     model, optimizer = build(precision, 0.7, overlap_cpu_optimizer_d2h_h2d=overlap)
     assert hybrids(optimizer)
-    set_bucket_bytes(optimizer, 256)
     for hybrid in hybrids(optimizer):
-        hybrid.use_transfer(AdversarialTransfer())
+        hybrid.use_transfer(AdversarialTransfer(), bucket_bytes=256)
     assert_same((train(model, optimizer, STEPS), final(model)), expected)
 
 

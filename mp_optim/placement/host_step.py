@@ -1,0 +1,331 @@
+"""Steps host slots bucket by bucket: gradients come down, the rule runs, parameters go up.
+
+While one bucket is computed, the gradients of the next are on their way down and the parameters of
+the one before on their way up. Gradients and parameters travel in the dtype they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from mp_optim.placement.buckets import BucketPlan, HostSlot, plan_buckets, staging_sizes
+from mp_optim.placement.speculation import SpeculationSettings
+from mp_optim.placement.staging import StagedTensors, Staging
+from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
+from mp_optim.placement.transfer import Transfer
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection
+from mp_optim.slots.host_part import GradientSource, TransferBytes
+from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.update import choose_backend
+
+__all__ = ["BucketStep", "HostBytes", "HostOwner", "HostStepSettings", "HostStepper", "OffloadMode"]
+
+OffloadMode = Literal["sync", "overlap", "speculative"]
+
+
+@dataclass(frozen=True)
+class HostStepSettings:
+    """How the host's slots are stepped.
+
+    Attributes:
+        bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by
+            itself.
+        pipelined: overlap copies in both directions with the arithmetic.
+        pin_staging, pin_mains: page-lock staging memory, and the back buffer of main params.
+        speculation: when it pauses.
+    """
+
+    bucket_bytes: int = 64 << 20
+    pipelined: bool = True
+    pin_staging: bool = False
+    pin_mains: bool = False
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes}: must be at least 1")
+
+
+class HostOwner(Protocol):
+    """What a stepper asks of the optimizer that it steps a part of."""
+
+    def bind_tensors(self) -> None:
+        """Make the host's optimizer have the tensors and settings of now."""
+
+    def mark_writing(self) -> None:
+        """Main params and state are about to be written."""
+
+    def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
+        """An update in terms of the host's optimizer; None if the slot is not stepped there."""
+
+
+class HostBytes(NamedTuple):
+    """Host memory beside main params and state, in bytes.
+
+    Attributes:
+        staging: for gradients and parameters on their way.
+        back_mains, back_state: of the back buffer, for main params and for the rest.
+    """
+
+    staging: int
+    back_mains: int = 0
+    back_state: int = 0
+
+
+@dataclass
+class BucketStep:
+    """One bucket's part of a step.
+
+    Attributes:
+        updates: gradients and outputs where they are on the device.
+        staged: the same on the host.
+        is_here: the gradients have been downloaded.
+    """
+
+    bucket: int
+    label: str
+    staging: Staging
+    updates: SlotUpdates
+    tensors: StagedTensors
+    is_here: bool = False
+    ticket: Any = None
+
+    @property
+    def staged(self) -> SlotUpdates:
+        return self.tensors.put_into(self.updates)
+
+    def start(self) -> None:
+        """Start the download of the gradients."""
+        if not self.is_here:
+            self.ticket = self.staging.download(self.updates.grads, self.tensors.grads)
+
+    def upload(self) -> None:
+        """Start the upload of the parameters."""
+        self.staging.upload(self.updates.outputs, self.tensors.outputs)
+
+
+class _NoSource:
+    """Of an optimizer that nothing wraps: there is no loss scale, and settings are its own."""
+
+    def push_hyperparams(self) -> None: ...
+
+    def predicted_multiplier(self) -> float:
+        return 1.0
+
+    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        return choose_backend("auto", grads[0].device)[0].sum_of_squares(grads)
+
+
+class HostStepper:
+    """Steps the host's slots in ``step()``, and nothing before: ``offload_mode="sync"``.
+
+    Args:
+        host: the host's optimizer.
+        slots: of it, in the order in which their gradients are expected.
+        owner: the optimizer that it is a part of.
+    """
+
+    mode: OffloadMode = "sync"
+    works_in_backward = False
+
+    def __init__(
+        self,
+        host: SlotOptimizer,
+        slots: Sequence[HostSlot],
+        owner: HostOwner,
+        transfer: Transfer,
+        settings: HostStepSettings,
+        timeline: StepTimeline,
+    ) -> None:
+        self.transfer, self.timeline = transfer, timeline
+        self.transfer_bytes = TransferBytes()
+        self.is_last_microbatch = True
+        self.settings = settings
+        self._host, self._owner = host, owner
+        self._source: GradientSource = _NoSource()
+        self._staging: list[Staging] = []
+        self._routes: tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None = None
+        self._cut(slots)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether anything is stepped on the host."""
+        return bool(self._slots)
+
+    def connect(self, source: GradientSource) -> None:
+        """Ask this source from now on."""
+        self._source = source
+
+    # -- buckets and their memory -----------------------------------------------------------------
+
+    def plan(self, slots: Sequence[HostSlot]) -> None:
+        """Cut buckets anew, for other slots. What was begun early is dropped."""
+        self.discard()
+        self._cut(slots)
+
+    def reconfigure(self, transfer: Transfer, settings: HostStepSettings) -> None:
+        """Have tensors travel another way, or in other buckets."""
+        self.discard()
+        self.transfer, self.settings = transfer, settings
+        self._cut(list(self._slots.values()))
+
+    def _cut(self, slots: Sequence[HostSlot]) -> None:
+        for staging in self._staging:
+            staging.wait_until_free()
+        self._slots = {slot.slot: slot for slot in slots}
+        sizes = [slot.shared_bytes for slot in slots]
+        self._plan: BucketPlan = plan_buckets(
+            list(self._slots), sizes, self._bucket_bytes(sum(sizes))
+        )
+        needed = [self._staging_of(bucket) for bucket in self._plan.buckets]
+        pieces = staging_sizes(needed, self._in_flight())
+        self._staging = [Staging(self.transfer, size, self.settings.pin_staging) for size in pieces]
+        self._routes = None
+
+    def _bucket_bytes(self, total: int) -> int:
+        """Staging bytes per bucket, of so many in all."""
+        return self.settings.bucket_bytes
+
+    def _in_flight(self) -> int:
+        """Buckets that have staging memory at a time: one comes down, one is stepped, one goes
+        up."""
+        return 3 if self.settings.pipelined else 1
+
+    def _staging_of(self, bucket: Sequence[Slot]) -> int:
+        return sum(self._slots[slot].staging_bytes for slot in bucket)
+
+    def host_bytes(self) -> HostBytes:
+        """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
+        is held from then on."""
+        return HostBytes(sum(staging.capacity for staging in self._staging))
+
+    # -- what is begun during backward: nothing ---------------------------------------------------
+
+    def on_grad_ready(self, update: SlotUpdate) -> None:
+        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+
+    def collect(self) -> None:
+        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+
+    def known_sum_of_squares(self, grad: Tensor) -> float | None:
+        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+        return None
+
+    def state_exposed(self, slot: Slot) -> None:
+        """The caller gets live tensors of a slot, and may write to them without a trace."""
+
+    def skip(self) -> None:
+        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+
+    def discard(self) -> None:
+        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+
+    # -- in step ----------------------------------------------------------------------------------
+
+    def step(
+        self, updates: SlotUpdates, grad_norm: float | None, step_device: Callable[[], None]
+    ) -> None:
+        """Step the host's slots, and the device's in between; on return uploads are ordered before
+        later work there.
+
+        Args:
+            updates: with gradients and outputs on the device.
+            step_device: steps what does not lie on the host.
+        """
+        self.timeline.begin_step()
+        step_device()
+        self._step_in_place(self._bucket_steps(updates), grad_norm)
+        self.transfer.join()
+        self.timeline.end_step()
+
+    def _bucket_steps(self, updates: SlotUpdates) -> list[BucketStep]:
+        """The updates by bucket, in the plan's order."""
+        steps = [
+            self._bucket_step(position, bucket, label, selection.take(updates))
+            for position, (bucket, label, selection) in enumerate(self._routes_of(updates.slots))
+        ]
+        self.transfer_bytes = TransferBytes(
+            sum(step.tensors.down for step in steps), sum(step.tensors.up for step in steps)
+        )
+        return steps
+
+    def _bucket_step(
+        self, position: int, bucket: int, label: str, updates: SlotUpdates
+    ) -> BucketStep:
+        own = len(self._staging) == len(self._plan.buckets)
+        staging = self._staging[bucket if own else position % len(self._staging)]
+        return BucketStep(bucket, label, staging, updates, staging.stage(bucket, updates))
+
+    def _routes_of(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
+        """Bucket, label and members of each bucket that has some; the last ones are kept."""
+        if self._routes is not None and self._routes[0] is slots:
+            return self._routes[1]
+        members: dict[int, list[int]] = {}
+        for index in sorted(range(len(slots)), key=slots.__getitem__):
+            members.setdefault(self._plan.bucket_of[slots[index]], []).append(index)
+        routes = []
+        for bucket, indices in sorted(members.items()):
+            chosen = [slots[index] for index in indices]
+            selection = UpdateSelection(indices, chosen, len(slots))
+            routes.append((bucket, self._label(chosen), selection))
+        self._routes = slots, routes
+        return routes
+
+    def _label(self, slots: Sequence[Slot]) -> str:
+        first = self._host.slot_name(slots[0])
+        if len(slots) == 1:
+            return first
+        return f"{first} .. {self._host.slot_name(slots[-1])} ({len(slots)} parameters)"
+
+    def _ahead(self) -> int:
+        """Downloads that are started before the bucket at hand is stepped."""
+        return 1 if self.settings.pipelined else 0
+
+    def _step_in_place(self, steps: Sequence[BucketStep], grad_norm: float | None) -> None:
+        started = 0
+        for done, step in enumerate(steps):
+            for coming in steps[started : done + 1 + self._ahead()]:
+                coming.start()
+                started += 1
+            self._wait(step)
+            self._step_on_host(step, grad_norm, done, len(steps))
+            with self.timeline.stage("publish", step.label):
+                step.upload()
+
+    def _step_on_host(
+        self, step: BucketStep, grad_norm: float | None, done: int, count: int
+    ) -> None:
+        """Step the bucket, of ``count``, before which ``done`` were stepped."""
+        with self.timeline.stage("host_step", step.label):
+            self._host.step_slots(step.staged, grad_norm=grad_norm)
+
+    def _wait(self, step: BucketStep) -> None:
+        if not step.is_here:
+            with self.timeline.stage(WAIT_COPIES):
+                self.transfer.wait(step.ticket)
+
+    # -- what it says of itself -------------------------------------------------------------------
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+        transfer = self.transfer
+        copy = transfer.empty_host(tensor.nbytes, True).view(tensor.dtype)
+        ticket = transfer.download([(copy, tensor)])
+
+        def value() -> Tensor:
+            transfer.wait(ticket)
+            return copy
+
+        return value
+
+    def notes(self) -> tuple[str, ...]:
+        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+        return ()
+
+    def metrics(self) -> dict[str, float]:
+        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+        return self.timeline.metrics()

@@ -1,0 +1,173 @@
+"""Host slots that are stepped during backward, into a back buffer: ``offload_mode="speculative"``.
+
+``step()`` swaps the buffers where the step is the one that was predicted, and steps the rest again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mp_optim.placement.backward_jobs import Bucket
+from mp_optim.placement.buckets import HostSlot
+from mp_optim.placement.double_buffer import BackLaunch, DoubleBuffer, Key
+from mp_optim.placement.host_step import BucketStep, HostBytes, OffloadMode
+from mp_optim.placement.overlap_step import OverlappedHostStepper
+from mp_optim.placement.speculation import speculates_next
+from mp_optim.slots import Multiplier, SlotUpdates
+from mp_optim.update.kernel_args import MAIN
+from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
+
+__all__ = ["SpeculativeHostStepper"]
+
+
+class SpeculativeHostStepper(OverlappedHostStepper):
+    """Steps the host's slots during backward, as if nothing were going to be clipped or skipped."""
+
+    mode: OffloadMode = "speculative"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._speculates = True
+        self._outcomes: deque[bool] = deque(maxlen=self.settings.speculation.window)
+
+    def _cut(self, slots: Sequence[HostSlot]) -> None:
+        super()._cut(slots)
+        pin = self.settings.pin_mains
+        self._back = [DoubleBuffer(self.transfer, pin) for _ in self.buckets]
+
+    @property
+    def _rule(self) -> RuleOptimizer:
+        assert isinstance(self._host, RuleOptimizer)
+        return self._host
+
+    def host_bytes(self) -> HostBytes:
+        self._owner.bind_tensors()
+        sizes = [self._reserved(index).host_bytes() for index in range(len(self.buckets))]
+        mains, state = (sum(column) for column in zip((0, 0), *sizes, strict=True))
+        return HostBytes(super().host_bytes().staging, mains, state)
+
+    def _reserved(self, index: int) -> DoubleBuffer:
+        """The back buffer of a bucket, with room for all of its slots."""
+        keys: list[Key] = []
+        live: list[Tensor] = []
+        for slot in self.buckets[index].slots:
+            main = self._host.param_groups[slot.group]["params"][slot.position]
+            state = {MAIN: main, **self._host.slot_state(slot)}
+            state.pop("step", None)
+            keys += [(slot.group, slot.position, name) for name in state]
+            live += state.values()
+        self._back[index].reserve(keys, live)
+        return self._back[index]
+
+    # -- during backward --------------------------------------------------------------------------
+
+    def _speculates_now(self) -> bool:
+        return self._speculates and self._knows_order
+
+    def _back_launches(self, bucket: Bucket, staged: SlotUpdates) -> Sequence[BackLaunch]:
+        assert self._iteration is not None
+        if not self._iteration.speculates or any(map(self._rule.is_collective, staged)):
+            return ()
+        return self._launches(self._plan.bucket_of[bucket.slots[0]], self._rule.plan(staged))
+
+    def _launches(self, index: int, planned: Sequence[PlannedLaunch]) -> Sequence[BackLaunch]:
+        return self._reserved(index).launches(self._rule, planned)
+
+    # -- in step ----------------------------------------------------------------------------------
+
+    def _step_all(
+        self,
+        steps: Sequence[BucketStep],
+        grad_norm: float | None,
+        step_device: Callable[[], None],
+    ) -> None:
+        if self._iteration is not None and self._iteration.speculates:
+            back = self._fill_back_buffers(steps, grad_norm)
+            step_device()
+            for step in steps:
+                self._publish(step, back[step.bucket])
+            self._step_in_place([step for step in steps if not back[step.bucket]], grad_norm)
+        else:
+            super()._step_all(steps, grad_norm, step_device)
+        multipliers = {value for step in steps for value in step.updates.multipliers}
+        if multipliers:
+            self._record(multipliers == {self._predicted()})
+
+    def _predicted(self) -> Multiplier:
+        iteration = self._iteration
+        return self._source.predicted_multiplier() if iteration is None else iteration.multiplier
+
+    def _fill_back_buffers(
+        self, steps: Sequence[BucketStep], grad_norm: float | None
+    ) -> dict[int, Sequence[BackLaunch]]:
+        """Make the back buffer of every bucket hold this step, mostly by finding that it does.
+        Launches by bucket; none for one that has to be stepped in place."""
+        back: dict[int, Sequence[BackLaunch]] = {}
+        again = []
+        for step in steps:
+            planned, bucket = self._rule.plan(step.staged, grad_norm), self.buckets[step.bucket]
+            begun = bucket.job.back if bucket.job is not None and step.is_here else ()
+            if bucket.holds_step and _give(begun, planned):
+                back[step.bucket] = begun
+                self.counts["speculation_hits"] += 1
+                continue
+            self.counts["speculation_redone"] += step.is_here and bucket.was_stepped
+            back[step.bucket] = self._launches(step.bucket, planned)
+            if back[step.bucket]:
+                bucket.distrust()  # what it holds is about to be written over
+                again.append(step)
+        for step in again:
+            step.start()
+        for step in again:
+            self._step_again(step, back[step.bucket])
+        return back
+
+    def _step_again(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
+        try:
+            self._wait(step)
+            with self.timeline.stage("host_step", step.label):
+                for launch in launches:
+                    launch.run()
+        except Exception as error:
+            self.discard()
+            raise RuntimeError(
+                f"{step.label}: the step on the host failed: {error!r}. The optimizer is as it was "
+                "before this step"
+            ) from error
+
+    def _publish(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
+        """Swap the buffers, and send the parameters up."""
+        if not launches:
+            return
+        self._owner.mark_writing()
+        with self.timeline.stage("publish", step.label):
+            for launch in launches:
+                self._back[step.bucket].swap(launch.keys)
+                self._rule.moved(launch.planned)
+                self._rule.count(launch.planned)
+            step.upload()
+
+    # -- whether it pays --------------------------------------------------------------------------
+
+    def skip(self) -> None:
+        self._record(False)
+        super().skip()
+
+    def _record(self, was_right: bool) -> None:
+        """Take note of whether the step was the one that was predicted."""
+        self._outcomes.append(was_right)
+        self.counts["speculation_paused"] += not self._speculates
+        self._speculates = speculates_next(
+            self._speculates, self._outcomes, self.settings.speculation
+        )
+
+
+def _give(begun: Sequence[BackLaunch], planned: Sequence[PlannedLaunch]) -> bool:
+    """Whether launches that were carried out gave what these would."""
+    return len(begun) == len(planned) and all(
+        launch.gives(now) for launch, now in zip(begun, planned, strict=True)
+    )

@@ -1,0 +1,140 @@
+"""Host memory that gradients come down into and parameters go up from."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mp_optim.placement.transfer import CopyPair, Transfer
+from mp_optim.process.host_memory import Block, aligned_bytes
+from mp_optim.slots import CachedTensorList, SlotUpdates
+
+__all__ = ["Staging"]
+
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+class _Forms:
+    """Shapes and dtypes of some tensors, and whether others have the same."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._seen = tensors
+        self._sizes = tensors.sizes if isinstance(tensors, CachedTensorList) else None
+        present = [tensor for tensor in tensors if tensor is not None]
+        self._empty = [tensor is None for tensor in tensors]
+        self._shapes, self._dtypes = list(map(_SHAPE, present)), list(map(_DTYPE, present))
+        self._only_dtypes = set(self._dtypes)
+
+    def fit(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether these are like those that were given."""
+        if isinstance(tensors, CachedTensorList):
+            if tensors is self._seen:
+                return True
+            if tensors.sizes is self._sizes and len(self._only_dtypes) == 1:
+                return tensors.dtypes == self._only_dtypes
+        present = [tensor for tensor in tensors if tensor is not None]
+        return (
+            [tensor is None for tensor in tensors] == self._empty
+            and list(map(_DTYPE, present)) == self._dtypes
+            and list(map(_SHAPE, present)) == self._shapes
+        )
+
+
+class StagedTensors:
+    """Tensors in staging memory for one bucket's gradients and outputs.
+
+    Attributes:
+        grads, outputs: on the host, in the order of the updates.
+        down, up: bytes of each.
+    """
+
+    def __init__(self, updates: SlotUpdates, memory: Block) -> None:
+        self._grad_forms, self._output_forms = _Forms(updates.grads), _Forms(updates.outputs)
+        memory.reset()
+        self.grads = CachedTensorList(memory.take(g.shape, g.dtype) for g in updates.grads)
+        outputs = [
+            None if output is None else memory.take(output.shape, output.dtype)
+            for output in updates.outputs
+        ]
+        present = [output for output in outputs if output is not None]
+        self.outputs: Sequence[Tensor | None] = outputs
+        if len(present) == len(outputs):
+            self.outputs = CachedTensorList(present)
+        self.down = sum(grad.nbytes for grad in self.grads)
+        self.up = sum(output.nbytes for output in present)
+
+    def fit(self, updates: SlotUpdates) -> bool:
+        """Whether these hold just such gradients and outputs."""
+        return self._grad_forms.fit(updates.grads) and self._output_forms.fit(updates.outputs)
+
+    def put_into(self, updates: SlotUpdates) -> SlotUpdates:
+        """The updates with these tensors as gradients and outputs."""
+        return replace(updates, grads=self.grads, outputs=self.outputs)
+
+
+class Staging:
+    """One piece of staging memory, for one bucket at a time.
+
+    NOTE: it belongs to the worker from the moment a job is submitted until the worker is drained,
+    and to the thread that calls ``step()`` otherwise. Copies that were started outlive both: the
+    owner calls :meth:`wait_until_free` before it writes to the memory or lets go of it. torch's
+    pinned allocator does not wait for copies of tensors that were cut from a larger one.
+    """
+
+    def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
+        self.transfer = transfer
+        self._allocate = partial(transfer.empty_host, pin=pin)
+        self._memory = Block(num_bytes, self._allocate)
+        self._staged: dict[int, StagedTensors] = {}
+        self._download: Any = None
+        self._upload: Any = None
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that it holds as soon as it is used."""
+        return self._memory.capacity
+
+    def stage(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
+        """Tensors for a bucket's updates, the same ones in every step; nothing is copied."""
+        staged = self._staged.get(bucket)
+        if staged is None or not staged.fit(updates):
+            needed = staging_bytes(updates)
+            if needed > self.capacity:
+                self.wait_until_free()
+                self._staged.clear()
+                self._memory = Block(needed, self._allocate)
+            staged = self._staged[bucket] = StagedTensors(updates, self._memory)
+        return staged
+
+    def wait_until_free(self) -> None:
+        """Wait until no copy reads or writes the memory any more."""
+        for ticket in (self._download, self._upload):
+            if ticket is not None:
+                self.transfer.wait(ticket)
+        self._download = self._upload = None
+
+    def download(self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None) -> Any:
+        """Start to copy gradients to the host, as soon as the memory is free. Returns a ticket."""
+        self.wait_until_free()
+        self._download = self.transfer.download(list(zip(staged, grads, strict=True)), after=after)
+        return self._download
+
+    def upload(self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]) -> None:
+        """Start to copy parameters to where they are wanted."""
+        pairs: list[CopyPair] = [
+            (output, value)
+            for output, value in zip(outputs, staged, strict=True)
+            if output is not None and value is not None
+        ]
+        self._upload = self.transfer.upload(pairs)
+
+
+def staging_bytes(updates: SlotUpdates) -> int:
+    """Host memory that gradients and outputs take."""
+    tensors = [*updates.grads, *(output for output in updates.outputs if output is not None)]
+    return sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)

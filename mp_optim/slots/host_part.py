@@ -1,0 +1,87 @@
+"""What an optimizer that steps some slots on the host offers to the layer above, and asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from mp_optim.slots.updates import SlotUpdate
+
+__all__ = ["GradientSource", "HostPart", "Place", "TransferBytes"]
+
+Place = Literal["device", "host"]
+"""Where a slot is stepped: where its parameter lies, or in host memory."""
+
+
+@dataclass
+class TransferBytes:
+    """Bytes that the last step moved between accelerator and host."""
+
+    down: int = 0
+    up: int = 0
+
+
+class GradientSource(Protocol):
+    """The layer that has the gradients."""
+
+    def push_hyperparams(self) -> None:
+        """Bring settings down to the optimizer that steps; called before a step is begun early."""
+
+    def predicted_multiplier(self) -> float:
+        """What gradients will be multiplied with, in FP32, if nothing is clipped or skipped."""
+
+    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        """FP64 sum of squares of each tensor of a list on the host, shape (n,)."""
+
+
+class HostPart(Protocol):
+    """The stepping of slots on the host, part of which may be done during backward.
+
+    Nothing depends on work being begun early: what was not begun, or from other values, is done in
+    the step.
+
+    Attributes:
+        works_in_backward: whether :meth:`on_grad_ready` begins anything.
+        is_last_microbatch: whether gradients that get ready are complete.
+        transfer_bytes: of the last step.
+    """
+
+    works_in_backward: bool
+    is_last_microbatch: bool
+    transfer_bytes: TransferBytes
+
+    def connect(self, source: GradientSource) -> None:
+        """Ask this source from now on; it reports gradients by :meth:`on_grad_ready`."""
+
+    def on_grad_ready(self, update: SlotUpdate) -> None:
+        """A gradient is complete; the step will be given the same update but for the multiplier.
+        Never raises: what goes wrong is reported by :meth:`collect`."""
+
+    def collect(self) -> None:
+        """Wait for what was begun early.
+
+        Raises:
+            WorkerError: it failed. All of it is dropped; nothing was stepped.
+        """
+
+    def known_sum_of_squares(self, grad: Tensor) -> float | None:
+        """Of a gradient that was measured early and has not changed since; else None."""
+
+    def skip(self) -> None:
+        """This step changes nothing: drop what was begun early."""
+
+    def discard(self) -> None:
+        """Drop what was begun early; the step does it again."""
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a small tensor to the host; the result waits for the copy and returns
+        it."""
+
+    def notes(self) -> tuple[str, ...]:
+        """How the host's part is stepped, in words."""
+
+    def metrics(self) -> dict[str, float]:
+        """Milliseconds of the last step's stages, and how speculation did so far."""
