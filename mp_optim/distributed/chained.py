@@ -26,6 +26,7 @@ from mp_optim.process.host_memory import empty_host_tensor
 from mp_optim.slots import Multiplier, Slot, SlotStateView, SlotUpdate, local_tensor
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.slot_state import SlotState
 
 __all__ = ["ChainedOptimizer"]
 
@@ -203,6 +204,10 @@ class ChainedOptimizer(MegatronOptimizer):
                 [theirs for owner, theirs in map(self._part, slots) if owner is part]
             )
 
+    def state_of(self, slot: Slot) -> SlotState:
+        part, theirs = self._part(slot)
+        return part.state_of(theirs)
+
     def follow_model(self, slot: Slot | None = None) -> None:
         if slot is None:
             for part in self._parts:
@@ -210,18 +215,6 @@ class ChainedOptimizer(MegatronOptimizer):
         else:
             part, theirs = self._part(slot)
             part.follow_model(theirs)
-
-    def read_state(self, slot: Slot, *, full: bool) -> dict[str, Any]:
-        part, theirs = self._part(slot)
-        return part.read_state(theirs, full=full)
-
-    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        part, theirs = self._part(slot)
-        part.check_slot_state(theirs, state)
-
-    def write_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        part, theirs = self._part(slot)
-        part.write_state(theirs, state)
 
     def check_remainders(self, slot: Slot | None = None) -> None:
         if slot is None:
@@ -231,31 +224,11 @@ class ChainedOptimizer(MegatronOptimizer):
             part, theirs = self._part(slot)
             part.check_remainders(theirs)
 
-    def requires_state(self, slot: Slot) -> bool:
-        part, theirs = self._part(slot)
-        return part.requires_state(theirs)
-
     def check_settings(self, group: dict[str, Any]) -> None:
         self._parts[0].check_settings(group)  # the same rule in all
 
-    def write_model(self, slot: Slot) -> bool:
-        part, theirs = self._part(slot)
-        return part.write_model(theirs)
-
     def param_checksums(self) -> list[int | None]:
         return [value for part in self._parts for value in part.param_checksums()]
-
-    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        part, theirs = self._part(slot)
-        part.check_checksum(theirs, state, checksum)
-
-    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        part, theirs = self._part(slot)
-        part.expect_checksum(theirs, state, checksum)
-
-    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
-        part, theirs = self._part(slot)
-        return part.fit_slot_state(theirs, state, convert)
 
     def has_separate_main(self, slot: Slot) -> bool:
         part, theirs = self._part(slot)
@@ -265,9 +238,9 @@ class ChainedOptimizer(MegatronOptimizer):
         part, theirs = self._part(slot)
         return part.has_state(theirs)
 
-    def read_main_param(self, slot: Slot) -> Tensor:
+    def main_param(self, slot: Slot) -> Tensor:
         part, theirs = self._part(slot)
-        return part.read_main_param(theirs)
+        return part.main_param(theirs)
 
     def norm_key(self, slot: Slot) -> NormKey:
         part, theirs = self._part(slot)

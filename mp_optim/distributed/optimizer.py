@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.distributed import statements
-from mp_optim.distributed.param_shards import ParamShard, ParamWatcher, make_fragment
+from mp_optim.distributed.param_shards import ParamShard, ParamWatcher, ShardState, make_fragment
 from mp_optim.distributed.transport import Reducer, Transport, make_transport
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.backward_overlap import BackwardOverlap
@@ -33,6 +33,8 @@ from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import Slot, SlotStateView, SlotUpdate, iter_slots, with_names
 from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.slot_state import SlotState
+from mp_optim.slots.state_keys import MASTER
 
 __all__ = ["DistributedOptimizer"]
 
@@ -288,6 +290,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def follow_model(self, slot: Slot | None = None) -> None:
         self._transport.gatherer.finish()
         if slot is not None and self._watched.is_same(self._index[slot], self._param(slot)):
+            self.shards.follow_model(slot)
             return
         params = self._params()
         changed = self._watched.changed(params)
@@ -420,46 +423,14 @@ class DistributedOptimizer(MegatronOptimizer):
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.shards.allocate_state(slots)
 
-    def read_state(self, slot: Slot, *, full: bool) -> dict[str, Any]:
-        return self._shown(
-            slot, self.shards.full_slot_state(slot) if full else self.shards.slot_state(slot)
-        )
-
-    def _shown(self, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
-        if not self._steps_everything and any(key.endswith("_scale") for key in state):
-            full = self.shards.full_slot_state(slot)  # other layouts cut blocks
-            state = {
-                key: full[key] if f"{key}_scale" in state else value
-                for key, value in state.items()
-                if not key.endswith("_scale")
-            }
-        return {key: self._fragments[slot].show(key, value) for key, value in state.items()}
-
-    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
-        return self.shards.fit_slot_state(slot, self._fragments[slot].own_state(state), convert)
-
-    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        self.shards.check_slot_state(slot, self._fragments[slot].own_state(state))
-
-    def write_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        self.shards.load_slot_state(slot, self._fragments[slot].own_state(state))
+    def state_of(self, slot: Slot) -> SlotState:
+        return ShardState(self.shards.state_of(slot), self._fragments[slot], self._param(slot))
 
     def check_remainders(self, slot: Slot | None = None) -> None:
         self.shards.check_remainders(slot)
 
-    def requires_state(self, slot: Slot) -> bool:
-        return self.shards.requires_state(slot)
-
     def check_settings(self, group: dict[str, Any]) -> None:
         self.shards.check_settings(group)
-
-    @torch.no_grad()
-    def write_model(self, slot: Slot) -> bool:
-        """Of a parameter that ranks share out, what this rank owns; the rest comes with the next
-        step."""
-        if written := self.shards.write_model(slot):
-            increment_version(self._param(slot))
-        return written
 
     def param_checksums(self) -> list[int | None]:
         return (
@@ -468,25 +439,19 @@ class DistributedOptimizer(MegatronOptimizer):
             else [None] * len(self._fragments)
         )
 
-    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        if self._steps_everything:
-            self.shards.check_checksum(slot, state, checksum)
-
-    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        if self._steps_everything:
-            self.shards.expect_checksum(slot, state, checksum)
-
     def has_separate_main(self, slot: Slot) -> bool:
         return self.shards.has_separate_main(slot)
 
     def has_state(self, slot: Slot) -> bool:
         return self.shards.has_state(slot)
 
-    def read_main_param(self, slot: Slot) -> Tensor:
+    def main_param(self, slot: Slot) -> Tensor:
+        self.step_mark.check("main_param")
+        self.follow_model(slot)
         main, param = self.shards.main_param(slot), self._param(slot)
         if not param.requires_grad:
             return param
-        shown: Tensor = self._fragments[slot].show("master_param", main.detach())
+        shown: Tensor = self._fragments[slot].show(MASTER, main.detach())
         return shown
 
     def norm_key(self, slot: Slot) -> NormKey:
@@ -500,7 +465,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         self.follow_model()
         values = {
-            fragment.name: fragment.own("master_param", state_dict[fragment.name])
+            fragment.name: fragment.own(MASTER, state_dict[fragment.name])
             for fragment in self._fragments.values()
             if state_dict and fragment.name in state_dict
         }

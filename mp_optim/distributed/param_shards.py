@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.config.rules import is_elementwise
 from mp_optim.distributed.bucket_plan import ALIGNMENT
 from mp_optim.distributed.buckets import Bucket, Entry
+from mp_optim.slots.slot_state import LayeredState, SlotState, State
+from mp_optim.slots.state_keys import is_scale
 
-__all__ = ["ATTRIBUTES", "ParamShard", "ParamWatcher", "make_fragment"]
+__all__ = ["ATTRIBUTES", "ParamShard", "ParamWatcher", "ShardState", "make_fragment"]
 
 ATTRIBUTES = ("shared", "tensor_model_parallel", "partition_dim", "grad_norm_group")
 """Attributes of parameters that say in which norm a gradient counts, and how tensor parallelism
@@ -84,9 +87,9 @@ class ParamShard:
             return value.local.view(self.tensor.shape)
         if key == "step" or not isinstance(value, Tensor) or not is_elementwise(key):
             return value
-        if key.endswith("_scale") and value.dim() > 1:  # that of each element
+        if is_scale(key) and value.dim() > 1:  # that of each element
             return value.reshape(*self.tensor.shape, 1)
-        if key.endswith("_scale"):
+        if is_scale(key):
             blocks = -(-self.shape.numel() // ALIGNMENT)
             return (
                 value[self.start // ALIGNMENT : -(-self.stop // ALIGNMENT)]
@@ -100,6 +103,53 @@ class ParamShard:
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """:meth:`own` for a slot's whole state; never modifies its argument."""
         return {key: self.own(key, value) for key, value in state.items()}
+
+
+class ShardState(LayeredState):
+    """The state of what this rank owns, shown as a part of the whole parameter's.
+
+    Args:
+        param: the model's parameter.
+    """
+
+    def __init__(self, below: SlotState, shard: ParamShard, param: Tensor) -> None:
+        super().__init__(below)
+        self._shard, self._param = shard, param
+
+    def tensors(self) -> State:
+        is_whole = self._shard.shown_whole
+        return self._shown(self.below.tensors() if is_whole else self.without_blocks())
+
+    def full_precision(self) -> State:
+        return self._shown(self.below.full_precision())
+
+    def _shown(self, state: State) -> State:
+        return {key: self._shard.show(key, value) for key, value in state.items()}
+
+    def fit(self, saved: State, convert: bool) -> State:
+        return self.below.fit(self._shard.own_state(saved), convert)
+
+    def check(self, state: State) -> None:
+        self.below.check(self._shard.own_state(state))
+
+    def load(self, state: State) -> None:
+        self.below.load(self._shard.own_state(state))
+
+    def check_weights(self, saved: State, checksum: int | None) -> None:
+        if self._shard.shown_whole:  # a checksum is of the whole parameter
+            self.below.check_weights(saved, checksum)
+
+    def expect_weights(self, saved: State, checksum: int | None) -> None:
+        if self._shard.shown_whole:
+            self.below.expect_weights(saved, checksum)
+
+    @torch.no_grad()
+    def write_model(self) -> bool:
+        """Of a parameter that ranks share out, what this rank owns; the rest comes with the next
+        step."""
+        if is_written := self.below.write_model():
+            increment_version(self._param)
+        return is_written
 
 
 def make_fragment(

@@ -24,11 +24,12 @@ from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, all_same, follow, iter_slots, local_tensor, same_memory
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.optimizer import SlotOptimizer, check_fits
+from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import part_of, split_dims
 from mp_optim.update import as_slot_optimizer
 from mp_optim.update.foreign import ForeignOptimizer
-from mp_optim.update.state_format import as_master
+from mp_optim.update.main_param_state import WithMainParam
 
 __all__ = ["DeviceSplitOptimizer"]
 
@@ -389,58 +390,16 @@ class DeviceSplitOptimizer(SlotOptimizer):
             mine = [slot for slot in slots if self._seat(slot).place == place]
             sub.allocate_state([self._in_sub(slot)[1] for slot in mine])
 
-    def slot_state(self, slot: Slot) -> dict[str, Any]:
-        sub, theirs = self._in_sub(slot)
-        master = self._own_master(slot)
-        state = sub.slot_state(theirs)
-        return state if master is None else {**state, "master_param": master}
-
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
-        sub, theirs = self._in_sub(slot)
-        master = self._own_master(slot)
-        state = sub.full_slot_state(theirs)
-        return state if master is None else {**state, "master_param": master}
-
-    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
-        sub, theirs = self._in_sub(slot)
-        rest, master = self._split(slot, state)
-        fit = sub.fit_slot_state(theirs, rest, convert)
-        if master is None:
-            return fit
-        return {
-            **fit,
-            "master_param": as_master(self.slot_name(slot), local_tensor(master), convert),
-        }
-
-    def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        rest = dict(state)
-        master = rest.pop("master_param", None) if self._own_master(slot) is not None else None
-        return rest, master
-
-    def requires_state(self, slot: Slot) -> bool:
-        sub, theirs = self._in_sub(slot)
-        return self._own_master(slot) is not None or sub.requires_state(theirs)
+    def state_of(self, slot: Slot) -> SlotState:
+        sub, sub_slot = self._in_sub(slot)
+        state, main, name = sub.state_of(sub_slot), self._own_master(slot), self.slot_name(slot)
+        if main is None:
+            return state
+        missing = f"state of {name}: master_param ({main.dtype}) is missing"
+        return WithMainParam(state, name, main, missing)
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self._subs["device"].check_settings(group)
-
-    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        sub, theirs = self._in_sub(slot)
-        rest, master = self._split(slot, state)
-        if (own := self._own_master(slot)) is not None and master is None:
-            raise ValueError(
-                f"state of {self.slot_name(slot)}: master_param ({own.dtype}) is missing"
-            )
-        if own is not None:
-            check_fits(f"{self.slot_name(slot)}.master_param", own, master)
-        sub.check_slot_state(theirs, rest)
-
-    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        sub, theirs = self._in_sub(slot)
-        rest, master = self._split(slot, state)
-        sub.load_slot_state(theirs, rest)
-        if (own := self._own_master(slot)) is not None and master is not None:
-            own.copy_(local_tensor(master))
 
 
 def _is_own(tensor: Tensor) -> bool:

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.blocks import is_cut
-from mp_optim.precision.dtensor_state import as_local_state, as_sharded
+from mp_optim.precision.dtensor_state import as_sharded
 from mp_optim.precision.host_swap import HostSwap
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
-from mp_optim.precision.remainders import Agreement, same_values, stands_for
+from mp_optim.precision.param_state import BoundParam, ParamState, UntrainedState
+from mp_optim.precision.remainders import Agreement
 from mp_optim.precision.slot_table import SlotTable
-from mp_optim.precision.state_door import StateDoor
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import (
     check_quantized,
@@ -31,7 +30,6 @@ from mp_optim.quantized import (
     forget_initial_values,
     holds,
     is_quantized,
-    quantize_,
 )
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
@@ -45,17 +43,16 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.names import ModelParams
-from mp_optim.slots.optimizer import check_fits
+from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
 from mp_optim.update import as_slot_optimizer
 from mp_optim.update.checksums import checksums_of
-from mp_optim.update.kernel_args import REMAINDER, scale_key
-from mp_optim.update.state_format import MASTER, as_master, joined
 
 __all__ = ["MainParams"]
 
 
-class MainParams(StateDoor):
+class MainParams(SlotOptimizer):
     """The part of a precision wrapper that is there between steps: main params and state.
 
     Args:
@@ -220,22 +217,22 @@ class MainParams(StateDoor):
         """Whether a slot is stepped on a tensor other than the model's parameter."""
         return self._seen.separate[self._seen.index(slot)]
 
-    def _has_master(self, slot: Slot) -> bool:
-        """Whether a slot of 16 bits is stepped on an FP32 tensor; else it is FP32 itself, or has a
-        remainder."""
-        param = self._param(slot)
-        return (
-            self.has_separate_main(slot)
-            and param.dtype != torch.float32
-            and self._main(slot).dtype == torch.float32
-        )
-
     def has_state(self, slot: Slot) -> bool:
         """Whether a slot has ever been trainable; one that has not costs nothing."""
         return self._seen.bound[self._seen.index(slot)]
 
     @in_own_modes
     def follow_model(self, slot: Slot | None = None) -> None:
+        """Follow model tensors that were replaced or written from outside since they were last
+        seen.
+
+        Args:
+            slot: one that has to be followed; by default all. Asking for one costs nothing if it
+                has not changed.
+
+        Raises:
+            ValueError: a tensor's shape changed, naming the parameter.
+        """
         if slot is not None and self._seen.is_same(slot, self._param(slot)):
             return
         seen, params = self._seen, self._params()
@@ -297,12 +294,30 @@ class MainParams(StateDoor):
         self._agreement.expected.clear()
         seen.look(self._params())
 
-    def read_main_param(self, slot: Slot) -> Tensor:
+    def main_param(self, slot: Slot) -> Tensor:
+        """A slot's main param, as :meth:`named_main_params` has it."""
+        self.step_mark.check("main_param")
+        self._make_current(slot)
         param = self._param(slot)
         is_stepped_itself = param.dtype == torch.float32 and not self.has_separate_main(slot)
         if is_stepped_itself or not self.has_state(slot):
             return param
         return as_sharded(self.inner.main_param(slot), param)
+
+    def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
+        """(FQN, FP32 tensor of the parameter's shape), in slot order.
+
+        A DTensor if the parameter is one; of a parameter that a
+        :class:`~mp_optim.DistributedOptimizer` splits, what this rank owns, as a flat shard of the
+        parameter's shape. The tensor is the live one, or a copy if the main param is stored as a
+        remainder.
+
+        Raises:
+            BrokenOffError: the last step or load was broken off half-way.
+        """
+        self.step_mark.check("named_main_params")
+        self._make_current()
+        return ((self.slot_name(slot), self.main_param(slot)) for slot in self.slots())
 
     @property
     def has_quantized_params(self) -> bool:
@@ -318,126 +333,38 @@ class MainParams(StateDoor):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def read_state(self, slot: Slot, *, full: bool) -> dict[str, Any]:
-        param = self._param(slot)
+    def state_of(self, slot: Slot) -> SlotState:
         if not self.has_state(slot):
-            return {}
-        state = dict(self.inner.full_slot_state(slot) if full else self.inner.slot_state(slot))
-        if (
-            isinstance(param, DTensor) and not full
-        ):  # blocks are a shard's own: no other layout could read them
-            whole = self.inner.full_slot_state(slot)
-            state = {
-                key: whole[key] if scale_key(key) in state else value
-                for key, value in state.items()
-                if not key.endswith(scale_key(""))
-            }
-        if self._has_master(slot):
-            state[MASTER] = self._main(slot)
-        return {key: as_sharded(value, param, key) for key, value in state.items()}
+            return UntrainedState(lambda: self.inner.state_of(slot))
+        return self._trained_state(slot)
+
+    def _trained_state(self, slot: Slot) -> ParamState:
+        bound = BoundParam(
+            slot,
+            self.slot_name(slot),
+            self._param(slot),
+            self._main(slot),
+            self.has_separate_main(slot),
+            lambda: self.inner.main_param(slot),
+        )
+        return ParamState(self.inner.state_of(slot), bound, self._agreement)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.inner.allocate_state([slot for slot in slots if self.has_state(slot)])
 
-    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
-        if not self.has_state(slot):
-            return state
-        state = as_local_state(state)
-        if REMAINDER in state and self._has_master(slot):
-            state[MASTER] = joined(self.slot_name(slot), self._local(slot), state.pop(REMAINDER))
-        rest, master = self._split(slot, state)
-        fit = self.inner.fit_slot_state(slot, rest, convert)
-        return (
-            fit
-            if master is None
-            else {**fit, MASTER: as_master(self.slot_name(slot), master, convert)}
-        )
-
-    def _split(self, slot: Slot, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        rest = as_local_state(state)
-        return rest, rest.pop(MASTER, None) if self._has_master(slot) else None
-
-    def requires_state(self, slot: Slot) -> bool:
-        return self.has_state(slot) and (self._has_master(slot) or self.inner.requires_state(slot))
-
     def check_settings(self, group: dict[str, Any]) -> None:
         self.inner.check_settings(group)
 
-    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        if self._has_master(slot) and MASTER not in state:
-            raise ValueError(
-                f"state of {self.slot_name(slot)}: master_param is missing, so its full-precision "
-                "value "
-                "is lost; to start from the model's values, add them to the state dict under that "
-                "key"
-            )
-        rest, master = self._split(slot, state)
-        if self._has_master(slot):
-            check_fits(f"{self.slot_name(slot)}.{MASTER}", self._main(slot), master)
-        self.inner.check_slot_state(slot, rest)
-
-    def write_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        rest, master = self._split(slot, state)
-        self._agreement.forget(slot)
-        if MASTER in rest and not stands_for(rest[MASTER], self._local(slot)):
-            self._agreement.written.add(slot)  # as soon as it is split into parameter and remainder
-        self.inner.load_slot_state(slot, rest)
-        if master is not None:
-            self._main(slot).copy_(master)
-
-    @torch.no_grad()
-    def write_model(self, slot: Slot) -> bool:
-        param = self._param(slot)
-        noted = slot in self._agreement.written
-        self._agreement.written.discard(slot)
-        if not self.has_separate_main(slot) or param.dtype == torch.float32:
-            return noted  # it is stepped itself, or says all that its main param says
-        if is_quantized(param):
-            if differs := not holds(param, self.inner.main_param(slot)):
-                quantize_(param, self.inner.main_param(slot))
-            return differs
-        main, local = self._main(slot), self._local(slot)
-        differs = main.dtype == torch.float32 and not stands_for(
-            main, local
-        )  # else noted when it was split
-        if not same_values(value := main.to(device=local.device, dtype=local.dtype), local):
-            local.copy_(value)
-        return differs or noted
-
     # -- remainders belong to the parameters they were saved with ---------------------------------
 
-    def _remainder_slots(self) -> list[Slot]:
-        """Slots with a remainder, of which this rank has the whole parameter."""
+    def param_checksums(self) -> list[int | None]:
         slots = [
             slot
-            for slot in self.slots()
-            if self.has_state(slot) and self._main(slot).dtype == torch.bfloat16
+            for slot in filter(self.has_state, self.slots())
+            if not is_cut(self._param(slot)) and self._trained_state(slot).has_remainder()
         ]
-        return [
-            slot
-            for slot in slots
-            if REMAINDER in self.inner.slot_state(slot) and not is_cut(self._param(slot))
-        ]
-
-    def param_checksums(self) -> list[int | None]:
-        slots = self._remainder_slots()
         known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
         return [known.get(slot) for slot in self.slots()]
-
-    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        if checksum is None or REMAINDER not in state or REMAINDER in self.inner.slot_state(slot):
-            return
-        if is_cut(self._param(slot)):
-            return  # it is of the whole parameter
-        self._agreement.check([(slot, checksum)], self._local, self.slot_name)
-
-    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        if checksum is None or is_cut(self._param(slot)):
-            return  # it is of the whole parameter
-        if REMAINDER not in state or REMAINDER not in self.inner.slot_state(slot):
-            return
-        if checksums_of([self._local(slot)]) != [checksum]:  # its weights are yet to come
-            self._agreement.expected[slot] = checksum
 
     def check_remainders(self, slot: Slot | None = None) -> None:
         if self._agreement.expected:

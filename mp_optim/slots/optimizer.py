@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import Rule, check_schedule, check_setting
+from mp_optim.config.setting_checks import check_schedule
 from mp_optim.process.caller_warnings import warn
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
 from mp_optim.slots.host_part import HostPart, Place
 from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.state_dict import (
     CHECKSUMS,
     GroupMatch,
@@ -32,19 +33,19 @@ from mp_optim.slots.state_dict import (
 )
 from mp_optim.slots.tensor_layout import Part
 
-__all__ = ["Closure", "SlotOptimizer", "check_fits", "check_step"]
+__all__ = ["Closure", "SlotOptimizer"]
 
 Closure = Callable[[], Any]
 
 _KEPT_BYTES = 64 << 20
-"""Of state in the form to load, kept from its check until it is loaded; what is beyond is formed
-twice."""
+"""Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
+that loading takes no more memory than that."""
 
 
 class SlotOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose state is keyed by ``(group, position)``.
 
-    Subclasses provide :meth:`slot_state`, :meth:`load_slot_state` and :meth:`step_slots`.
+    Subclasses provide :meth:`state_of` and :meth:`step_slots`.
     """
 
     param_groups: ParamGroups
@@ -60,13 +61,8 @@ class SlotOptimizer(torch.optim.Optimizer):
     # -- what a subclass provides ---------------------------------------------------------------
 
     @abstractmethod
-    def slot_state(self, slot: Slot) -> dict[str, Any]:
-        """The live state tensors of a slot, allocated if they did not exist. Never copies."""
-
-    @abstractmethod
-    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or
-        mis-shaped."""
+    def state_of(self, slot: Slot) -> SlotState:
+        """A slot's state as this layer shows and loads it."""
 
     @abstractmethod
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
@@ -172,19 +168,33 @@ class SlotOptimizer(torch.optim.Optimizer):
         """Main params and state were given other memory (``tensor.data = ...``); forget where it
         was."""
 
-    # -- other forms of the state -----------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
+    def slot_state(self, slot: Slot) -> State:
+        """The live state tensors of a slot, allocated if they did not exist. Never copies."""
+        self._make_current(slot)
+        return self.state_of(slot).tensors()
+
+    def full_slot_state(self, slot: Slot) -> State:
         """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
-        return self.slot_state(slot)
+        self._make_current(slot)
+        return self.state_of(slot).full_precision()
 
-    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
-        """A saved state in the form that :meth:`load_slot_state` takes.
+    def load_slot_state(self, slot: Slot, state: State) -> None:
+        """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or
+        mis-shaped."""
+        self.follow_model(slot)
+        self.state_of(slot).load(state)
 
-        Raises:
-            ValueError: bits would be lost, and ``convert`` is false.
-        """
-        return state
+    def _make_current(self, slot: Slot | None = None) -> None:
+        """Before state is read, of one slot or of all."""
+        self.follow_model(slot)
+        self.check_remainders(slot)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Allocate the state of some slots together."""
+        for slot in slots:
+            self.state_of(slot).tensors()
 
     # -- torch's contract -----------------------------------------------------------------------
 
@@ -222,11 +232,6 @@ class SlotOptimizer(torch.optim.Optimizer):
     def init_state(self) -> None:
         """Allocate the state of every slot without stepping."""
         self.allocate_state(self.slots())
-
-    def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Allocate the state of some slots together."""
-        for slot in slots:
-            self.slot_state(slot)
 
     @in_own_modes
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
@@ -304,38 +309,47 @@ class SlotOptimizer(torch.optim.Optimizer):
         self.follow_model()
         match = self.check_plain(state_dict, convert=convert)
         loads = self._loads(match, state_dict["state"])
-        kept: dict[Slot, dict[str, Any]] = {}
-        room = _KEPT_BYTES
-        for slot, state in loads:
-            if not convert:
-                self.check_checksum(slot, state, match.checksums.get(slot))
-            fitting = self.fit_slot_state(slot, state, convert)
-            self.check_slot_state(slot, fitting)
-            room -= sum(value.nbytes for value in fitting.values() if isinstance(value, Tensor))
-            if room >= 0:
-                kept[slot] = fitting
+        fitted = self._checked(loads, match, convert)
         self.step_mark.touch()
-        for slot, state in loads:
+        for slot, saved in loads:
+            ready = fitted.pop(slot, None)
             self.load_slot_state(
-                slot, kept.pop(slot, {}) or self.fit_slot_state(slot, state, convert)
+                slot, self.state_of(slot).fit(saved, convert) if ready is None else ready
             )
-        for group, saved in zip(self.param_groups, match.settings, strict=True):
-            group.update(saved)
+        for group, settings in zip(self.param_groups, match.settings, strict=True):
+            group.update(settings)
         self.load_beside(state_dict)
-        for slot, state in loads:
-            self.expect_checksum(slot, state, None if convert else match.checksums.get(slot))
-        written = [self.slot_name(slot) for slot, _ in loads if self.write_model(slot)]
+        for slot, saved in loads:
+            checksum = None if convert else match.checksums.get(slot)
+            self.state_of(slot).expect_weights(saved, checksum)
+        written = [self.slot_name(slot) for slot, _ in loads if self.state_of(slot).write_model()]
         self.step_mark.clear()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return written
 
-    def _loads(
-        self, match: GroupMatch, saved: Mapping[Any, Any]
-    ) -> list[tuple[Slot, dict[str, Any]]]:
+    def _checked(
+        self, loads: Sequence[tuple[Slot, State]], match: GroupMatch, convert: bool
+    ) -> dict[Slot, State]:
+        """Check all that is to be loaded, before anything is written; returns what is fit to be
+        loaded. Where that takes a lot of memory, it is left out, to be formed again one by one."""
+        fitted: dict[Slot, State] = {}
+        room = _KEPT_BYTES
+        for slot, saved in loads:
+            state = self.state_of(slot)
+            if not convert:
+                state.check_weights(saved, match.checksums.get(slot))
+            ready = state.fit(saved, convert)
+            state.check(ready)
+            room -= _converted_bytes(ready, saved)
+            if room >= 0:
+                fitted[slot] = ready
+        return fitted
+
+    def _loads(self, match: GroupMatch, saved: Mapping[Any, Any]) -> list[tuple[Slot, State]]:
         """What each slot is to be given. A slot whose state was never allocated had none to
         save."""
-        loads: list[tuple[Slot, dict[str, Any]]] = []
+        loads: list[tuple[Slot, State]] = []
         missing: list[str] = []
         for slot, index in match.index_of.items():
             state = saved.get(index) or {}
@@ -343,7 +357,7 @@ class SlotOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"state of {self.slot_name(slot)} is a {type(state).__name__}, not a dict"
                 )
-            if not state and self.requires_state(slot):
+            if not state and self.state_of(slot).is_required():
                 missing.append(self.slot_name(slot))
             elif state or self.slot_state(slot):
                 loads.append((slot, state))
@@ -379,9 +393,9 @@ class SlotOptimizer(torch.optim.Optimizer):
     def follow_model(self, slot: Slot | None = None) -> None:
         """Make what is stepped agree with what it stands for, where somebody else writes that."""
 
-    def requires_state(self, slot: Slot) -> bool:
-        """Whether a saved state without any for this slot is incomplete."""
-        return bool(self.slot_state(slot))
+    def check_remainders(self, slot: Slot | None = None) -> None:
+        """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
+        that it was not saved with, naming the parameters."""
 
     def check_settings(self, group: dict[str, Any]) -> None:
         """Raise ValueError naming a setting of a param group, and its value, if it cannot be
@@ -394,69 +408,22 @@ class SlotOptimizer(torch.optim.Optimizer):
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         """Load what a state dict holds beside slots."""
 
-    def write_model(self, slot: Slot) -> bool:
-        """Give the model's parameter the value of a main param that was loaded; returns whether it
-        had another."""
-        return False
-
     def param_checksums(self) -> list[int | None]:
         """For every slot, a checksum of the parameter that its remainder belongs to; None if there
         is no remainder, or this rank does not have all of the parameter."""
         return [None] * len(self.slots())
 
-    def check_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        """Raise ValueError if a state has to be loaded beside the parameter it was saved with, and
-        that is another."""
 
-    def expect_checksum(self, slot: Slot, state: dict[str, Any], checksum: int | None) -> None:
-        """A state was loaded that belongs to a parameter of this checksum."""
-
-    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        """Raise ValueError if ``state`` does not fit the slot; write nothing."""
-        mine = self.slot_state(slot)
-        name = self.slot_name(slot)
-        missing, unknown = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
-        if missing or unknown:
-            raise ValueError(
-                f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
-                f"{sorted(mine)}. Was the state saved by another optimizer?"
-            )
-        for key, own in mine.items():
-            if key == "step":
-                check_step(name, state[key])
-            else:
-                check_fits(f"{name}.{key}", own, state[key])
-
-
-_STEPS = Rule(
-    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]"
-)
-"""What an FP32 counter counts to."""
-
-
-def check_step(name: str, value: Any) -> None:
-    """Raise ValueError unless this is a number of steps."""
-    if isinstance(value, Tensor) and value.dim():
-        raise ValueError(f"{name}.step: saved shape {tuple(value.shape)}, expected ()")
-    check_setting(f"{name}.step", value, _STEPS)
-
-
-def check_fits(label: str, own: Tensor, saved: Any) -> None:
-    """Raise ValueError unless ``saved`` can be copied into ``own`` without losing anything."""
-    if not isinstance(saved, Tensor) or saved.is_meta:
-        raise ValueError(
-            f"{label}: saved as a "
-            f"{'meta tensor' if isinstance(saved, Tensor) else type(saved).__name__}, "
-            f"expected a tensor of shape {tuple(own.shape)}"
-        )
-    if saved.shape != own.shape:
-        raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(own.shape)}")
-    kinds = own.is_floating_point() == saved.is_floating_point()
-    if not kinds or saved.is_complex() or torch.promote_types(saved.dtype, own.dtype) != own.dtype:
-        raise ValueError(
-            f"{label}: saved as {saved.dtype}, which {own.dtype} cannot hold without loss; "
-            f"convert it explicitly, or configure this state as {saved.dtype}"
-        )
+def _converted_bytes(fitted: State, saved: State) -> int:
+    """Bytes of what fitting made anew: other tensors than the saved state's have another dtype or
+    key."""
+    made = [
+        value
+        for key, value in fitted.items()
+        if isinstance(value, Tensor)
+        and not (isinstance(saved.get(key), Tensor) and saved[key].dtype == value.dtype)
+    ]
+    return sum(value.nbytes for value in made)
 
 
 def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from mp_optim.process.host_memory import as_tensor, empty_host_tensor
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
-from mp_optim.slots.optimizer import Closure, SlotOptimizer, check_step
+from mp_optim.slots.optimizer import Closure, SlotOptimizer
+from mp_optim.slots.slot_state import SlotState, State, check_state, check_step
 
 __all__ = ["ForeignOptimizer", "as_slot_optimizer"]
 
@@ -56,49 +57,9 @@ class ForeignOptimizer(SlotOptimizer):
         else:  # torch's constructor
             super().add_param_group(param_group)
 
-    def slot_state(self, slot: Slot) -> dict[str, Any]:
-        """The foreign state's tensors, and its numbers as tensors; empty before the first step."""
-        state = self.optimizer.state.get(self._param(slot), {})
-        return {
-            key: value
-            if isinstance(value, Tensor)
-            else torch.tensor(value, dtype=torch.float64, device="cpu")
-            for key, value in state.items()
-            if isinstance(value, Tensor | int | float)
-        }
-
-    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        """As the base class, but state that the foreign optimizer has not allocated yet fits
-        anything, and a slot it has never stepped has none."""
-        if state and self.slot_state(slot):
-            super().check_slot_state(slot, state)
-        elif "step" in state:
-            check_step(self.slot_name(slot), state["step"])
-
-    def requires_state(self, slot: Slot) -> bool:
-        """Never: a foreign optimizer allocates state when it steps a parameter for the first
-        time."""
-        return False
-
-    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        self.check_slot_state(slot, state)
-        param, group = self._param(slot), self.param_groups[slot.group]
-        if not state:
-            self.optimizer.state.pop(param, None)
-            return
-        live = self.optimizer.state.get(param, {})
-        step_on_device = group.get("fused") or group.get("capturable")
-        loaded = {}
-        for key, value in state.items():
-            stays = not isinstance(value, Tensor) or (key == "step" and not step_on_device)
-            copy = (
-                as_tensor(value).detach().clone()
-                if stays
-                else value.detach().to(param.device, copy=True)
-            )
-            number = live.get(key, value)
-            loaded[key] = copy if isinstance(number, Tensor) else type(number)(copy.item())
-        self.optimizer.state[param] = {**live, **loaded}
+    def state_of(self, slot: Slot) -> SlotState:
+        param = self._param(slot)
+        return ForeignSlotState(self.optimizer, self.slot_name(slot), param, slot.group)
 
     @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
@@ -126,6 +87,63 @@ class ForeignOptimizer(SlotOptimizer):
                 main.grad = None
                 if update.output is not None:
                     update.output.copy_(main)
+
+
+class ForeignSlotState(SlotState):
+    """A slot's state in an optimizer that is keyed by tensors, under the tensor at the slot."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, name: str, param: Tensor, group: int
+    ) -> None:
+        self._optimizer, self._name, self._param, self._group = optimizer, name, param, group
+
+    def tensors(self) -> State:
+        """The foreign state's tensors, and its numbers as tensors; empty before the first step."""
+        state = self._optimizer.state.get(self._param, {})
+        return {
+            key: value
+            if isinstance(value, Tensor)
+            else torch.tensor(value, dtype=torch.float64, device="cpu")
+            for key, value in state.items()
+            if isinstance(value, Tensor | int | float)
+        }
+
+    def is_required(self) -> bool:
+        """Never: a foreign optimizer allocates state when it steps a parameter for the first
+        time."""
+        return False
+
+    def check(self, state: State) -> None:
+        """State that the foreign optimizer has not allocated yet fits anything, and a slot it has
+        never stepped has none."""
+        live = self.tensors()
+        if state and live:
+            check_state(self._name, live, state)
+        elif "step" in state:
+            check_step(self._name, state["step"])
+
+    def load(self, state: State) -> None:
+        self.check(state)
+        if not state:
+            self._optimizer.state.pop(self._param, None)
+            return
+        live = self._optimizer.state.get(self._param, {})
+        loaded = {
+            key: self._in_form_of(live.get(key, value), key, value) for key, value in state.items()
+        }
+        self._optimizer.state[self._param] = {**live, **loaded}
+
+    def _in_form_of(self, live: Any, key: str, saved: Any) -> Any:
+        """A copy of a saved value: a number where the foreign optimizer keeps a number, a tensor
+        on the parameter's device where it keeps a tensor."""
+        group = self._optimizer.param_groups[self._group]
+        step_on_device = group.get("fused") or group.get("capturable")
+        stays = not isinstance(saved, Tensor) or (key == "step" and not step_on_device)
+        if stays:
+            copy = as_tensor(saved).detach().clone()
+        else:
+            copy = saved.detach().to(self._param.device, copy=True)
+        return copy if isinstance(live, Tensor) else type(live)(copy.item())
 
 
 def as_slot_optimizer(optimizer: torch.optim.Optimizer) -> SlotOptimizer:

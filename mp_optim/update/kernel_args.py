@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.codecs import Noise
 
 __all__ = [
@@ -29,18 +30,11 @@ __all__ = [
 
 MAIN = ""
 """Key of main params among a slot's tensors."""
-REMAINDER = "remainder"
-"""Key of the state that extends a bfloat16 main param to FP32."""
 
 
 def fp32(value: float) -> float:
     """The double that is nearest to ``value`` among FP32 numbers."""
     return ctypes.c_float(value).value
-
-
-def scale_key(moment: str) -> str:
-    """Key of the scales of a moment that is stored in blocks."""
-    return f"{moment}_scale"
 
 
 @dataclass(frozen=True, slots=True)

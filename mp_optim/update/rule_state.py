@@ -14,13 +14,13 @@ from mp_optim.config.rules import RULES, moment_of
 from mp_optim.process.host_memory import Form, as_tensor, beside, zeros
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, local_tensor
-from mp_optim.slots.optimizer import SlotOptimizer, check_fits
+from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.slot_state import SlotState, State, check_fits, check_state
+from mp_optim.slots.state_keys import MASTER, REMAINDER
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.codecs import SECOND, join, keep_valid, split_
 from mp_optim.update.group_state import GroupState
-from mp_optim.update.kernel_args import REMAINDER
 from mp_optim.update.state_format import (
-    MASTER,
     StatePrecision,
     fitted,
     full_precision,
@@ -80,8 +80,12 @@ class RuleState(SlotOptimizer):
             raise
         self._groups.append(GroupState(group["params"]))
 
+    def state_of(self, slot: Slot) -> SlotState:
+        return RuleSlotState(self, slot)
+
     @in_own_modes
-    def slot_state(self, slot: Slot) -> dict[str, Any]:
+    def live_state(self, slot: Slot) -> State:
+        """A slot's tensors, allocated on the device where the slot is stepped now."""
         self.settle()
         own, group = self._groups[slot.group], self.param_groups[slot.group]
         state = own.slots[slot.position]
@@ -139,7 +143,7 @@ class RuleState(SlotOptimizer):
         """Host tensors of one name lie one after the other, if together they are large."""
         missing: dict[str, list[tuple[Slot, Form]]] = defaultdict(list)
         for slot in slots:
-            if (main := self._local(slot)).device.type == "cpu":
+            if (main := self.stepped(slot)).device.type == "cpu":
                 for key, form in self._missing(slot, main).items():
                     missing[key].append((slot, form))
         for key, wanted in missing.items():
@@ -150,51 +154,15 @@ class RuleState(SlotOptimizer):
                 own.slots[slot.position][key] = tensor
                 own.replaced()
         for slot in slots:
-            self.slot_state(slot)
-
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]:
-        return full_precision(self.slot_state(slot), self._local(slot))
-
-    def fit_slot_state(self, slot: Slot, state: dict[str, Any], convert: bool) -> dict[str, Any]:
-        return fitted(
-            self.slot_name(slot), self.slot_state(slot), self._local(slot), state, convert
-        )
-
-    def _without_master(
-        self, slot: Slot, state: dict[str, Any]
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """A state to load, and the FP32 main param in it that stands for a remainder."""
-        mine = self.slot_state(slot)
-        if MASTER not in state or REMAINDER not in mine:
-            return state, None
-        rest = {key: value for key, value in state.items() if key != MASTER}
-        return {**rest, REMAINDER: mine[REMAINDER]}, state[MASTER]
-
-    def check_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        rest, master = self._without_master(slot, state)
-        if master is not None:
-            check_fits(f"{self.slot_name(slot)}.{MASTER}", self.main_param(slot), master)
-        super().check_slot_state(slot, rest)
-        second = rest.get(SECOND)
-        if second is not None and second.is_floating_point() and bool((second < 0).any()):
-            raise ValueError(
-                f"{self.slot_name(slot)}.{SECOND}: has negative elements; it is a mean of squares"
-            )
-
-    def load_slot_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        self.check_slot_state(slot, state)
-        rest, master = self._without_master(slot, state)
-        for key, own in self.slot_state(slot).items():
-            own.copy_(as_tensor(rest[key]))
-        if master is not None:
-            self.set_main_param(slot, master)
+            self.live_state(slot)
 
     # -- main params ----------------------------------------------------------------------------
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.precision.main_dtype(dtype)
 
-    def _local(self, slot: Slot) -> Tensor:
+    def stepped(self, slot: Slot) -> Tensor:
+        """The plain tensor that is stepped for a slot."""
         return local_tensor(self.param_groups[slot.group]["params"][slot.position])
 
     def _is_split(self, main: Tensor) -> bool:
@@ -202,25 +170,70 @@ class RuleState(SlotOptimizer):
 
     @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:
-        main = self._local(slot)
+        main = self.stepped(slot)
         return (
-            join(main, self.slot_state(slot)[REMAINDER])
+            join(main, self.live_state(slot)[REMAINDER])
             if self._is_split(main)
             else super().main_param(slot)
         )
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        main = self._local(slot)
+        main = self.stepped(slot)
         if self._is_split(main):
-            split_(value.to(main.device, torch.float32), main, self.slot_state(slot)[REMAINDER])
+            split_(value.to(main.device, torch.float32), main, self.live_state(slot)[REMAINDER])
         else:
             main.copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
-        main = self._local(slot)
+        main = self.stepped(slot)
         if self._is_split(main):
-            keep_valid(main, self.slot_state(slot)[REMAINDER])
+            keep_valid(main, self.live_state(slot)[REMAINDER])
 
     def memory_moved(self) -> None:
         for own in self._groups:
             own.replaced()
+
+
+class RuleSlotState(SlotState):
+    """A slot's state in the rule that steps it."""
+
+    def __init__(self, rule: RuleState, slot: Slot) -> None:
+        self._rule, self._slot = rule, slot
+        self._name = rule.slot_name(slot)
+
+    def tensors(self) -> State:
+        return self._rule.live_state(self._slot)
+
+    def full_precision(self) -> State:
+        return full_precision(self.tensors(), self._rule.stepped(self._slot))
+
+    def fit(self, saved: State, convert: bool) -> State:
+        stepped = self._rule.stepped(self._slot)
+        return fitted(self._name, self.tensors(), stepped, saved, convert)
+
+    def check(self, state: State) -> None:
+        rest, main = self._without_main(state)
+        if main is not None:
+            check_fits(f"{self._name}.{MASTER}", self._rule.main_param(self._slot), main)
+        check_state(self._name, self.tensors(), rest)
+        second = rest.get(SECOND)
+        if second is not None and second.is_floating_point() and bool((second < 0).any()):
+            raise ValueError(
+                f"{self._name}.{SECOND}: has negative elements; it is a mean of squares"
+            )
+
+    def load(self, state: State) -> None:
+        self.check(state)
+        rest, main = self._without_main(state)
+        for key, tensor in self.tensors().items():
+            tensor.copy_(as_tensor(rest[key]))
+        if main is not None:
+            self._rule.set_main_param(self._slot, main)
+
+    def _without_main(self, state: State) -> tuple[State, Tensor | None]:
+        """A state to load, and the FP32 main param in it that stands for a remainder."""
+        live = self.tensors()
+        if MASTER not in state or REMAINDER not in live:
+            return state, None
+        rest = {key: value for key, value in state.items() if key != MASTER}
+        return {**rest, REMAINDER: live[REMAINDER]}, state[MASTER]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mp_optim.config.rules import moment_of
 from mp_optim.process.host_memory import Form, zeros
-from mp_optim.slots.optimizer import check_fits
+from mp_optim.slots.slot_state import State, check_fits
+from mp_optim.slots.state_keys import MASTER, REMAINDER, is_scale, scale_key
 from mp_optim.update.codecs import (
     MOMENT_DTYPES,
     SECOND,
@@ -24,10 +25,8 @@ from mp_optim.update.codecs import (
     split_,
     stored_dtype,
 )
-from mp_optim.update.kernel_args import REMAINDER, scale_key
 
 __all__ = [
-    "MASTER",
     "StatePrecision",
     "as_master",
     "fitted",
@@ -35,11 +34,6 @@ __all__ = [
     "joined",
     "moment_forms",
 ]
-
-MASTER = "master_param"
-"""Key of the FP32 main param in a slot's state."""
-
-State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -122,7 +116,7 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
             full[MASTER] = join(main, value)
         elif scale_key(key) in state or value.dtype == torch.bfloat16:
             full[key] = _decoded(state, key)
-        elif not key.endswith("_scale"):
+        elif not is_scale(key):
             full[key] = value
     return full
 
@@ -143,7 +137,7 @@ def fitted(
     Raises:
         ValueError: a value would lose bits.
     """
-    result = {key: value for key, value in saved.items() if not key.endswith("_scale")}
+    result = {key: value for key, value in saved.items() if not is_scale(key)}
     for key, own in mine.items():
         theirs, scale = saved.get(key), scale_key(key)
         if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):

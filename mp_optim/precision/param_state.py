@@ -1,0 +1,196 @@
+"""How a precision wrapper shows the state of a model's parameter: in the parameter's layout, beside
+its main param, and only beside the weights it was saved with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mp_optim.checkpoint.blocks import is_cut
+from mp_optim.precision.dtensor_state import as_local_state, as_sharded
+from mp_optim.precision.remainders import Agreement, same_values, stands_for
+from mp_optim.quantized import holds, is_quantized, quantize_
+from mp_optim.slots import Slot, local_tensor
+from mp_optim.slots.slot_state import LayeredState, SlotState, State
+from mp_optim.slots.state_keys import MASTER, REMAINDER
+from mp_optim.update.checksums import checksums_of
+from mp_optim.update.main_param_state import WithMainParam
+from mp_optim.update.state_format import joined
+
+__all__ = ["BoundParam", "ParamState", "UntrainedState"]
+
+
+@dataclass(frozen=True)
+class BoundParam:
+    """A parameter of the model, and what is stepped for it.
+
+    Attributes:
+        slot, name: which.
+        param: the model's. stepped: the tensor in the wrapped optimizer's groups.
+        is_separate: whether they are two tensors.
+        main_param: the FP32 value of what is stepped.
+    """
+
+    slot: Slot
+    name: str
+    param: Tensor
+    stepped: Tensor
+    is_separate: bool
+    main_param: Callable[[], Tensor]
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank has of the model's parameter."""
+        return local_tensor(self.param)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether a parameter of fewer bits is stepped on an FP32 tensor; else it is FP32 itself,
+        or has a remainder."""
+        return (
+            self.is_separate
+            and self.param.dtype != torch.float32
+            and self.stepped.dtype == torch.float32
+        )
+
+
+class UntrainedState(LayeredState):
+    """Of a parameter that has never been trainable: it costs nothing. The layer below is asked only
+    if a saved state has something for it."""
+
+    def __init__(self, below: Callable[[], SlotState]) -> None:
+        self._below = below
+
+    @property
+    def below(self) -> SlotState:  # type: ignore[override]
+        return self._below()
+
+    def tensors(self) -> State:
+        return {}
+
+    def full_precision(self) -> State:
+        return {}
+
+    def is_required(self) -> bool:
+        return False
+
+    def fit(self, saved: State, convert: bool) -> State:
+        return saved
+
+    def check(self, state: State) -> None:
+        self.below.check(as_local_state(state))
+
+    def load(self, state: State) -> None:
+        self.below.load(as_local_state(state))
+
+    def check_weights(self, saved: State, checksum: int | None) -> None:
+        """Nothing is stepped, so nothing has to fit."""
+
+    def expect_weights(self, saved: State, checksum: int | None) -> None:
+        """As :meth:`check_weights`."""
+
+    def write_model(self) -> bool:
+        return False
+
+
+class ParamState(LayeredState):
+    """Of a parameter that is trained.
+
+    Args:
+        stored: the state in the wrapped optimizer.
+        agreement: what is not yet certain about loaded slots.
+    """
+
+    def __init__(self, stored: SlotState, bound: BoundParam, agreement: Agreement) -> None:
+        self._stored, self._bound, self._agreement = stored, bound, agreement
+        super().__init__(
+            WithMainParam(
+                stored,
+                bound.name,
+                bound.stepped,
+                f"state of {bound.name}: master_param is missing, so its full-precision value "
+                "is lost; to start from the model's values, add them to the state dict under that "
+                "key",
+            )
+            if bound.has_master
+            else stored
+        )
+
+    def tensors(self) -> State:
+        is_sharded = isinstance(self._bound.param, DTensor)
+        return self._in_layout(self.without_blocks() if is_sharded else self.below.tensors())
+
+    def full_precision(self) -> State:
+        return self._in_layout(self.below.full_precision())
+
+    def _in_layout(self, state: State) -> State:
+        return {key: as_sharded(value, self._bound.param, key) for key, value in state.items()}
+
+    def fit(self, saved: State, convert: bool) -> State:
+        bound, state = self._bound, as_local_state(saved)
+        if REMAINDER in state and bound.has_master:
+            state[MASTER] = joined(bound.name, bound.local, state.pop(REMAINDER))
+        return self.below.fit(state, convert)
+
+    def check(self, state: State) -> None:
+        self.below.check(as_local_state(state))
+
+    def load(self, state: State) -> None:
+        bound, state = self._bound, as_local_state(state)
+        self._agreement.forget(bound.slot)
+        becomes_remainder = MASTER in state and not bound.has_master
+        if becomes_remainder and not stands_for(state[MASTER], bound.local):
+            self._agreement.written.add(bound.slot)  # as soon as parameter and remainder are split
+        self.below.load(state)
+
+    # -- remainders belong to the parameters they were saved with ---------------------------------
+
+    def has_remainder(self) -> bool:
+        """Whether the main param is the parameter and a remainder."""
+        return self._bound.stepped.dtype == torch.bfloat16 and REMAINDER in self._stored.tensors()
+
+    def check_weights(self, saved: State, checksum: int | None) -> None:
+        if checksum is None or REMAINDER not in saved or is_cut(self._bound.param):
+            return  # a checksum is of the whole parameter
+        if REMAINDER in self._stored.tensors():
+            return  # its weights may be loaded later
+        slot, name, local = self._bound.slot, self._bound.name, self._bound.local
+        self._agreement.check([(slot, checksum)], lambda _: local, lambda _: name)
+
+    def expect_weights(self, saved: State, checksum: int | None) -> None:
+        if checksum is None or REMAINDER not in saved or is_cut(self._bound.param):
+            return
+        if REMAINDER not in self._stored.tensors():
+            return
+        if checksums_of([self._bound.local]) != [checksum]:  # its weights are yet to come
+            self._agreement.expected[self._bound.slot] = checksum
+
+    # -- the model's parameter --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write_model(self) -> bool:
+        bound = self._bound
+        noted = bound.slot in self._agreement.written
+        self._agreement.written.discard(bound.slot)
+        if not bound.is_separate or bound.param.dtype == torch.float32:
+            return noted  # it is stepped itself, or says all that its main param says
+        if is_quantized(bound.param):
+            return self._quantize()
+        main, local = bound.stepped, bound.local
+        # a bfloat16 main param was noted when it was split
+        differs = main.dtype == torch.float32 and not stands_for(main, local)
+        value = main.to(device=local.device, dtype=local.dtype)
+        if not same_values(value, local):
+            local.copy_(value)
+        return differs or noted
+
+    def _quantize(self) -> bool:
+        main = self._bound.main_param()
+        differs = not holds(self._bound.param, main)
+        if differs:
+            quantize_(self._bound.param, main)
+        return differs

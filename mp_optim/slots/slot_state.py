@@ -1,0 +1,179 @@
+"""The state of one slot: what is in it, and how a saved one is checked and loaded.
+
+Every optimizer of a stack gives a :class:`SlotState` for each slot, and does so by one method. The
+optimizer that steps the slot keeps the tensors. A layer above it that shows them in another way
+(beside a main param, as DTensors, as a shard) puts a :class:`LayeredState` around its object.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.setting_checks import Rule, check_setting
+from mp_optim.slots.state_keys import is_scale, scale_key
+
+__all__ = ["LayeredState", "SlotState", "State", "check_fits", "check_state", "check_step"]
+
+State = dict[str, Any]
+"""A slot's state by key: tensors, and what else a saved one may hold."""
+
+
+class SlotState(ABC):
+    """One slot's state as one layer shows it. Made for one use: the optimizer gives another when it
+    is asked again."""
+
+    @abstractmethod
+    def tensors(self) -> State:
+        """The live tensors, allocated if they did not exist. Never copies."""
+
+    def full_precision(self) -> State:
+        """The state with everything in FP32, copied where it is stored in fewer bits."""
+        return self.tensors()
+
+    def is_required(self) -> bool:
+        """Whether a saved state without any for this slot is incomplete."""
+        return bool(self.tensors())
+
+    # -- loading: fit, check, then load -----------------------------------------------------------
+
+    def fit(self, saved: State, convert: bool) -> State:
+        """A saved state in the form that :meth:`load` takes; writes nothing.
+
+        Raises:
+            ValueError: bits would be lost, and ``convert`` is false.
+        """
+        return saved
+
+    @abstractmethod
+    def check(self, state: State) -> None:
+        """Raise ValueError if a fitted state lacks a key, or has an unknown or mis-shaped one;
+        writes nothing."""
+
+    @abstractmethod
+    def load(self, state: State) -> None:
+        """Copy a fitted state into the slot.
+
+        Raises:
+            ValueError: as :meth:`check`.
+        """
+
+    def check_weights(self, saved: State, checksum: int | None) -> None:  # noqa: B027
+        """Raise ValueError if a saved state has to be loaded beside the parameter it was saved
+        with, which had this checksum, and another parameter is there."""
+
+    def expect_weights(self, saved: State, checksum: int | None) -> None:  # noqa: B027
+        """A saved state was loaded that belongs to a parameter of this checksum."""
+
+    def write_model(self) -> bool:
+        """Give the model's parameter the value of the main param that was loaded; returns whether
+        it had another."""
+        return False
+
+
+class LayeredState(SlotState):
+    """A state as a layer above shows it. What a subclass does not change is passed on.
+
+    Args:
+        below: the same slot's state as the layer below shows it.
+    """
+
+    def __init__(self, below: SlotState) -> None:
+        self.below = below
+
+    def tensors(self) -> State:
+        return self.below.tensors()
+
+    def full_precision(self) -> State:
+        return self.below.full_precision()
+
+    def is_required(self) -> bool:
+        return self.below.is_required()
+
+    def fit(self, saved: State, convert: bool) -> State:
+        return self.below.fit(saved, convert)
+
+    def check(self, state: State) -> None:
+        self.below.check(state)
+
+    def load(self, state: State) -> None:
+        self.below.load(state)
+
+    def check_weights(self, saved: State, checksum: int | None) -> None:
+        self.below.check_weights(saved, checksum)
+
+    def expect_weights(self, saved: State, checksum: int | None) -> None:
+        self.below.expect_weights(saved, checksum)
+
+    def write_model(self) -> bool:
+        return self.below.write_model()
+
+    def without_blocks(self) -> State:
+        """The tensors of the layer below; moments that it stores in blocks in FP32. Blocks are cut
+        from this rank's part, so no other layout could read them."""
+        tensors = self.below.tensors()
+        if not any(map(is_scale, tensors)):
+            return tensors
+        full = self.below.full_precision()
+        return {
+            key: full[key] if scale_key(key) in tensors else value
+            for key, value in tensors.items()
+            if not is_scale(key)
+        }
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+_STEPS = Rule(
+    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]"
+)
+"""What an FP32 counter counts to."""
+
+
+def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the slot, unless every live tensor can take a saved one, and none is
+    left over."""
+    missing, unknown = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
+            f"{sorted(live)}. Was the state saved by another optimizer?"
+        )
+    for key, tensor in live.items():
+        if key == "step":
+            check_step(name, saved[key])
+        else:
+            check_fits(f"{name}.{key}", tensor, saved[key])
+
+
+def check_step(name: str, value: Any) -> None:
+    """Raise ValueError unless this is a number of steps."""
+    if isinstance(value, Tensor) and value.dim():
+        raise ValueError(f"{name}.step: saved shape {tuple(value.shape)}, expected ()")
+    check_setting(f"{name}.step", value, _STEPS)
+
+
+def check_fits(label: str, live: Tensor, saved: Any) -> None:
+    """Raise ValueError unless ``saved`` can be copied into ``live`` without losing anything."""
+    if not isinstance(saved, Tensor) or saved.is_meta:
+        raise ValueError(
+            f"{label}: saved as a "
+            f"{'meta tensor' if isinstance(saved, Tensor) else type(saved).__name__}, "
+            f"expected a tensor of shape {tuple(live.shape)}"
+        )
+    if saved.shape != live.shape:
+        raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(live.shape)}")
+    kinds = live.is_floating_point() == saved.is_floating_point()
+    if (
+        not kinds
+        or saved.is_complex()
+        or torch.promote_types(saved.dtype, live.dtype) != live.dtype
+    ):
+        raise ValueError(
+            f"{label}: saved as {saved.dtype}, which {live.dtype} cannot hold without loss; "
+            f"convert it explicitly, or configure this state as {saved.dtype}"
+        )

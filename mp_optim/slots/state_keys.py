@@ -1,0 +1,21 @@
+"""Keys of a slot's state that mean the same in every layer."""
+
+__all__ = ["MASTER", "REMAINDER", "SCALE", "is_scale", "scale_key"]
+
+MASTER = "master_param"
+"""The FP32 main param."""
+
+REMAINDER = "remainder"
+"""The lower bits of a main param whose upper ones are the bfloat16 parameter."""
+
+SCALE = "_scale"
+
+
+def scale_key(key: str) -> str:
+    """Key of the scales of a moment that is stored in blocks."""
+    return f"{key}{SCALE}"
+
+
+def is_scale(key: str) -> bool:
+    """Whether this is the key of some moment's scales."""
+    return key.endswith(SCALE)
