@@ -27,6 +27,7 @@ from mp_optim.precision import (
     FP32Optimizer,
     MegatronGradScaler,
     MegatronOptimizer,
+    WrappedOptimizer,
 )
 from mp_optim.process.caller_warnings import warn
 from mp_optim.ranks.process_groups import ProcessGroups
@@ -205,7 +206,7 @@ def _part(
     """
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 
-    def build(some: list[dict[str, Any]]) -> MegatronOptimizer:
+    def build(some: list[dict[str, Any]]) -> WrappedOptimizer:
         return wrapper(_inner(config, some), config, scaler, process_groups=process_groups)
 
     if not config.is_distributed:

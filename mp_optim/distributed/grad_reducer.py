@@ -24,6 +24,12 @@ from mp_optim.distributed.collectives import Reduction, all_gather, start_reduct
 from mp_optim.distributed.reduction_order import LaunchOrder
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.ranks.missing_ranks import wait_for_all
+from mp_optim.slots.param_attributes import (
+    adds_to_main_grad,
+    reducer_of,
+    set_main_grad,
+    set_reducer,
+)
 
 __all__ = ["GradReducer", "ReduceSettings"]
 
@@ -109,13 +115,13 @@ class GradReducer:
 
         def arrive(tensor: Tensor) -> None:
             reducer = this()
-            if reducer is not None and getattr(tensor, "reduced_by", None) == mark:
+            if reducer is not None and reducer_of(tensor) == mark:
                 reducer._arrive(index, entry)
 
-        param.reduced_by = mark  # a plain number, so that the parameter can still be pickled
+        set_reducer(param, mark)
         param.register_post_accumulate_grad_hook(arrive)
         if self.settings.keep_grads:
-            param.main_grad = self.buckets[index].local_grad(entry)
+            set_main_grad(param, self.buckets[index].local_grad(entry))
 
     @in_own_modes
     def _arrive(self, index: int, entry: Entry) -> None:
@@ -156,7 +162,7 @@ class GradReducer:
                 "(build the "
                 "embedding with sparse=False)"
             )
-        if not getattr(entry.param, "grad_added_to_main_grad", False):
+        if not adds_to_main_grad(entry.param):
             bucket.local_grad(entry).add_(grad)
         entry.param.grad = None
         self._waiting[index] = True

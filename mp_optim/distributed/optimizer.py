@@ -20,29 +20,30 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.distributed import statements
-from mp_optim.distributed.param_shards import ParamShard, ParamWatcher, ShardState, make_fragment
+from mp_optim.distributed.buckets import Entry
+from mp_optim.distributed.composite import CompositeOptimizer
+from mp_optim.distributed.param_shards import ParamShard, ParamWatcher, ShardState, make_shard
 from mp_optim.distributed.transport import Reducer, Transport, make_transport
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
-from mp_optim.precision.backward_overlap import BackwardOverlap
-from mp_optim.precision.description import Description
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.measure import Measurement, NormKey
+from mp_optim.precision.step_grads import GradsOfParts, StepGrads
+from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.ranks.agreement import check_agreement, check_number
 from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
 from mp_optim.ranks.process_groups import ProcessGroups
-from mp_optim.slots import Slot, SlotStateView, SlotUpdate, iter_slots, with_names
-from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots import Slot, group_settings, iter_slots, with_names
+from mp_optim.slots.param_attributes import main_param_of, set_main_grad, set_main_param
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.state_keys import MASTER
 
 __all__ = ["DistributedOptimizer"]
 
-Build = Callable[[list[dict[str, Any]]], MegatronOptimizer]
-_NOT_PUSHED = ("params", "param_names")
+Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
 
 
-class DistributedOptimizer(MegatronOptimizer):
+class DistributedOptimizer(CompositeOptimizer):
     """ZeRO over the ranks of ``process_groups.dp``. Collective: all of them build it, step it and
     zero it alike. They start from the first one's parameters.
 
@@ -61,6 +62,10 @@ class DistributedOptimizer(MegatronOptimizer):
             before their forwards gathered parameters are waited for.
         divisor: what sums of gradients are divided by with ``grad_reduce_op="avg"``; by default the
             ranks of ``dp``.
+
+    Attributes:
+        shards: the wrapper of the owned tensors, its only part.
+        steps_everything: whether every rank steps all parameters, rather than what it owns.
 
     Raises:
         ValueError: a parameter cannot become part of a flat buffer, or the ranks disagree about
@@ -82,75 +87,44 @@ class DistributedOptimizer(MegatronOptimizer):
             raise ValueError(
                 "process_groups.dp is None: a DistributedOptimizer needs the data-parallel ranks"
             )
-        self.config, self.grad_scaler, self.process_groups = config, grad_scaler, process_groups
+        self.process_groups = process_groups
         self._group: ProcessGroup = process_groups.dp
-        self._strategy = config.data_parallel_sharding_strategy
-        self._last: Verdict | DeviceVerdict = Verdict()
-        self._graphed, self._grads = None, None
-        self._trained: list[Slot] = []
-        self._frozen: list[Slot] = []
-        self._counts = {"steps": 0, "skipped_steps": 0}
         self._guard = naming_missing_ranks(self._group)
-        self._state_view = SlotStateView(
-            lambda: self.param_groups, self.slot_state, self.load_slot_state
-        )
-        self._built = False
-        torch.optim.Optimizer.__init__(self, [with_names(group) for group in param_groups], {})
-        with self._guard("comparing the ranks' models and configs"):
-            check_agreement(
-                self._group,
-                statements.of_construction(
-                    config,
-                    self.param_groups,
-                    [slot for _, slot, _ in self._in_forward(model_chunks)],
-                ),
-                "an optimizer",
-            )
-            learn_addresses(self._group)
-        self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
-        self._fragments = {
-            slot: self._fragment(slot, p) for slot, p in iter_slots(self.param_groups)
-        }
-        self._watched, self._index = (
-            ParamWatcher(self._params()),
-            {slot: at for at, slot in enumerate(self._fragments)},
-        )
-        self.shards = build(self._groups_of_fragments())
-        self._adopt_settings()
-        self._transport.reducer.on_reduced = self._tell_of_gradients
+        self.steps_everything = config.data_parallel_sharding_strategy == "no_shard"
+        self._frozen: list[Slot] = []
         self._bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
-        self._built = True
-        self.use_mark(StepMark())
+        super().__init__([with_names(group) for group in param_groups], {}, config, grad_scaler)
+        self._check_construction(model_chunks)
+        self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
+        self._shards = {slot: self._shard(slot, p) for slot, p in iter_slots(self.param_groups)}
+        self._index = {slot: index for index, slot in enumerate(self._shards)}
+        self._watched = ParamWatcher(self.get_parameters())
+        self.shards = build([self._group_of_shards(i) for i in range(len(self.param_groups))])
+        self.take_parts([self.shards])
+        self._adopt_settings()
+        self._transport.reducer.on_reduced = self._on_reduced
 
-    # -- building -------------------------------------------------------------------------------
+    # -- building ---------------------------------------------------------------------------------
 
-    def _said_each_step(self) -> list[str]:
-        return statements.of_step(
-            self.param_groups,
-            self._counts["steps"] + 1,
-            getattr(self.grad_reducer, "rounds", 0),
-            self._frozen,
-        )
-
-    @property
-    def _steps_everything(self) -> bool:
-        return self._strategy == "no_shard"
+    def _check_construction(self, chunks: Sequence[nn.Module]) -> None:
+        """Compare with the other ranks."""
+        in_forward = [slot for _, slot, _ in self._in_forward(chunks)]
+        lines = statements.of_construction(self.config, self.param_groups, in_forward)
+        with self._guard("comparing the ranks' models and configs"):
+            check_agreement(self._group, lines, "an optimizer")
+            learn_addresses(self._group)
 
     def _in_forward(self, chunks: Sequence[nn.Module]) -> list[tuple[int, Slot, Tensor]]:
         """Trained parameters in the order in which forward is expected to use them, with their
         places in the model."""
-        order = {
-            id(param): at
-            for at, param in enumerate(p for chunk in chunks for p in chunk.parameters())
-        }
-        return sorted(
-            (
-                (order.get(id(param), 0), slot, param)
-                for slot, param in iter_slots(self.param_groups)
-                if param.requires_grad
-            ),
-            key=lambda item: item[:2],
-        )
+        params = (param for chunk in chunks for param in chunk.parameters())
+        places = {id(param): place for place, param in enumerate(params)}
+        trained = [
+            (places.get(id(param), 0), slot, param)
+            for slot, param in iter_slots(self.param_groups)
+            if param.requires_grad
+        ]
+        return sorted(trained, key=lambda item: item[:2])
 
     def _make_transport(self, chunks: list[nn.Module], divisor: int) -> Transport:
         trained = self._in_forward(chunks)
@@ -165,52 +139,42 @@ class DistributedOptimizer(MegatronOptimizer):
             self._guard,
         )
         slot_of = {id(param): slot for _, slot, param in trained}
-        self._entries = {
-            slot_of[id(entry.param)]: (index, entry)
-            for index, bucket in enumerate(transport.buckets)
-            for entry in bucket.entries
-        }
+        self._entries: dict[Slot, tuple[int, Entry]] = {}
+        for index, bucket in enumerate(transport.buckets):
+            for entry in bucket.entries:
+                self._entries[slot_of[id(entry.param)]] = index, entry
         return transport
 
-    def _fragment(self, slot: Slot, param: Tensor) -> ParamShard:
-        config, found = self.config, self._entries.get(slot)
-        return make_fragment(
+    def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
+        config, located = self.config, self._entries.get(slot)
+        return make_shard(
             self.slot_name(slot),
             param,
-            None if found is None else (self._transport.buckets[found[0]], found[1]),
-            shard_groups=() if self._steps_everything else (self._group,),
-            everything=self._steps_everything,
-            keeps_shape=self._steps_everything or config.use_layer_wise_distributed_optimizer,
-            placed_alike=RULES[config.optimizer].reads == "sums",
-        )  # ranks meet in its reductions
+            None if located is None else (self._transport.buckets[located[0]], located[1]),
+            shard_groups=() if self.steps_everything else (self._group,),
+            everything=self.steps_everything,
+            keeps_shape=self.steps_everything or config.use_layer_wise_distributed_optimizer,
+            placed_alike=RULES[config.optimizer].reads == "sums",  # ranks meet in its reductions
+        )
 
-    def _groups_of_fragments(self) -> list[dict[str, Any]]:
-        groups = []
-        for index, group in enumerate(self.param_groups):
-            tensors = [
-                self._fragments[Slot(index, at)].tensor for at in range(len(group["params"]))
-            ]
-            names = group.get("param_names")
-            plain = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
-            groups.append(
-                {**plain, "params": list(zip(names, tensors, strict=True)) if names else tensors}
-            )
-        return groups
+    def _group_of_shards(self, index: int) -> dict[str, Any]:
+        group = self.param_groups[index]
+        slots = [Slot(index, position) for position in range(len(group["params"]))]
+        tensors = [self._shards[slot].tensor for slot in slots]
+        names = group.get("param_names")
+        params = list(zip(names, tensors, strict=True)) if names else tensors
+        return {**group_settings(group), "params": params}
 
     def _adopt_settings(self) -> None:
         """Show the hyperparameters that the rule filled in, and the sharded main params where
         Megatron does."""
         self.defaults.update(self.shards.defaults)
-        for mine, theirs in zip(self.param_groups, self.shards.param_groups, strict=True):
-            for key, value in theirs.items():
-                if key not in _NOT_PUSHED:
-                    mine.setdefault(key, value)
-            for param, tensor in zip(mine["params"], theirs["params"], strict=True):
-                if hasattr(tensor, "main_param"):
-                    param.main_param, param.main_param_sharded = (
-                        tensor.main_param,
-                        not self._steps_everything,
-                    )
+        for group, of_shards in zip(self.param_groups, self.shards.param_groups, strict=True):
+            for key, value in group_settings(of_shards).items():
+                group.setdefault(key, value)
+            for param, tensor in zip(group["params"], of_shards["params"], strict=True):
+                if (main := main_param_of(tensor)) is not None:
+                    set_main_param(param, main, sharded=not self.steps_everything)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before the buckets are made.
@@ -218,27 +182,23 @@ class DistributedOptimizer(MegatronOptimizer):
         Raises:
             ValueError: they are.
         """
-        if getattr(self, "_built", False):
+        if self.parts:
             raise ValueError(
                 "a DistributedOptimizer's buckets are made once: build a new optimizer for all "
                 "groups, "
                 "and give it this one's state with mp_optim.checkpoint"
             )
-        torch.optim.Optimizer.add_param_group(self, param_group)
+        super().add_param_group(param_group)
+
+    def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
+        return self.shards, slot
+
+    # -- communication ----------------------------------------------------------------------------
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
-        """What steps the owned tensors."""
-        return self.shards.optimizer
-
-    def use_mark(self, mark: StepMark) -> None:
-        self.step_mark = mark
-        self.shards.use_mark(mark)
-
-    def recover(self) -> None:
-        self.shards.recover()
-
-    # -- gradients ------------------------------------------------------------------------------
+    def grad_reducer(self) -> Reducer:
+        """What reduces the gradients."""
+        return self._transport.reducer
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -249,13 +209,10 @@ class DistributedOptimizer(MegatronOptimizer):
             yield
 
     def finish_grad_sync(self) -> None:
-        """Reduce what has not been reduced, and wait; :meth:`step` does so itself."""
         self.follow_model()
         self._transport.reducer.finish()
 
     def finish_param_sync(self) -> None:
-        """Wait until all parameters have their new values, which forward otherwise does module by
-        module."""
         self._transport.gatherer.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -263,228 +220,180 @@ class DistributedOptimizer(MegatronOptimizer):
         super().zero_grad(set_to_none=True)
         self._transport.reducer.zero()
 
-    def _tell_of_gradients(self, index: int) -> None:
+    def _on_reduced(self, bucket: int) -> None:
         """The owned gradients of a bucket are what will be stepped: host work may begin during
         backward."""
-        if hasattr(self.shards, "gradients_ready"):
-            self.shards.gradients_ready(
-                [
-                    fragment.tensor
-                    for slot, fragment in self._fragments.items()
-                    if self._entries.get(slot, (-1,))[0] == index
-                ]
-            )
+        slots = [slot for slot, (index, _) in self._entries.items() if index == bucket]
+        self.shards.gradients_ready([self._shards[slot].tensor for slot in slots])
 
-    @property
-    def grad_reducer(self) -> Reducer:
-        """What reduces the gradients."""
-        return self._transport.reducer
+    # -- the step ---------------------------------------------------------------------------------
 
-    def fragments(self) -> Iterator[tuple[Slot, ParamShard]]:
-        """What this rank owns of each parameter, in slot order."""
-        yield from self._fragments.items()
-
-    # -- the step -------------------------------------------------------------------------------
-
-    @in_own_modes
-    def follow_model(self, slot: Slot | None = None) -> None:
-        self._transport.gatherer.finish()
-        if slot is not None and self._watched.is_same(self._index[slot], self._param(slot)):
-            self.shards.follow_model(slot)
-            return
-        params = self._params()
-        changed = self._watched.changed(params)
-        slots = self.slots() if changed else []
-        for at in changed:
-            slot, param = slots[at], params[at]
-            if (found := self._entries.get(slot)) is None:
-                continue
-            index, entry = found
-            if param is not entry.param or param.data_ptr() != entry.data.data_ptr():
-                replaced = param is not entry.param
-                self._transport.buckets[index].adopt(entry, param)
-                if replaced:
-                    self._transport.reducer.watch(index, entry)
-                    self._transport.gatherer.look()
-            increment_version(self._fragments[slot].tensor)
-        if changed:
-            # copies on the host follow now: somebody may read state before the next step
-            self.shards.follow_model()
-            self._watched.look(params)
-
-    def gather(self) -> None:
+    def collect_grads(self) -> StepGrads:
         """Reduce the gradients, and compare hyperparameters with the other ranks."""
         self.finish_grad_sync()
-        self._trained = self._hand_out_gradients()
+        trained = self._hand_out_grads()
         with self._guard("comparing hyperparameters"):
-            check_number(self._group, self._said_each_step, self.device, "an optimizer")
-        self._push_settings()
-        self.shards.gather()
+            check_number(self._group, self._statements_of_step, self.device, "an optimizer")
+        for group, of_shards in zip(self.param_groups, self.shards.param_groups, strict=True):
+            of_shards.update(group_settings(group))
+        return ReducedGrads(self, trained, self.shards.collect_grads())
 
-    def has_gradients(self) -> bool:
-        """Whether any came from a backward pass of this rank; the others are zeros."""
-        return self._transport.reducer.has_gradients
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank owns of the reduced gradients."""
-        return self.shards.named_gradients()
-
-    def _push_settings(self) -> None:
-        for mine, theirs in zip(self.param_groups, self.shards.param_groups, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key not in _NOT_PUSHED})
-
-    def sums(self) -> Measurement:
-        """Sums of squares of the reduced gradients, agreed with all ranks."""
-        with self._guard("agreeing on the gradient norm"):
-            return (
-                self._measure_owned(self._trained) if self._steps_everything else self.shards.sums()
-            )
-
-    @property
-    def backward_link(self) -> BackwardOverlap:  # type: ignore[override]
-        return self.shards.backward_link
-
-    def forget_grads(self) -> None:
-        self.shards.forget_grads()
-
-    def _hand_out_gradients(self) -> list[Slot]:
+    def _hand_out_grads(self) -> list[Slot]:
         """Let the owned tensors have gradients where the parameter is trained now; returns the
         slots."""
         trained: list[Slot] = []
         self._frozen = []
         for slot, param in iter_slots(self.param_groups):
-            fragment = self._fragments[slot]
-            if param.requires_grad and fragment.grad is None:
+            shard = self._shards[slot]
+            if param.requires_grad and shard.grad is None:
                 raise RuntimeError(
                     f"{self.slot_name(slot)} was frozen when the optimizer was built and "
                     "is in no bucket; build the optimizer again to train it"
                 )
-            fragment.tensor.main_grad = fragment.grad if param.requires_grad else None  # type: ignore[attr-defined]
+            set_main_grad(shard.tensor, shard.grad if param.requires_grad else None)
             if param.requires_grad:
                 trained.append(slot)
-            elif fragment.grad is not None:
+            elif shard.grad is not None:
                 self._frozen.append(slot)
         return trained
 
-    def _measure_owned(self, trained: list[Slot]) -> Measurement:
-        """Each rank measures what it would own, so that the sum is made of the same parts as with
-        sharding."""
-        grads, keys = [], []
-        own_keys = {slot: self._norm_key_of(slot) for slot in self.slots()}
-        for slot in trained:
-            found = self._entries.get(slot)
-            grads.append(
-                torch.empty(0, dtype=torch.float32, device=self.device)
-                if found is None
-                else self._transport.buckets[found[0]].owned_grad(found[1])
-            )
-            keys.append(own_keys[slot])
-        return self.shards.measure_grads(grads, keys, list(dict.fromkeys(own_keys.values())))
+    def _statements_of_step(self) -> list[str]:
+        step, rounds = self._counts["steps"] + 1, self.grad_reducer.rounds
+        return statements.of_step(self.param_groups, step, rounds, self._frozen)
 
-    def _norm_key_of(self, slot: Slot) -> NormKey:
-        key = self.shards.norm_key(slot)
-        return NormKey(key.group, (self._group,))
+    def agreeing(self) -> contextlib.AbstractContextManager[Any]:
+        """Names the ranks that are missing when the norm is agreed on."""
+        guard: contextlib.AbstractContextManager[Any] = self._guard("agreeing on the gradient norm")
+        return guard
+
+    def owned_sums(self, trained: Sequence[Slot]) -> Measurement:
+        """Sums of squares of what this rank would own of the reduced gradients, agreed with all
+        ranks: where each steps everything, the sum is made of the same parts as with sharding."""
+        keys = {slot: self._owned_norm_key(slot) for slot in self.slots()}
+        grads = [self._owned_grad(slot) for slot in trained]
+        distinct = list(dict.fromkeys(keys.values()))
+        return self.shards.measure_grads(grads, [keys[slot] for slot in trained], distinct)
+
+    def _owned_norm_key(self, slot: Slot) -> NormKey:
+        return NormKey(self.norm_key(slot).group, (self._group,))
+
+    def _owned_grad(self, slot: Slot) -> Tensor:
+        if slot not in self._entries:
+            return torch.empty(0, dtype=torch.float32, device=self.device)
+        index, entry = self._entries[slot]
+        return self._transport.buckets[index].owned_grad(entry)
+
+    def gather_params(self, is_stepped: bool) -> None:
+        """After the step: bring the other ranks' parts of the parameters here.
+
+        Args:
+            is_stepped: whether anything was written.
+        """
+        reducer, gatherer = self._transport.reducer, self._transport.gatherer
+        gathered = reducer.bytes_gathered
+        if is_stepped:
+            self.step_mark.touch()
+            if not self.steps_everything:
+                gatherer.start()
+                gathered += gatherer.bytes_gathered
+            params = self.get_parameters()
+            increment_version([entry.param for _, entry in self._entries.values()])
+            self._watched.look(params)
+        self._bytes = {"bytes_reduced": reducer.bytes_reduced, "bytes_gathered": gathered}
 
     def verdict_device(self) -> torch.device | None:
         """None: ranks that have to compare numbers every step wait for the device all the same."""
         return None
 
-    def reduces(self) -> bool:
-        return True
+    # -- parameters and state: what this rank owns ------------------------------------------------
 
-    def apply(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Step what this rank owns, and gather what the others did."""
-        self.follow(verdict)
-        self.shards.apply(verdict)
-        gathered = self._transport.reducer.bytes_gathered
-        if not (isinstance(verdict, Verdict) and verdict.skip):
-            self.step_mark.touch()
-            if not self._steps_everything:
-                self._transport.gatherer.start()
-                gathered += self._transport.gatherer.bytes_gathered
-            params = self._params()
-            increment_version([entry.param for _, entry in self._entries.values()])
+    @in_own_modes
+    def follow_model(self, slot: Slot | None = None) -> None:
+        self._transport.gatherer.finish()
+        if slot is not None and self._watched.is_same(self._index[slot], self.param(slot)):
+            self.shards.follow_model(slot)
+            return
+        params = self.get_parameters()
+        changed = self._watched.changed(params)
+        slots = self.slots() if changed else []
+        for index in changed:
+            if slots[index] in self._entries:
+                self._follow_param(slots[index], params[index])
+        if changed:
+            # copies on the host follow now: state may be read before the next step
+            self.shards.follow_model()
             self._watched.look(params)
-        self._bytes = {
-            "bytes_reduced": self._transport.reducer.bytes_reduced,
-            "bytes_gathered": gathered,
-        }
 
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        raise NotImplementedError(
-            "a DistributedOptimizer is stepped by step(); .shards steps owned tensors by slot"
-        )
-
-    def check_param(self, slot: Slot, param: Tensor) -> None:
-        self.shards.check_param(slot, param)
-
-    # -- state: what this rank owns ---------------------------------------------------------------
-
-    def allocate_state(self, slots: Sequence[Slot]) -> None:
-        self.shards.allocate_state(slots)
+    def _follow_param(self, slot: Slot, param: Tensor) -> None:
+        """Take a replaced or written parameter into its bucket."""
+        index, entry = self._entries[slot]
+        if param is not entry.param or param.data_ptr() != entry.data.data_ptr():
+            is_replaced = param is not entry.param
+            self._transport.buckets[index].adopt(entry, param)
+            if is_replaced:
+                self._transport.reducer.watch(index, entry)
+                self._transport.gatherer.look()
+        increment_version(self._shards[slot].tensor)
 
     def state_of(self, slot: Slot) -> SlotState:
-        return ShardState(self.shards.state_of(slot), self._fragments[slot], self._param(slot))
-
-    def check_remainders(self, slot: Slot | None = None) -> None:
-        self.shards.check_remainders(slot)
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        self.shards.check_settings(group)
-
-    def param_checksums(self) -> list[int | None]:
-        return (
-            self.shards.param_checksums()
-            if self._steps_everything
-            else [None] * len(self._fragments)
-        )
-
-    def has_separate_main(self, slot: Slot) -> bool:
-        return self.shards.has_separate_main(slot)
-
-    def has_state(self, slot: Slot) -> bool:
-        return self.shards.has_state(slot)
+        return ShardState(super().state_of(slot), self._shards[slot], self.param(slot))
 
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")
         self.follow_model(slot)
-        main, param = self.shards.main_param(slot), self._param(slot)
+        main, param = super().main_param(slot), self.param(slot)
         if not param.requires_grad:
             return param
-        shown: Tensor = self._fragments[slot].show(MASTER, main.detach())
+        shown: Tensor = self._shards[slot].show(MASTER, main.detach())
         return shown
 
-    def norm_key(self, slot: Slot) -> NormKey:
-        return self.shards.norm_key(slot)
-
-    @property
-    def has_quantized_params(self) -> bool:
-        return self.shards.has_quantized_params
+    def param_checksums(self) -> list[int | None]:
+        if self.steps_everything:
+            return super().param_checksums()
+        return [None] * len(self._shards)  # a checksum is of the whole parameter
 
     @in_own_modes
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         self.follow_model()
         values = {
-            fragment.name: fragment.own(MASTER, state_dict[fragment.name])
-            for fragment in self._fragments.values()
-            if state_dict and fragment.name in state_dict
+            shard.name: shard.own(MASTER, state_dict[shard.name])
+            for shard in self._shards.values()
+            if state_dict and shard.name in state_dict
         }
-        self.shards.reload_model_params(values)
-        self._watched.look(self._params())
+        super().reload_model_params(values)
+        self._watched.look(self.get_parameters())
 
-    def offload_to_cpu(self) -> None:
-        self.shards.offload_to_cpu()
-
-    def restore_from_cpu(self) -> None:
-        self.shards.restore_from_cpu()
-
-    # -- what is going on -----------------------------------------------------------------------
-
-    def describe(self) -> Description:
-        """Rows for what this rank owns."""
-        return self.shards.describe()
+    # -- what is going on -------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """As of every optimizer; and bytes of gradients and parameters that were reduced and
         gathered in the last step, counted once each, whatever way they took."""
-        return {**self.shards.metrics(), **self._bytes}
+        return {**super().metrics(), **self._bytes}
+
+
+class ReducedGrads(GradsOfParts):
+    """What a rank owns of the reduced gradients.
+
+    Args:
+        trained: slots with a gradient. owned: the wrapper's gradients of the owned tensors.
+    """
+
+    def __init__(
+        self, optimizer: DistributedOptimizer, trained: Sequence[Slot], owned: StepGrads
+    ) -> None:
+        super().__init__([owned])
+        self._optimizer, self._trained = optimizer, trained
+
+    def has_any(self) -> bool:
+        """Whether any came from a backward pass of this rank; the others are zeros."""
+        return self._optimizer.grad_reducer.has_gradients
+
+    def sums(self) -> Measurement:
+        with self._optimizer.agreeing():
+            if self._optimizer.steps_everything:
+                return self._optimizer.owned_sums(self._trained)
+            return super().sums()
+
+    def apply(self, verdict: Verdict | DeviceVerdict) -> None:
+        super().apply(verdict)
+        self._optimizer.gather_params(not (isinstance(verdict, Verdict) and verdict.skip))

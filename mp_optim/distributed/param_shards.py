@@ -16,14 +16,17 @@ from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.config.rules import is_elementwise
 from mp_optim.distributed.bucket_plan import ALIGNMENT
 from mp_optim.distributed.buckets import Bucket, Entry
+from mp_optim.slots.param_attributes import (
+    ShardInfo,
+    norm_attributes,
+    set_main_grad,
+    set_norm_attributes,
+    set_shard_info,
+)
 from mp_optim.slots.slot_state import LayeredState, SlotState, State
 from mp_optim.slots.state_keys import is_scale
 
-__all__ = ["ATTRIBUTES", "ParamShard", "ParamWatcher", "ShardState", "make_fragment"]
-
-ATTRIBUTES = ("shared", "tensor_model_parallel", "partition_dim", "grad_norm_group")
-"""Attributes of parameters that say in which norm a gradient counts, and how tensor parallelism
-splits it."""
+__all__ = ["ParamShard", "ParamWatcher", "ShardState", "make_shard"]
 
 torch.serialization.add_safe_globals([FlatShard])
 
@@ -152,10 +155,10 @@ class ShardState(LayeredState):
         return is_written
 
 
-def make_fragment(
+def make_shard(
     name: str,
     param: Tensor,
-    found: tuple[Bucket, Entry] | None,
+    located: tuple[Bucket, Entry] | None,
     *,
     shard_groups: tuple[ProcessGroup, ...],
     everything: bool,
@@ -165,47 +168,46 @@ def make_fragment(
     """What this rank steps of a parameter, as a leaf tensor with a version counter of its own.
 
     Args:
-        found: where the parameter is; None if it is in no bucket (frozen, or without elements).
+        located: where the parameter is; None if it is in no bucket (frozen, or without elements).
         shard_groups: over which its norms are added up.
-        everything: all of it is stepped here, whoever owns its gradients.
+        everything: all of it is stepped here, whichever rank owns its gradients.
         keeps_shape: the tensor has the parameter's shape if it is all of it, and as many dimensions
             if it is nothing.
-        placed_alike: ranks place and cut by the parameter's size rather than by what they own of
-            it.
+        placed_alike: use the full size for offload placement, so that all ranks choose alike.
     """
-    if found is None:
-        start, stop, flat = 0, 0, torch.empty(0, dtype=param.dtype, device=param.device)
-    else:
-        bucket, entry = found
+    start, tensor = 0, torch.empty(0, dtype=param.dtype, device=param.device)
+    if located is not None:
+        bucket, entry = located
         start, stop = (0, param.numel()) if everything else (entry.start, entry.stop)
         first = entry.placed.start + start
-        flat = bucket.params.data[first : first + stop - start]
-    tensor: Any = flat
-    if keeps_shape and flat.numel() == param.numel():
-        tensor = flat.view(param.shape)
-    elif keeps_shape and not flat.numel() and param.dim():
-        tensor = flat.view(0, *param.shape[1:])
+        tensor = bucket.params.data[first : first + stop - start]
+    stop = start + tensor.numel()
+    tensor = _shaped(tensor, param) if keeps_shape else tensor
     tensor.requires_grad_(param.requires_grad)
-    tensor.first_element, tensor.shard_groups = start, shard_groups
-    tensor.whole_shape = param.shape
-    for attribute in ATTRIBUTES:
-        if hasattr(param, attribute) and (
-            attribute != "partition_dim" or tensor.shape == param.shape
-        ):
-            setattr(
-                tensor, attribute, getattr(param, attribute)
-            )  # a flat piece has not the parameter's dimensions
-    if placed_alike:
-        tensor.offload_share = param.numel()
+    set_shard_info(
+        tensor, ShardInfo(start, shard_groups, param.shape, param.numel() if placed_alike else None)
+    )
+    attributes = norm_attributes(param)
+    if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions
+        attributes.pop("partition_dim", None)
+    set_norm_attributes(tensor, attributes)
     grad = None
-    if found is not None:
-        grad = (bucket.local_grad(entry) if everything else bucket.owned_grad(entry)).view(
-            tensor.shape
-        )
+    if located is not None:
+        owned = bucket.local_grad(entry) if everything else bucket.owned_grad(entry)
+        grad = owned.view(tensor.shape)
     elif param.requires_grad:
         grad = tensor.detach().clone()
-    tensor.main_grad = grad
+    set_main_grad(tensor, grad)
     return ParamShard(name, param.shape, start, stop, tensor, grad, everything)
+
+
+def _shaped(flat: Tensor, param: Tensor) -> Tensor:
+    """A flat tensor in the parameter's shape if it is all of it; of no rows if it is nothing."""
+    if flat.numel() == param.numel():
+        return flat.view(param.shape)
+    if not flat.numel() and param.dim():
+        return flat.view(0, *param.shape[1:])
+    return flat
 
 
 class ParamWatcher:

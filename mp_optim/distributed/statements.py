@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed.param_shards import ATTRIBUTES
 from mp_optim.slots import ParamGroups, Slot, iter_slots, slot_name
+from mp_optim.slots.param_attributes import norm_attributes
 
 __all__ = ["of_construction", "of_settings", "of_step"]
 
@@ -33,7 +33,7 @@ def of_construction(
     ]
     lines += of_settings(groups)
     for slot, param in iter_slots(groups):
-        marks = {name: getattr(param, name, None) for name in ATTRIBUTES}
+        marks = norm_attributes(param)
         said = {name: str(mark) for name, mark in marks.items() if mark}
         lines.append(
             f"group {slot.group} position {slot.position}: {slot_name(groups, slot)} "

@@ -39,6 +39,7 @@ class Reducer(Protocol):
 
     bytes_gathered: int
     has_gradients: bool
+    rounds: int
     on_reduced: Callable[[int], None] | None
 
     @property

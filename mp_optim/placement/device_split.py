@@ -25,6 +25,7 @@ from mp_optim.slots import Slot, all_same, follow, iter_slots, local_tensor, sam
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import part_of, split_dims
 from mp_optim.update import as_slot_optimizer
@@ -411,6 +412,7 @@ def _share(param: Tensor) -> int:
     """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks
     differ in it."""
     if not isinstance(param, DTensor):
-        return int(getattr(param, "offload_share", param.numel()))
+        share = shard_info(param).offload_share
+        return param.numel() if share is None else share
     ranks = math.prod(map(param.device_mesh.size, split_dims(param)))
     return math.ceil(param.numel() / ranks)

@@ -18,7 +18,7 @@ from mp_optim.placement import HybridDeviceOptimizer
 from mp_optim.planner.layout import Layout, model_shard, state_shard
 from mp_optim.planner.params import ParamSpec, specs_of
 from mp_optim.planner.sharded import of_one_rank, without_sharding
-from mp_optim.precision import MegatronOptimizer
+from mp_optim.precision import MegatronOptimizer, WrappedOptimizer
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import iter_slots
 from mp_optim.update.kernel_args import REMAINDER
@@ -179,6 +179,7 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     optimizer.init_state()
     found: dict[tuple[str, str], int] = {}
     for part in optimizer.chained_optimizers:
+        assert isinstance(part, WrappedOptimizer)  # nothing is distributed here
         if isinstance(part.inner, HybridDeviceOptimizer):
             for where, what, size in _reserves(part, part.inner):
                 found[where, what] = found.get((where, what), 0) + size
@@ -202,7 +203,7 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
 
 
 def _reserves(
-    part: MegatronOptimizer, hybrid: HybridDeviceOptimizer
+    part: WrappedOptimizer, hybrid: HybridDeviceOptimizer
 ) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and how much host memory is taken when stepping begins."""
     held = hybrid.host_bytes()
@@ -211,7 +212,7 @@ def _reserves(
     yield "host", "double_buffers", held.back_state
 
 
-def _tensors(part: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor]]:
+def _tensors(part: WrappedOptimizer) -> Iterator[tuple[str, str, Tensor]]:
     """Where, what for, and the tensor."""
     hybrid = part.inner if isinstance(part.inner, HybridDeviceOptimizer) else None
     for slot, _ in iter_slots(part.param_groups):

@@ -6,6 +6,7 @@ from mp_optim.precision.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.result import StepResult
 from mp_optim.precision.verdict import Verdict
+from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 
 __all__ = [
     "ConstantGradScaler",
@@ -16,4 +17,5 @@ __all__ = [
     "MegatronOptimizer",
     "StepResult",
     "Verdict",
+    "WrappedOptimizer",
 ]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from mp_optim.slots import iter_slots
+from mp_optim.slots import ParamGroups, Slot, iter_slots
 from mp_optim.slots.host_part import Place
+from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update.foreign import ForeignOptimizer
-
-if TYPE_CHECKING:
-    from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 
 __all__ = ["Description", "DescriptionRow", "describe"]
 
@@ -71,7 +69,17 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def describe(optimizer: MegatronOptimizer) -> Description:
+class Described(Protocol):
+    """What is asked of the optimizer that is described."""
+
+    param_groups: ParamGroups
+    inner: SlotOptimizer
+
+    def has_state(self, slot: Slot) -> bool: ...
+    def has_separate_main(self, slot: Slot) -> bool: ...
+
+
+def describe(optimizer: Described) -> Description:
     """Read the rows off an optimizer; allocates its state if it had none."""
     counts: dict[tuple[int, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     place_of, host = optimizer.inner.place, optimizer.inner.host
@@ -95,7 +103,7 @@ def describe(optimizer: MegatronOptimizer) -> Description:
 
 
 def _stepper(
-    optimizer: MegatronOptimizer, group: int, place: Place, device: torch.device
+    optimizer: Described, group: int, place: Place, device: torch.device
 ) -> tuple[str, str]:
     sub: Any = optimizer.inner.sub_optimizer(place)
     if isinstance(sub, ForeignOptimizer):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import Slot
@@ -18,7 +18,7 @@ from mp_optim.slots import Slot
 __all__ = ["Float16OptimizerWithFloat16Params"]
 
 
-class Float16OptimizerWithFloat16Params(MegatronOptimizer):
+class Float16OptimizerWithFloat16Params(WrappedOptimizer):
     """Keeps an FP32 main param for every 16-bit model param; FP32 params among them are stepped as
     they are.
 

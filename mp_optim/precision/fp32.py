@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.slots import Slot
 
 __all__ = ["FP32Optimizer"]
 
 
-class FP32Optimizer(MegatronOptimizer):
+class FP32Optimizer(WrappedOptimizer):
     """Steps FP32 parameters; measuring, clipping and skipping are as in mixed precision."""
 
     def check_param(self, slot: Slot, param: Tensor) -> None:

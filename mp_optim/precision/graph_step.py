@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from mp_optim.config import OptimizerConfig
 from mp_optim.precision import cuda_graph
 from mp_optim.precision.device_verdict import DeviceVerdict, Formed
+from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.step_grads import StepGrads
 from mp_optim.slots import DeviceMultiplier
+from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.update import choose_backend
 
-if TYPE_CHECKING:
-    from mp_optim.precision.megatron_optimizer import MegatronOptimizer
-
-__all__ = ["MOST_CHANGES", "WARM", "GraphedStep", "check_capturable"]
+__all__ = ["MOST_CHANGES", "WARM", "GraphedStep", "StepToCapture", "check_capturable"]
 
 WARM = 2
 """Steps with the same gradient memory before one is captured."""
@@ -34,7 +35,23 @@ MOST_CHANGES = 8
 captured."""
 
 
-def check_capturable(stack: MegatronOptimizer) -> None:
+class Capturable(Protocol):
+    """What is asked of an optimizer whose steps are to be captured."""
+
+    config: OptimizerConfig
+    grad_scaler: MegatronGradScaler | None
+
+    @property
+    def is_stub_optimizer(self) -> bool: ...
+    @property
+    def has_quantized_params(self) -> bool: ...
+    @property
+    def device(self) -> torch.device: ...
+    def verdict_device(self) -> torch.device | None: ...
+    def reduces(self) -> bool: ...
+
+
+def check_capturable(stack: Capturable) -> None:
     """Raise if the steps of this stack cannot be captured.
 
     Raises:
@@ -70,6 +87,23 @@ def check_capturable(stack: MegatronOptimizer) -> None:
 
 def _refuse(reason: str) -> None:
     raise ValueError(f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False")
+
+
+@dataclass(frozen=True)
+class StepToCapture:
+    """The step at hand; the verdict before it is settled: replays write to its place.
+
+    Attributes:
+        grads: that were collected for it.
+        decide: measures them and decides, on the device.
+        record: takes a verdict as the last one.
+        mark: is touched before anything is written.
+    """
+
+    grads: StepGrads
+    decide: Callable[[], Formed]
+    record: Callable[[DeviceVerdict], None]
+    mark: StepMark
 
 
 @dataclass(frozen=True)
@@ -130,22 +164,21 @@ class GraphedStep:
         now = f"eager: {self.eager}" if self.eager else "replayed"
         return f"CUDA graph: {now}; captured {self.captures} times, replayed {self.replays} times"
 
-    def step(self, stack: MegatronOptimizer) -> DeviceVerdict:
-        """One step; its gradients have been gathered, and the verdict before is settled: replays
-        write to its place.
+    def step(self, step: StepToCapture) -> DeviceVerdict:
+        """Take one step.
 
         Raises:
             RuntimeError: the step could not be captured.
         """
-        key = stack.graph_key()
+        key = step.grads.graph_key()
         if self._captured is not None and self._captured.key == key:
-            return self._by_graph(stack, self._captured)
+            return self._by_graph(step, self._captured)
         self._captured = None
-        if self._is_time(key) and not self._obstructed(stack):
-            return self._capture(stack, key)
-        verdict = DeviceVerdict(stack.form())
-        stack.follow(verdict)
-        stack.carry_out(verdict.multipliers)
+        if self._is_time(key) and not self._obstructed(step):
+            return self._capture(step, key)
+        verdict = DeviceVerdict(step.decide())
+        step.record(verdict)
+        step.grads.step(verdict.multipliers)
         return verdict
 
     def _is_time(self, key: Any) -> bool:
@@ -164,51 +197,51 @@ class GraphedStep:
         )
         return not self.eager
 
-    def _obstructed(self, stack: MegatronOptimizer) -> bool:
-        self.eager = self._given_up = stack.obstacle()
+    def _obstructed(self, step: StepToCapture) -> bool:
+        self.eager = self._given_up = step.grads.obstacle()
         return bool(self.eager)
 
-    def _by_graph(self, stack: MegatronOptimizer, captured: _Captured) -> DeviceVerdict:
+    def _by_graph(self, step: StepToCapture, captured: _Captured) -> DeviceVerdict:
         captured.measure.replay()
         verdict = DeviceVerdict(captured.formed)
-        stack.follow(verdict)
+        step.record(verdict)
         attempt = _Attempt(verdict)
-        rehearsal = self._rehearse(stack, attempt)
+        rehearsal = self._rehearse(step, attempt)
         if not rehearsal.matches(captured.rehearsal):
             self._captured, self._steady, self._changes = None, 1, self._changes + 1
             self.eager = "what is stepped has changed"
-            stack.carry_out(verdict.multipliers)
+            step.grads.step(verdict.multipliers)
             return verdict
         captured.table.copy_(rehearsal.upload())
-        stack.step_mark.touch()
+        step.mark.touch()
         captured.apply.replay()
         attempt.happened = True
         self.replays, self._changes = self.replays + 1, 0
         return verdict
 
-    def _rehearse(self, stack: MegatronOptimizer, attempt: _Attempt) -> Any:
-        with stack.step_mark.rehearsal():
+    def _rehearse(self, step: StepToCapture, attempt: _Attempt) -> Any:
+        with step.mark.rehearsal():
             return self._backend.rehearse(
-                lambda: stack.carry_out(attempt.multipliers), self._device
+                lambda: step.grads.step(attempt.multipliers), self._device
             )
 
-    def _capture(self, stack: MegatronOptimizer, key: Any) -> DeviceVerdict:
+    def _capture(self, step: StepToCapture, key: Any) -> DeviceVerdict:
         measure, apply = self._new_graph(), self._new_graph()
-        formed = measure.capture(stack.form)
+        formed = measure.capture(step.decide)
         measure.replay()
         verdict = DeviceVerdict(formed)
-        stack.follow(verdict)
-        rehearsal = self._rehearse(stack, _Attempt(verdict))
+        step.record(verdict)
+        rehearsal = self._rehearse(step, _Attempt(verdict))
         if rehearsal.unfit:
             self.eager = self._given_up = rehearsal.unfit
-            stack.carry_out(verdict.multipliers)
+            step.grads.step(verdict.multipliers)
             return verdict
         attempt, table = _Attempt(verdict), rehearsal.upload()
-        with stack.step_mark.rehearsal():
+        with step.mark.rehearsal():
             apply.capture(
-                lambda: self._backend.record(lambda: stack.carry_out(attempt.multipliers), table)
+                lambda: self._backend.record(lambda: step.grads.step(attempt.multipliers), table)
             )
-        stack.step_mark.touch()
+        step.mark.touch()
         apply.replay()
         attempt.happened = True
         self.captures += 1

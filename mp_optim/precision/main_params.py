@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.blocks import is_cut
+from mp_optim.config import OptimizerConfig
 from mp_optim.precision.dtensor_state import as_sharded
+from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.host_swap import HostSwap
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
+from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.param_state import BoundParam, ParamState, UntrainedState
 from mp_optim.precision.remainders import Agreement
 from mp_optim.precision.slot_table import SlotTable
@@ -42,8 +45,13 @@ from mp_optim.slots import (
     with_names,
 )
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.names import ModelParams
-from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.param_attributes import (
+    grad_norm_group,
+    is_shared,
+    is_tensor_parallel,
+    set_main_param,
+    shard_info,
+)
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
 from mp_optim.update import as_slot_optimizer
@@ -52,39 +60,46 @@ from mp_optim.update.checksums import checksums_of
 __all__ = ["MainParams"]
 
 
-class MainParams(SlotOptimizer):
+class MainParams(MegatronOptimizer):
     """The part of a precision wrapper that is there between steps: main params and state.
 
     Args:
         optimizer: any torch optimizer over the model's parameters.
+        config: see :class:`mp_optim.OptimizerConfig`.
+        grad_scaler: loss scale, or None for 1.
         process_groups: the ranks that share the model, by which duplicates are told.
 
     Attributes:
-        model_params: the whole model's, if it was built for one; names are looked up there.
+        inner: the optimizer in slot terms; its groups hold main params.
 
     Raises:
         TypeError, ValueError: a parameter's dtype does not fit, naming it.
     """
 
-    model_params: ModelParams | None = None
-
     def __init__(
-        self, optimizer: torch.optim.Optimizer, process_groups: ProcessGroups | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None,
+        process_groups: ProcessGroups | None,
     ) -> None:
-        self.optimizer = optimizer
+        self._given = optimizer
         self.inner = as_slot_optimizer(optimizer)
         self.process_groups = process_groups or ProcessGroups()
         self._seen = SlotTable()
         self._norm_groups: list[str] | None = None
         self._reloaded = 0
-        self._parking = HostSwap()
+        self._host_swap = HostSwap()
         self._agreement = Agreement()
-        super().__init__(
-            [with_names(group) for group in self.inner.param_groups], dict(optimizer.defaults)
-        )
+        groups = [with_names(group) for group in self.inner.param_groups]
+        super().__init__(groups, dict(optimizer.defaults), config, grad_scaler)
         for index in range(len(self.param_groups)):
             self._bind_group(index)
         self.use_mark(self.step_mark)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._given
 
     @abstractmethod
     def check_param(self, slot: Slot, param: Tensor) -> None:
@@ -110,7 +125,7 @@ class MainParams(SlotOptimizer):
             seen.see(slot, param, self._norm_key(slot, param), self._layout(slot, param))
             seen.separate.append(param.requires_grad and self._bind(slot, param))
             seen.bound.append(param.requires_grad)
-            seen.streams.append(stream_of(self.slot_name(slot), getattr(param, "first_element", 0)))
+            seen.streams.append(stream_of(self.slot_name(slot), shard_info(param).first_element))
         self._norm_groups = None
 
     def _check_trainable(self, slot: Slot, param: Tensor) -> None:
@@ -128,7 +143,7 @@ class MainParams(SlotOptimizer):
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
         main = self.inner.new_main_param(slot, local)
         forget_initial_values(param)
-        param.main_param = main  # type: ignore[attr-defined]
+        set_main_param(param, main)
         return is_quantized(param) or not same_memory(main, local)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -175,20 +190,17 @@ class MainParams(SlotOptimizer):
         return {**group, "params": list(zip(names, params, strict=True))}
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
-        group = getattr(param, "grad_norm_group", None) or MAIN
-        if getattr(param, "shared", False) or self._is_tensor_parallel_duplicate(slot, param):
+        group = grad_norm_group(param) or MAIN
+        if is_shared(param) or self._is_tensor_parallel_duplicate(slot, param):
             group = EXCLUDED
         return NormKey(group, shard_groups_of(self.slot_name(slot), param))
 
     def norm_key(self, slot: Slot) -> NormKey:
-        """Which norm a slot's gradient counts in."""
         return self._seen.keys[self._seen.index(slot)]
 
     def _is_tensor_parallel_duplicate(self, slot: Slot, param: Tensor) -> bool:
         tp = self._tensor_parallel(slot)
-        return (
-            tp is not None and not getattr(param, "tensor_model_parallel", False) and tp.rank() > 0
-        )
+        return tp is not None and not is_tensor_parallel(param) and tp.rank() > 0
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self.param_groups[slot.group].get("is_expert_parallel", False)
@@ -197,28 +209,18 @@ class MainParams(SlotOptimizer):
     def _layout(self, slot: Slot, param: Tensor) -> Layout:
         return layout_of(param, self._tensor_parallel(slot))
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _param(self, slot: Slot) -> Tensor:
-        """The model's parameter."""
-        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
-        return param
-
     def _main(self, slot: Slot) -> Tensor:
         main: Tensor = self.inner.param_groups[slot.group]["params"][slot.position]
         return main
 
     def _local(self, slot: Slot) -> Tensor:
         """The model's parameter, or what this rank has of it."""
-        return local_tensor(self._param(slot))
+        return local_tensor(self.param(slot))
 
     def has_separate_main(self, slot: Slot) -> bool:
-        """Whether a slot is stepped on a tensor other than the model's parameter."""
         return self._seen.separate[self._seen.index(slot)]
 
     def has_state(self, slot: Slot) -> bool:
-        """Whether a slot has ever been trainable; one that has not costs nothing."""
         return self._seen.bound[self._seen.index(slot)]
 
     @in_own_modes
@@ -233,9 +235,9 @@ class MainParams(SlotOptimizer):
         Raises:
             ValueError: a tensor's shape changed, naming the parameter.
         """
-        if slot is not None and self._seen.is_same(slot, self._param(slot)):
+        if slot is not None and self._seen.is_same(slot, self.param(slot)):
             return
-        seen, params = self._seen, self._params()
+        seen, params = self._seen, self.get_parameters()
         changed = seen.changed(params)
         for index in changed:
             slot, param = seen.slots[index], params[index]
@@ -253,12 +255,12 @@ class MainParams(SlotOptimizer):
         if is_quantized(param) != self._seen.quantized[index]:
             self._seen.trained(index, self._bind(slot, param))
         elif self._seen.separate[index]:
-            param.main_param = main  # type: ignore[attr-defined]
+            set_main_param(param, main)
             self._reloaded += self._follow(slot, main, local, param)
             self.inner.written_outside(slot)
         elif param.dtype == main.dtype:
             self.inner.param_groups[slot.group]["params"][slot.position] = local
-            param.main_param = local  # type: ignore[attr-defined]
+            set_main_param(param, local)
             self.inner.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
             self._seen.trained(index, self._bind(slot, param))
@@ -275,14 +277,6 @@ class MainParams(SlotOptimizer):
 
     @in_own_modes
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Take the model's present values into the main params, dropping their extra bits.
-
-        Needed only after writes that leave no trace (``param.data.copy_(...)``): others are noticed
-        by themselves. Loaded remainders that belong to other weights are dropped, too.
-
-        Args:
-            state_dict: full-precision values by FQN, used instead of the model's where given.
-        """
         self.follow_model()
         seen = self._seen
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
@@ -292,36 +286,19 @@ class MainParams(SlotOptimizer):
                     slot, dequantized(source) if is_quantized(source) else local_tensor(source)
                 )
         self._agreement.expected.clear()
-        seen.look(self._params())
+        seen.look(self.get_parameters())
 
     def main_param(self, slot: Slot) -> Tensor:
-        """A slot's main param, as :meth:`named_main_params` has it."""
         self.step_mark.check("main_param")
         self._make_current(slot)
-        param = self._param(slot)
+        param = self.param(slot)
         is_stepped_itself = param.dtype == torch.float32 and not self.has_separate_main(slot)
         if is_stepped_itself or not self.has_state(slot):
             return param
         return as_sharded(self.inner.main_param(slot), param)
 
-    def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(FQN, FP32 tensor of the parameter's shape), in slot order.
-
-        A DTensor if the parameter is one; of a parameter that a
-        :class:`~mp_optim.DistributedOptimizer` splits, what this rank owns, as a flat shard of the
-        parameter's shape. The tensor is the live one, or a copy if the main param is stored as a
-        remainder.
-
-        Raises:
-            BrokenOffError: the last step or load was broken off half-way.
-        """
-        self.step_mark.check("named_main_params")
-        self._make_current()
-        return ((self.slot_name(slot), self.main_param(slot)) for slot in self.slots())
-
     @property
     def has_quantized_params(self) -> bool:
-        """Whether some of the model's parameters are in 8 bits, with scales."""
         return any(self._seen.quantized)
 
     def use_mark(self, mark: StepMark) -> None:
@@ -342,7 +319,7 @@ class MainParams(SlotOptimizer):
         bound = BoundParam(
             slot,
             self.slot_name(slot),
-            self._param(slot),
+            self.param(slot),
             self._main(slot),
             self.has_separate_main(slot),
             lambda: self.inner.main_param(slot),
@@ -361,7 +338,7 @@ class MainParams(SlotOptimizer):
         slots = [
             slot
             for slot in filter(self.has_state, self.slots())
-            if not is_cut(self._param(slot)) and self._trained_state(slot).has_remainder()
+            if not is_cut(self.param(slot)) and self._trained_state(slot).has_remainder()
         ]
         known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
         return [known.get(slot) for slot in self.slots()]
@@ -378,11 +355,10 @@ class MainParams(SlotOptimizer):
             yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
 
     def offload_to_cpu(self) -> None:
-        """Move main params and moments off the accelerator; gradients are the caller's to clear."""
-        self._parking.park(self._accelerator_tensors())
+        self.discard_early_work()  # it holds gradients
+        self._host_swap.park(self._accelerator_tensors())
         self.inner.memory_moved()
 
     def restore_from_cpu(self) -> None:
-        """Undo :meth:`offload_to_cpu`; what is stepped on the host stays there."""
-        self._parking.restore()
+        self._host_swap.restore()
         self.inner.memory_moved()

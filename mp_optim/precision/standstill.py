@@ -6,27 +6,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.config import OptimizerConfig
 from mp_optim.precision.device_verdict import DeviceVerdict
+from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.verdict import Verdict
 from mp_optim.process.caller_warnings import warn
 from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
-from mp_optim.slots import ParamGroups, current_grad, iter_slots, local_tensor, slot_name
+from mp_optim.slots import ParamGroups, current_grad, iter_slots
 from mp_optim.slots.names import ModelParams
 
-if TYPE_CHECKING:
-    from mp_optim.precision.megatron_optimizer import MegatronOptimizer
-
-__all__ = ["StandstillWatch", "StandstillWatched"]
+__all__ = ["StandstillWatch"]
 
 _SHOWN = 5
+
+
+class Stack(Protocol):
+    """What is asked of the optimizer that is watched."""
+
+    param_groups: ParamGroups
+    config: OptimizerConfig
+    grad_scaler: MegatronGradScaler | None
+
+    @property
+    def is_stub_optimizer(self) -> bool: ...
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
+    def norm_ranks(self) -> list[ProcessGroup]: ...
 
 
 class StandstillWatch:
@@ -44,7 +55,7 @@ class StandstillWatch:
         self._ranks_scaled = False
         self._stepped: tuple[weakref.ref[Tensor], int] | None = None
 
-    def check_scaled(self, stack: MegatronOptimizer) -> None:
+    def check_scaled(self, stack: Stack) -> None:
         """Raise if there is a loss scale, and nobody asked for it since the last step.
 
         Where ranks share the model, one that got scaled gradients from another need not have asked:
@@ -93,7 +104,7 @@ class StandstillWatch:
             and self._stepped[1] == grad._version
         )
 
-    def see_gradients(self, stack: MegatronOptimizer, present: bool) -> None:
+    def see_gradients(self, stack: Stack, present: bool) -> None:
         """Warn, once, of a step for which no parameter has a gradient."""
         if present or self._warned_of_no_gradient or stack.is_stub_optimizer:
             return
@@ -115,8 +126,15 @@ class StandstillWatch:
             "fully_shard)? Build the optimizer last, from the model that is trained"
         )
 
-    def judged(self, stack: MegatronOptimizer, verdict: Verdict) -> None:
-        """Take note of a step's verdict, and warn of the 1st, 10th, 100th ... skipped one in a row;
+    def see_verdict(self, stack: Stack, verdict: Verdict | DeviceVerdict) -> None:
+        """Judge a step by its verdict, as soon as the host knows it."""
+        if isinstance(verdict, DeviceVerdict):
+            verdict.when_settled(lambda settled: self._judge(stack, settled))
+        else:
+            self._judge(stack, verdict)
+
+    def _judge(self, stack: Stack, verdict: Verdict) -> None:
+        """Warn of the 1st, 10th, 100th ... skipped one in a row;
         of one that a dynamic loss scale is there for, or a threshold, only when it should not have
         come to that."""
         if not verdict.skip:
@@ -137,39 +155,12 @@ class StandstillWatch:
             warn(f"{times} skipped, and nothing was trained: {_culprit(stack)}")
 
 
-class StandstillWatched:
-    """What a precision wrapper has of it."""
-
-    param_groups: ParamGroups
-
-    @cached_property
-    def watch(self) -> StandstillWatch:
-        """Notices steps that cannot have trained anything."""
-        return StandstillWatch()
-
-    def take_note(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Judge a step by its verdict, as soon as the host knows it."""
-        if isinstance(verdict, DeviceVerdict):
-            verdict.when_settled(self._judged)
-        else:
-            self._judged(verdict)
-
-    def _judged(self, verdict: Verdict) -> None:
-        self.watch.judged(cast("MegatronOptimizer", self), verdict)
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The local gradients there are now, by name."""
-        for slot, param in iter_slots(self.param_groups):
-            if (grad := current_grad(param)) is not None:
-                yield slot_name(self.param_groups, slot), local_tensor(grad)
-
-
-def _first_gradient(stack: MegatronOptimizer) -> Tensor | None:
+def _first_gradient(stack: Stack) -> Tensor | None:
     grads = (current_grad(param) for _, param in iter_slots(stack.param_groups))
     return next((grad for grad in grads if grad is not None), None)
 
 
-def _culprit(stack: MegatronOptimizer) -> str:
+def _culprit(stack: Stack) -> str:
     """Which gradient is not finite now; looks at them one by one, and waits for the device."""
     for name, grad in stack.named_gradients():
         if grad.layout == torch.strided and not bool(torch.isfinite(grad).all()):
@@ -177,10 +168,9 @@ def _culprit(stack: MegatronOptimizer) -> str:
     return "a gradient held an inf or nan (it is cleared by now, or on another rank)"
 
 
-def _sharing_ranks(stack: MegatronOptimizer) -> ProcessGroup | None:
+def _sharing_ranks(stack: Stack) -> ProcessGroup | None:
     """The ranks that agree on one norm, if there are several."""
-    groups = [part.process_groups.grad_stats for part in stack.chained_optimizers]
-    return next((group for group in groups if group is not None and group.size() > 1), None)
+    return next((ranks for ranks in stack.norm_ranks() if ranks.size() > 1), None)
 
 
 def _listed(names: list[str]) -> str:

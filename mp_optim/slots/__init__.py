@@ -1,15 +1,22 @@
 """Slots: who a parameter is, what a step does to it, and how its state is shown, saved and
 loaded."""
 
-from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, slot_name, stream_of, with_names
+from mp_optim.slots.identity import (
+    ParamGroups,
+    Slot,
+    group_settings,
+    iter_slots,
+    slot_name,
+    stream_of,
+    with_names,
+)
+from mp_optim.slots.param_attributes import current_grad, have_grad_only
 from mp_optim.slots.state_view import SlotStateView
 from mp_optim.slots.tensors import (
     CachedTensorList,
     all_same,
     are_plain,
-    current_grad,
     follow,
-    have_grad_only,
     local_grad,
     local_tensor,
     same_memory,
@@ -37,6 +44,7 @@ __all__ = [
     "are_plain",
     "current_grad",
     "follow",
+    "group_settings",
     "have_grad_only",
     "iter_slots",
     "local_grad",

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ParamGroups", "Slot", "iter_slots", "slot_name", "stream_of", "with_names"]
+__all__ = [
+    "ParamGroups",
+    "Slot",
+    "group_settings",
+    "iter_slots",
+    "slot_name",
+    "stream_of",
+    "with_names",
+]
 
 ParamGroups = list[dict[str, Any]]
 
@@ -30,6 +38,11 @@ def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             yield Slot(index, position), param
+
+
+def group_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters: all that is not its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def with_names(group: dict[str, Any]) -> dict[str, Any]:

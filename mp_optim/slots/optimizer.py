@@ -1,68 +1,32 @@
-"""The common shape of every optimizer in this package: a torch optimizer whose state lives in
-slots.
-
-The layers differ in *where* a slot's state is (in the rule itself, in a sub-optimizer, in the layer
-below) and in what ``step`` does; how state is shown, saved, matched and loaded is the same for all
-and is written here once.
-"""
+"""What steps slots: the optimizer below a precision wrapper, and its main params."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import check_schedule
-from mp_optim.process.caller_warnings import warn
 from mp_optim.process.host_memory import beside, zeros
-from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import ParamGroups, Slot, SlotStateView, SlotUpdate, iter_slots, slot_name
+from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.slots.host_part import HostPart, Place
-from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.state_dict import (
-    CHECKSUMS,
-    GroupMatch,
-    check_form,
-    match_groups,
-    names_in_words,
-    plain_groups,
-)
+from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.tensor_layout import Part
 
 __all__ = ["Closure", "SlotOptimizer"]
 
-Closure = Callable[[], Any]
 
-_KEPT_BYTES = 64 << 20
-"""Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
-that loading takes no more memory than that."""
-
-
-class SlotOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose state is keyed by ``(group, position)``.
+class SlotOptimizer(SlotKeyedOptimizer):
+    """Steps the slots it is told to, each from a gradient it is given.
 
     Subclasses provide :meth:`state_of` and :meth:`step_slots`.
     """
 
-    param_groups: ParamGroups
-
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._state_view = SlotStateView(
-            lambda: self.param_groups, self.slot_state, self.load_slot_state
-        )
         self._reserved: Iterator[Tensor] = iter(())
-        self.step_mark = StepMark()
         super().__init__(params, defaults)
-
-    # -- what a subclass provides ---------------------------------------------------------------
-
-    @abstractmethod
-    def state_of(self, slot: Slot) -> SlotState:
-        """A slot's state as this layer shows and loads it."""
 
     @abstractmethod
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
@@ -96,15 +60,6 @@ class SlotOptimizer(torch.optim.Optimizer):
     def check_groups(self) -> None:
         """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing
         has been stepped."""
-
-    # -- steps that were broken off ---------------------------------------------------------------
-
-    def use_mark(self, mark: StepMark) -> None:
-        """Tell of broken-off steps by this mark, which belongs to the layer above."""
-        self.step_mark = mark
-
-    def recover(self) -> None:
-        """A step was broken off: forget what it left under way. Values are loaded after this."""
 
     def verdict_device(self) -> torch.device | None:
         """The one device on which every slot is stepped by kernels that read multipliers there;
@@ -167,269 +122,3 @@ class SlotOptimizer(torch.optim.Optimizer):
     def memory_moved(self) -> None:
         """Main params and state were given other memory (``tensor.data = ...``); forget where it
         was."""
-
-    # -- state ------------------------------------------------------------------------------------
-
-    def slot_state(self, slot: Slot) -> State:
-        """The live state tensors of a slot, allocated if they did not exist. Never copies."""
-        self._make_current(slot)
-        return self.state_of(slot).tensors()
-
-    def full_slot_state(self, slot: Slot) -> State:
-        """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
-        self._make_current(slot)
-        return self.state_of(slot).full_precision()
-
-    def load_slot_state(self, slot: Slot, state: State) -> None:
-        """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or
-        mis-shaped."""
-        self.follow_model(slot)
-        self.state_of(slot).load(state)
-
-    def _make_current(self, slot: Slot | None = None) -> None:
-        """Before state is read, of one slot or of all."""
-        self.follow_model(slot)
-        self.check_remainders(slot)
-
-    def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Allocate the state of some slots together."""
-        for slot in slots:
-            self.state_of(slot).tensors()
-
-    # -- torch's contract -----------------------------------------------------------------------
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy would share main params and state with the original.
-
-        Raises:
-            TypeError: always; copy ``state_dict()`` instead.
-        """
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled; build another one for the copied "
-            "model "
-            "and give it load_state_dict(optimizer.state_dict())"
-        )
-
-    @property  # type: ignore[override]
-    def state(self) -> SlotStateView:
-        """Current tensors to their state; a view, complete as soon as anybody looks."""
-        return self._state_view
-
-    @state.setter
-    def state(self, value: dict[Tensor, dict[str, Any]]) -> None:
-        for param, state in value.items():
-            self._state_view[param] = state
-
-    def slot_name(self, slot: Slot) -> str:
-        """FQN of a slot, for messages and checkpoints."""
-        return slot_name(self.param_groups, slot)
-
-    def slots(self) -> list[Slot]:
-        """All slots in order."""
-        return [slot for slot, _ in iter_slots(self.param_groups)]
-
-    @in_own_modes
-    def init_state(self) -> None:
-        """Allocate the state of every slot without stepping."""
-        self.allocate_state(self.slots())
-
-    @in_own_modes
-    def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
-        """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
-
-        State tensors are the live ones, as torch's are: clone (or save) before the next step.
-        Settings are copies.
-
-        Args:
-            full_precision: state that is stored in fewer bits as FP32 copies instead.
-
-        Raises:
-            BrokenOffError: the last step or load was broken off half-way.
-        """
-        self.step_mark.check("state_dict")
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        groups = plain_groups(self.param_groups)
-        self.init_state()
-        read = self.full_slot_state if full_precision else self.slot_state
-        states = (read(slot) for slot in self.slots())
-        result: dict[str, Any] = {
-            "state": {index: dict(state) for index, state in enumerate(states) if state},
-            "param_groups": groups,
-        }
-        if not full_precision:
-            _add_checksums(groups, self.param_checksums())
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            hooked = post_hook(self, result)
-            result = result if hooked is None else hooked
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
-        """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
-
-        State is copied into the tensors that exist, so placement and dtypes stay what they are
-        configured to be, and settings are copied. The argument is not modified. Nothing is written
-        before everything has been checked, so what is refused has changed nothing.
-
-        A parameter that does not round to the main param loaded for it is written from it, with a
-        warning: load the model's weights first. A remainder belongs to the weights it was saved
-        with; if others are there when it is first used (by a step, or by reading state), that
-        raises.
-
-        Args:
-            convert: round saved state to the dtypes configured here also where that loses bits;
-                take a remainder beside any weights; keep the present loss scale if none was saved.
-
-        Raises:
-            ValueError: a parameter or its state is missing on either side, a tensor's shape or
-                dtype does not fit, a setting, step or loss scale is out of range, or bits would be
-                lost.
-        """
-        if written := self.restore(state_dict, convert=convert):
-            warn(
-                f"{len(written)} parameters did not have the values of the loaded main params, and "
-                "were "
-                f"written from them: {names_in_words(written)}. Were all of the model's weights "
-                "loaded? "
-                "(Where they are loaded after the optimizer's state, load them before it.)"
-            )
-
-    @in_own_modes
-    def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:
-        """As :meth:`load_state_dict`; returns the names of the parameters that were written,
-        instead of warning."""
-        check_form(state_dict)
-        state_dict = dict(state_dict)
-        if self.step_mark.is_set:
-            self.recover()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            hooked = pre_hook(self, state_dict)
-            state_dict = state_dict if hooked is None else hooked
-        check_form(state_dict)
-        self.follow_model()
-        match = self.check_plain(state_dict, convert=convert)
-        loads = self._loads(match, state_dict["state"])
-        fitted = self._checked(loads, match, convert)
-        self.step_mark.touch()
-        for slot, saved in loads:
-            ready = fitted.pop(slot, None)
-            self.load_slot_state(
-                slot, self.state_of(slot).fit(saved, convert) if ready is None else ready
-            )
-        for group, settings in zip(self.param_groups, match.settings, strict=True):
-            group.update(settings)
-        self.load_beside(state_dict)
-        for slot, saved in loads:
-            checksum = None if convert else match.checksums.get(slot)
-            self.state_of(slot).expect_weights(saved, checksum)
-        written = [self.slot_name(slot) for slot, _ in loads if self.state_of(slot).write_model()]
-        self.step_mark.clear()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-        return written
-
-    def _checked(
-        self, loads: Sequence[tuple[Slot, State]], match: GroupMatch, convert: bool
-    ) -> dict[Slot, State]:
-        """Check all that is to be loaded, before anything is written; returns what is fit to be
-        loaded. Where that takes a lot of memory, it is left out, to be formed again one by one."""
-        fitted: dict[Slot, State] = {}
-        room = _KEPT_BYTES
-        for slot, saved in loads:
-            state = self.state_of(slot)
-            if not convert:
-                state.check_weights(saved, match.checksums.get(slot))
-            ready = state.fit(saved, convert)
-            state.check(ready)
-            room -= _converted_bytes(ready, saved)
-            if room >= 0:
-                fitted[slot] = ready
-        return fitted
-
-    def _loads(self, match: GroupMatch, saved: Mapping[Any, Any]) -> list[tuple[Slot, State]]:
-        """What each slot is to be given. A slot whose state was never allocated had none to
-        save."""
-        loads: list[tuple[Slot, State]] = []
-        missing: list[str] = []
-        for slot, index in match.index_of.items():
-            state = saved.get(index) or {}
-            if not isinstance(state, dict):
-                raise ValueError(
-                    f"state of {self.slot_name(slot)} is a {type(state).__name__}, not a dict"
-                )
-            if not state and self.state_of(slot).is_required():
-                missing.append(self.slot_name(slot))
-            elif state or self.slot_state(slot):
-                loads.append((slot, state))
-        if missing:
-            raise ValueError(
-                f"the saved state has none for {len(missing)} of {len(match.index_of)} parameters: "
-                f"{names_in_words(missing)}. Was it saved before the first step of an optimizer "
-                "that "
-                "has no state until then, or with these parameters frozen? Load a complete one, or "
-                "none"
-            )
-        return loads
-
-    def check_plain(self, state_dict: Mapping[str, Any], *, convert: bool = False) -> GroupMatch:
-        """What can be said of a state dict without its state: which parameters and settings go
-        where.
-
-        Raises:
-            ValueError: parameters are missing on either side, or a setting or the loss scale is out
-                of range.
-        """
-        match = match_groups(self.param_groups, state_dict["param_groups"])
-        for index, (group, saved) in enumerate(zip(self.param_groups, match.settings, strict=True)):
-            try:
-                self.check_settings({**group, **saved})
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"param group {index} of the saved state: {error}") from error
-        self.check_beside(state_dict, convert)
-        return match
-
-    # -- what loading asks of a subclass ----------------------------------------------------------
-
-    def follow_model(self, slot: Slot | None = None) -> None:
-        """Make what is stepped agree with what it stands for, where somebody else writes that."""
-
-    def check_remainders(self, slot: Slot | None = None) -> None:
-        """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
-        that it was not saved with, naming the parameters."""
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError naming a setting of a param group, and its value, if it cannot be
-        stepped with."""
-        check_schedule(group)
-
-    def check_beside(self, state_dict: Mapping[str, Any], convert: bool) -> None:
-        """Raise ValueError if what a state dict holds beside slots does not fit; write nothing."""
-
-    def load_beside(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what a state dict holds beside slots."""
-
-    def param_checksums(self) -> list[int | None]:
-        """For every slot, a checksum of the parameter that its remainder belongs to; None if there
-        is no remainder, or this rank does not have all of the parameter."""
-        return [None] * len(self.slots())
-
-
-def _converted_bytes(fitted: State, saved: State) -> int:
-    """Bytes of what fitting made anew: other tensors than the saved state's have another dtype or
-    key."""
-    made = [
-        value
-        for key, value in fitted.items()
-        if isinstance(value, Tensor)
-        and not (isinstance(saved.get(key), Tensor) and saved[key].dtype == value.dtype)
-    ]
-    return sum(value.nbytes for value in made)
-
-
-def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:
-    start = 0
-    for group in groups:
-        own = list(checksums[start : start + len(group["params"])])
-        start += len(own)
-        if any(value is not None for value in own):
-            group[CHECKSUMS] = own

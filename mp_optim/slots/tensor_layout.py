@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.placement_types import Placement
 
+from mp_optim.slots.param_attributes import is_tensor_parallel, partition_dim, shard_info
+
 __all__ = [
     "Layout",
     "Part",
@@ -74,13 +76,13 @@ def is_split(param: Tensor) -> bool:
 
 def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
     """Process groups over which a parameter is split, one for each such dimension of a DTensor's
-    mesh; of a fragment of a flat buffer, what its attribute ``shard_groups`` says.
+    mesh; of a part of a flat buffer, what its ``ShardInfo`` says.
 
     Raises:
         ValueError: see :func:`splits`.
     """
     if not isinstance(param, DTensor):
-        return tuple(getattr(param, "shard_groups", ()))
+        return shard_info(param).shard_groups
     return tuple(param.device_mesh.get_group(dim) for dim in split_dims(param, name))
 
 
@@ -109,14 +111,14 @@ class Part:
 
 
 def part_of(param: Tensor) -> Part:
-    """The part of a DTensor; of a flat range, which has the attributes ``whole_shape`` and
-    ``first_element``; of any other tensor, which is whole."""
+    """The part of a DTensor; of a flat range, whose ``ShardInfo`` says so; of any other
+    tensor, which is whole."""
     if isinstance(param, DTensor) and _is_box(param):
         (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return Part(param.shape, tuple(chunk.offsets))
-    whole = getattr(param, "whole_shape", None)
-    if whole is not None:
-        return Part(whole, None, getattr(param, "first_element", 0))
+    info = shard_info(param)
+    if info.whole_shape is not None:
+        return Part(info.whole_shape, None, info.first_element)
     return Part(param.shape, (0,) * param.dim())
 
 
@@ -202,13 +204,12 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
             tuple(param.shape),
             tuple(param.stride()),
         )
-    dim = getattr(param, "partition_dim", -1)
+    dim = partition_dim(param)
     if (
         tensor_parallel is None
         or tensor_parallel.size() == 1
-        or not getattr(param, "tensor_model_parallel", False)
+        or not is_tensor_parallel(param)
         or dim is None
-        or dim < 0
     ):
         return _whole(param.device)
     shape = list(param.shape)

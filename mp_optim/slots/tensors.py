@@ -16,9 +16,7 @@ __all__ = [
     "CachedTensorList",
     "all_same",
     "are_plain",
-    "current_grad",
     "follow",
-    "have_grad_only",
     "local_grad",
     "local_tensor",
     "same_memory",
@@ -87,26 +85,6 @@ class CachedTensorList(list[Tensor]):
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-_ATTRIBUTES = operator.attrgetter("__dict__")
-
-
-def current_grad(param: Tensor) -> Tensor | None:
-    """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else
-    ``grad``."""
-    for attribute in ("main_grad", "decoupled_grad", "grad"):
-        grad: Tensor | None = getattr(param, attribute, None)
-        if grad is not None:
-            return grad
-    return None
-
-
-def have_grad_only(params: Sequence[Tensor]) -> bool:
-    """Whether the gradient of every one of these plain parameters can only be its ``grad``."""
-    return not [
-        True for own in map(_ATTRIBUTES, params) if "main_grad" in own or "decoupled_grad" in own
-    ]
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:

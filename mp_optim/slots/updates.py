@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.slots.identity import Slot, stream_of
+from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
 from mp_optim.slots.tensors import CachedTensorList, local_grad
 
@@ -192,6 +193,6 @@ def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:
         slot,
         local_grad(param, grad),
         shard_groups=shard_groups_of(name, param),
-        stream=stream_of(name, getattr(param, "first_element", 0)),
+        stream=stream_of(name, shard_info(param).first_element),
         layout=layout_of(param),
     )

@@ -1,0 +1,252 @@
+"""WrappedOptimizer: one inner optimizer with main params, and its part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.precision.backward_overlap import BackwardOverlap
+from mp_optim.precision.description import Description, describe
+from mp_optim.precision.device_verdict import DeviceVerdict
+from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.graph_step import check_capturable
+from mp_optim.precision.main_params import MainParams
+from mp_optim.precision.measure import (
+    EXCLUDED,
+    MAIN,
+    Measurement,
+    NormKey,
+    agree,
+    count_zeros,
+    measure,
+    norm_groups,
+)
+from mp_optim.precision.settings_agreement import SettingsAlike
+from mp_optim.precision.step_grads import StepGrads
+from mp_optim.precision.verdict import Verdict
+from mp_optim.quantized import quantize_
+from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.slots import (
+    CachedTensorList,
+    Multiplier,
+    SlotUpdate,
+    current_grad,
+    group_settings,
+    iter_slots,
+    local_tensor,
+)
+from mp_optim.update import choose_backend
+
+__all__ = ["WrappedOptimizer"]
+
+
+class WrappedOptimizer(MainParams):
+    """Common part of the precision wrappers.
+
+    Args:
+        optimizer: any torch optimizer over the model's parameters. This package's own step in one
+            pass from the gradients as they are; a foreign one gets FP32 ``.grad``.
+        config: see :class:`mp_optim.OptimizerConfig`.
+        grad_scaler: loss scale, or None for 1.
+        init_state_fn: accepted for drop-in use; state is allocated by :meth:`init_state`.
+        process_groups: whom to agree with on the gradient norm.
+
+    Raises:
+        TypeError, ValueError: a parameter's dtype does not fit, naming it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None = None,
+        init_state_fn: Any = None,
+        *,
+        process_groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__(optimizer, config, grad_scaler, process_groups)
+        self.backward_link = BackwardOverlap(
+            self, self._seen, self._sum_of_squares, self._push_settings
+        )
+        self.backward_link.follow(self.get_parameters())
+        if config.optimizer_cuda_graph:
+            check_capturable(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        is_built = bool(self._seen.first)  # else torch's constructor is adding the first groups
+        super().add_param_group(param_group)
+        if is_built:
+            self.backward_link.follow(self.get_parameters())  # backward may come before a step
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def collect_grads(self) -> StepGrads:
+        if self._host_swap.occupied:
+            raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
+        self.backward_link.finish()
+        self._push_settings()
+        self.inner.check_groups()
+        self.follow_model()
+        self.check_remainders()
+        self.backward_link.follow(self._seen.params)
+        indices, grads = self._seen.grads(self.slot_name)
+        if not all(self._seen.bound):
+            self._bind_newly_trained(indices)
+        return WrappedGrads(self, indices, grads)
+
+    def _bind_newly_trained(self, indices: Sequence[int]) -> None:
+        """Give main params to parameters that were frozen when their group was added."""
+        seen = self._seen
+        for index in indices:
+            if not seen.bound[index]:
+                seen.trained(index, self._bind(seen.slots[index], seen.params[index]))
+
+    def measure_grads(
+        self, grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey]
+    ) -> Measurement:
+        """Sums of squares of gradients, agreed with the other ranks.
+
+        Args:
+            grads, keys: local gradients, and which norm each counts in.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks
+                reduce alike.
+        """
+        device, ranks, alike = self.device, self.process_groups.grad_stats, self._seen.settings
+        sums = measure(grads, keys, all_keys, self.backward_link.sums_of_squares, device)
+        zeros = None
+        if self.config.log_num_zeros_in_grad:
+            zeros = count_zeros(grads, keys, all_keys, device)
+        if self._norm_groups is None or ranks is None:
+            self._norm_groups = norm_groups(all_keys, ranks)
+        numbers = alike.numbers(self.config, self.param_groups, keys, all_keys)
+        return agree(sums, zeros, ranks, self._norm_groups, numbers, alike.copies)
+
+    def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        backend, _ = choose_backend(self.config.fused_backend, grads[0].device)
+        return backend.sum_of_squares(grads)
+
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
+        self._push_settings()
+        self.inner.step_slots(updates, grad_norm=grad_norm)
+
+    def _push_settings(self) -> None:
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(group_settings(group))
+
+    def verdict_device(self) -> torch.device | None:
+        return self.inner.verdict_device()
+
+    def settings_alike(self) -> list[SettingsAlike]:
+        return [self._seen.settings]
+
+    def norm_ranks(self) -> list[ProcessGroup]:
+        ranks = self.process_groups.grad_stats
+        return [] if ranks is None else [ranks]
+
+    def reduces(self) -> bool:
+        """Whether a step takes part in reductions with other ranks."""
+        return bool(self.norm_ranks()) or any(key.shard_groups for key in self._seen.keys)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for slot, param in iter_slots(self.param_groups):
+            if (grad := current_grad(param)) is not None:
+                yield self.slot_name(slot), local_tensor(grad)
+
+    # -- what is going on -------------------------------------------------------------------------
+
+    def describe(self) -> Description:
+        rows = describe(self)
+        return Description(rows.rows, (*rows.notes, *self._graph_notes()))
+
+    def metrics(self) -> dict[str, float]:
+        host, verdict = self.inner.host, self._verdict
+        norms = {
+            f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
+        }
+        scaler = self.grad_scaler
+        return {
+            "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
+            "loss_scale": 1.0 if scaler is None else float(scaler.present_scale),
+            "multiplier": verdict.multipliers.get(MAIN, 0.0),
+            "bytes_down": 0 if host is None else host.transfer_bytes.down,
+            "bytes_up": 0 if host is None else host.transfer_bytes.up,
+            **({} if host is None else host.metrics()),
+            **norms,
+            **self._counts,
+            **self._graph_metrics(),
+            "reloaded_params": self._reloaded,
+        }
+
+
+class WrappedGrads(StepGrads):
+    """Gradients of a wrapper's parameters.
+
+    Args:
+        indices: of the slots that have one. grads: these, local.
+    """
+
+    def __init__(
+        self, wrapper: WrappedOptimizer, indices: list[int], grads: CachedTensorList
+    ) -> None:
+        self._wrapper, self._table = wrapper, wrapper._seen
+        self._indices, self._grads = indices, grads
+
+    def has_any(self) -> bool:
+        return bool(self._indices)
+
+    def sums(self) -> Measurement:
+        keys = self._table.keys_of(self._indices)
+        return self._wrapper.measure_grads(self._grads, keys, self._table.distinct_keys)
+
+    def apply(self, verdict: Verdict | DeviceVerdict) -> None:
+        if isinstance(verdict, Verdict) and verdict.skip:
+            self._wrapper.backward_link.skip()
+        else:
+            self.step(verdict.multipliers, self._clipped_norm(verdict))
+
+    def _clipped_norm(self, verdict: Verdict | DeviceVerdict) -> float | None:
+        norm = verdict.norms.get(MAIN) if isinstance(verdict, Verdict) else None
+        limit = self._wrapper.config.clip_grad
+        return min(norm, limit) if norm is not None and limit > 0 else norm
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        wrapper, table = self._wrapper, self._table
+        updates = table.updates(self._indices, self._grads, multipliers)
+        wrapper.step_slots(updates, grad_norm=grad_norm)
+        if any(table.quantized):
+            wrapper.step_mark.touch()
+            for index in self._indices:
+                if table.quantized[index]:
+                    main = wrapper.inner.main_param(table.slots[index])
+                    quantize_(table.params[index], main)
+        table.stepped()
+
+    def graph_key(self) -> Any:
+        config, scaler, grads = self._wrapper.config, self._wrapper.grad_scaler, self._grads
+        settings = (
+            config.clip_grad,
+            config.grad_norm_skip_threshold,
+            config.log_num_zeros_in_grad,
+            None if scaler is None else scaler.present_scale.data_ptr(),
+        )
+        return (
+            settings,
+            self._indices,
+            self._table.keys_of(self._indices),
+            grads.addresses,
+            grads.sizes,
+            [grad.dtype for grad in grads],
+            [] if grads.contiguous else [grad.stride() for grad in grads],
+        )
+
+    def obstacle(self) -> str:
+        params = map(local_tensor, self._wrapper.get_parameters())
+        if self._grads.contiguous and all(map(Tensor.is_contiguous, params)):
+            return ""
+        return "a parameter or gradient is not contiguous, and is copied in each step"

@@ -1,0 +1,198 @@
+"""Attributes that live on parameters: Megatron's names, and what layers of this package tell each
+other about a tensor. They are read and written here and nowhere else."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+__all__ = [
+    "ShardInfo",
+    "adds_to_main_grad",
+    "clear_decoupled_grad",
+    "current_grad",
+    "grad_norm_group",
+    "has_partition_dim",
+    "have_grad_only",
+    "is_dense_in_megatron",
+    "is_embedding_or_output",
+    "is_qkv",
+    "is_shared",
+    "is_tensor_parallel",
+    "main_param_of",
+    "norm_attributes",
+    "partition_dim",
+    "reducer_of",
+    "set_main_grad",
+    "set_main_param",
+    "set_norm_attributes",
+    "set_reducer",
+    "set_shard_info",
+    "shard_info",
+]
+
+_DICT = operator.attrgetter("__dict__")
+_NORM_ATTRIBUTES = ("shared", "tensor_model_parallel", "partition_dim", "grad_norm_group")
+
+# -- gradients and main params, as Megatron and Transformer Engine leave them ---------------------
+
+
+def current_grad(param: Tensor) -> Tensor | None:
+    """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else
+    ``grad``."""
+    for attribute in ("main_grad", "decoupled_grad", "grad"):
+        grad: Tensor | None = getattr(param, attribute, None)
+        if grad is not None:
+            return grad
+    return None
+
+
+def have_grad_only(params: Sequence[Tensor]) -> bool:
+    """Whether the gradient of every one of these plain parameters can only be its ``grad``."""
+    return not [
+        True
+        for attributes in map(_DICT, params)
+        if "main_grad" in attributes or "decoupled_grad" in attributes
+    ]
+
+
+def set_main_grad(param: Any, grad: Tensor | None) -> None:
+    """Let this be the gradient that is stepped with."""
+    param.main_grad = grad
+
+
+def adds_to_main_grad(param: Tensor) -> bool:
+    """Megatron's ``grad_added_to_main_grad``: a fused kernel has added the gradient already."""
+    return bool(getattr(param, "grad_added_to_main_grad", False))
+
+
+def clear_decoupled_grad(param: Any) -> None:
+    """Let go of a gradient in another dtype than the parameter's."""
+    if getattr(param, "decoupled_grad", None) is not None:
+        param.decoupled_grad = None
+
+
+def set_main_param(param: Any, main: Tensor, sharded: bool | None = None) -> None:
+    """Show a main param where Megatron does.
+
+    Args:
+        sharded: whether it is only what this rank owns (``main_param_sharded``), if that is known.
+    """
+    param.main_param = main
+    if sharded is not None:
+        param.main_param_sharded = sharded
+
+
+def main_param_of(param: Tensor) -> Tensor | None:
+    """What :func:`set_main_param` put there."""
+    main: Tensor | None = getattr(param, "main_param", None)
+    return main
+
+
+# -- what Megatron says about a parameter ---------------------------------------------------------
+
+
+def is_shared(param: Tensor) -> bool:
+    """``shared``: another rank counts this parameter's gradient in the norm."""
+    return bool(getattr(param, "shared", False))
+
+
+def grad_norm_group(param: Tensor) -> str | None:
+    """``grad_norm_group``: the norm that the gradient counts in, if not the model's main one."""
+    group: str | None = getattr(param, "grad_norm_group", None)
+    return group
+
+
+def is_tensor_parallel(param: Tensor) -> bool:
+    """``tensor_model_parallel``: the ranks of a tensor-parallel group have different parts."""
+    return bool(getattr(param, "tensor_model_parallel", False))
+
+
+def partition_dim(param: Tensor) -> int | None:
+    """``partition_dim``: the dimension along which tensor parallelism cuts; None if along none."""
+    dim: int | None = getattr(param, "partition_dim", None)
+    return None if dim is None or dim < 0 else dim
+
+
+def has_partition_dim(param: Tensor) -> bool:
+    """Whether the attribute is there at all."""
+    return hasattr(param, "partition_dim")
+
+
+def is_dense_in_megatron(param: Tensor) -> bool:
+    """``allreduce``: false on the parameters of experts."""
+    return bool(getattr(param, "allreduce", True))
+
+
+def is_embedding_or_output(param: Tensor) -> bool | None:
+    """``is_embedding_or_output_parameter``; None if nothing is said."""
+    said: bool | None = getattr(param, "is_embedding_or_output_parameter", None)
+    return said
+
+
+def is_qkv(param: Tensor) -> bool:
+    """``is_qkv``: queries, keys and values in one weight."""
+    return bool(getattr(param, "is_qkv", False))
+
+
+def norm_attributes(param: Tensor) -> dict[str, Any]:
+    """The attributes that say in which norm a gradient counts, and how tensor parallelism splits
+    it, where they are set."""
+    return {name: getattr(param, name) for name in _NORM_ATTRIBUTES if hasattr(param, name)}
+
+
+def set_norm_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
+    """Give a tensor what :func:`norm_attributes` read from another."""
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
+
+
+# -- what layers of this package tell each other --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """Of a tensor that is a rank's part of a parameter.
+
+    Attributes:
+        first_element: of the flattened parameter that is in the tensor.
+        shard_groups: process groups over which the parameter's norms are added up.
+        whole_shape: of the parameter, if the tensor is a range of its flattened elements.
+        offload_share: elements by which it is placed on device or host, if not its own number.
+    """
+
+    first_element: int = 0
+    shard_groups: tuple[ProcessGroup, ...] = ()
+    whole_shape: torch.Size | None = None
+    offload_share: int | None = None
+
+
+_WHOLE = ShardInfo()
+
+
+def shard_info(param: Tensor) -> ShardInfo:
+    """What part of a parameter this is; all of it if nothing was said."""
+    info: ShardInfo = getattr(param, "mp_optim_shard", _WHOLE)
+    return info
+
+
+def set_shard_info(tensor: Any, info: ShardInfo) -> None:
+    """Say what part of a parameter a tensor is."""
+    tensor.mp_optim_shard = info
+
+
+def reducer_of(param: Tensor) -> int | None:
+    """The number of the reducer whose hook on this parameter is in force."""
+    number: int | None = getattr(param, "reduced_by", None)
+    return number
+
+
+def set_reducer(param: Any, number: int) -> None:
+    """Put a reducer's hook in force: a plain number, so that the parameter can still be pickled."""
+    param.reduced_by = number
