@@ -120,8 +120,8 @@ class _Exchange:
             if self.piece >= self._fullest
             else torch.cat([self.grads[a:b] for a, b in parts])
         )
-        mine = parts[self.group.rank()]
-        count = mine[1] - mine[0]
+        start, stop = parts[self.group.rank()]
+        count = stop - start
         self.received = self.grads.new_empty(count * self.group.size())
         even = len({b - a for a, b in parts}) == 1
         self.work = dist.all_to_all_single(
@@ -189,11 +189,11 @@ class _ToOwners:
     def wait(self) -> None:
         wait_for_all(self.works, self.group, self.grads.device)
         rank = self.group.rank()
-        mine = self.grads[self.bounds[rank] : self.bounds[rank + 1]]
+        reduced = self.grads[self.bounds[rank] : self.bounds[rank + 1]]
         if self.add:
-            self.owned += mine
-        elif mine.data_ptr() != self.owned.data_ptr():
-            self.owned.copy_(mine)
+            self.owned += reduced
+        elif reduced.data_ptr() != self.owned.data_ptr():
+            self.owned.copy_(reduced)
 
 
 @dataclass(slots=True)

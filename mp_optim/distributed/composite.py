@@ -220,7 +220,7 @@ class CompositeOptimizer(MegatronOptimizer):
             rows += [row.shifted(first_group) for row in described.rows]
             notes += described.notes
             first_group += len(part.param_groups)
-        return Description(tuple(rows), (*notes, *self._graph_notes()))
+        return Description(tuple(rows), (*notes, *self._steps.graph_notes()))
 
     def metrics(self) -> dict[str, float]:
         """The first part's; bytes, times and counts added up over all."""
@@ -228,4 +228,4 @@ class CompositeOptimizer(MegatronOptimizer):
         names = dict.fromkeys(name for of_part in metrics for name in of_part)
         added = [name for name in names if name.startswith("bytes_") or name in _SUMMED]
         totals = {name: sum(of_part.get(name, 0) for of_part in metrics) for name in added}
-        return {**metrics[0], **totals, **self._graph_metrics()}
+        return {**metrics[0], **totals, **self._steps.graph_metrics()}

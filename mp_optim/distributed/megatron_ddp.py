@@ -38,7 +38,7 @@ def buckets_of(
         id(param): name for param, name in zip(params, names, strict=True)
     }
     buckets: list[Bucket] = []
-    found: set[int] = set()
+    bucketed: set[int] = set()
     for chunk in chunks:
         if not getattr(chunk.ddp_config, "use_distributed_optimizer", False):
             raise ValueError(
@@ -47,12 +47,12 @@ def buckets_of(
                 "ranks; set it as in OptimizerConfig"
             )
         for buffer in _buffers(chunk):
-            for theirs in buffer.buckets:
-                members = [param for param in theirs.params_list if id(param) in name_of]
+            for megatron_bucket in buffer.buckets:
+                members = [param for param in megatron_bucket.params_list if id(param) in name_of]
                 if members:
-                    buckets.append(_bucket(buffer, theirs, members, name_of, group))
-                    found.update(map(id, members))
-    missing = [name for key, name in name_of.items() if key not in found]
+                    buckets.append(_bucket(buffer, megatron_bucket, members, name_of, group))
+                    bucketed.update(map(id, members))
+    missing = [name for key, name in name_of.items() if key not in bucketed]
     if missing:
         raise ValueError(
             f"{missing[0]} is in no buffer of the model's DistributedDataParallel; wrap the module "
@@ -69,34 +69,36 @@ def _buffers(chunk: nn.Module) -> Iterator[Any]:
 
 def _bucket(
     buffer: Any,
-    theirs: Any,
+    megatron_bucket: Any,
     members: Sequence[Tensor],
     name_of: Mapping[int, str],
     group: ProcessGroup,
 ) -> Bucket:
     ranks, rank = group.size(), group.rank()
-    if buffer.data_parallel_group.size() != ranks or theirs.param_data.numel() % ranks:
+    if buffer.data_parallel_group.size() != ranks or megatron_bucket.param_data.numel() % ranks:
         raise ValueError(
             f"{name_of[id(members[0])]}: its buffer is cut for {buffer.data_parallel_group.size()} "
             "ranks, "
             f"process_groups has {ranks}; pass the groups that the model was wrapped with"
         )
-    starts = {id(param): buffer.param_index_map[param][0] - theirs.offset for param in members}
+    starts = {
+        id(param): buffer.param_index_map[param][0] - megatron_bucket.offset for param in members
+    }
     placed = [
         ParamRange(index, starts[id(param)], param.numel()) for index, param in enumerate(members)
     ]
-    plan = BucketPlan.even(placed, theirs.param_data.numel() // ranks, ranks)
+    plan = BucketPlan.even(placed, megatron_bucket.param_data.numel() // ranks, ranks)
     first, last = plan.owned(rank)
     bucket = Bucket(
         plan,
         rank,
-        theirs.param_data,
-        theirs.grad_data.dtype,
-        theirs.grad_data,
-        theirs.grad_data[first:last],
+        megatron_bucket.param_data,
+        megatron_bucket.grad_data.dtype,
+        megatron_bucket.grad_data,
+        megatron_bucket.grad_data[first:last],
     )
     for item, param in zip(placed, members, strict=True):
-        data = theirs.param_data[item.start : item.start + item.numel].view(param.shape)
+        data = megatron_bucket.param_data[item.start : item.start + item.numel].view(param.shape)
         if data.data_ptr() != param.data_ptr():
             raise ValueError(
                 f"{name_of[id(param)]} does not look into its buffer any more; wrap the model again"

@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.rules import RULES
 from mp_optim.distributed import statements
-from mp_optim.distributed.buckets import Entry
 from mp_optim.distributed.composite import CompositeOptimizer
-from mp_optim.distributed.param_shards import ParamShard, ParamWatcher, ShardState, make_shard
-from mp_optim.distributed.transport import Reducer, Transport, make_transport
+from mp_optim.distributed.param_shards import ShardState
+from mp_optim.distributed.sharded_params import ShardedParams, in_forward_order
+from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.measure import Measurement, NormKey
@@ -33,8 +31,8 @@ from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.ranks.agreement import check_agreement, check_number
 from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
 from mp_optim.ranks.process_groups import ProcessGroups
-from mp_optim.slots import Slot, group_settings, iter_slots, with_names
-from mp_optim.slots.param_attributes import main_param_of, set_main_grad, set_main_param
+from mp_optim.slots import Slot, group_settings, with_names
+from mp_optim.slots.param_attributes import main_param_of, set_main_param
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.state_keys import MASTER
 
@@ -65,7 +63,6 @@ class DistributedOptimizer(CompositeOptimizer):
 
     Attributes:
         shards: the wrapper of the owned tensors, its only part.
-        steps_everything: whether every rank steps all parameters, rather than what it owns.
 
     Raises:
         ValueError: a parameter cannot become part of a flat buffer, or the ranks disagree about
@@ -90,80 +87,25 @@ class DistributedOptimizer(CompositeOptimizer):
         self.process_groups = process_groups
         self._group: ProcessGroup = process_groups.dp
         self._guard = naming_missing_ranks(self._group)
-        self.steps_everything = config.data_parallel_sharding_strategy == "no_shard"
-        self._frozen: list[Slot] = []
-        self._bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
         super().__init__([with_names(group) for group in param_groups], {}, config, grad_scaler)
         self._check_construction(model_chunks)
-        self._transport = self._make_transport(list(model_chunks), divisor or self._group.size())
-        self._shards = {slot: self._shard(slot, p) for slot, p in iter_slots(self.param_groups)}
-        self._index = {slot: index for index, slot in enumerate(self._shards)}
-        self._watched = ParamWatcher(self.get_parameters())
-        self.shards = build([self._group_of_shards(i) for i in range(len(self.param_groups))])
+        self._model = ShardedParams(
+            self.param_groups, config, self._group, model_chunks, divisor, self._guard
+        )
+        self.shards = build(self._model.groups())
         self.take_parts([self.shards])
         self._adopt_settings()
-        self._transport.reducer.on_reduced = self._on_reduced
-
-    # -- building ---------------------------------------------------------------------------------
+        self.grad_reducer.on_reduced = lambda bucket: self.shards.gradients_ready(
+            self._model.tensors_in(bucket)
+        )
 
     def _check_construction(self, chunks: Sequence[nn.Module]) -> None:
         """Compare with the other ranks."""
-        in_forward = [slot for _, slot, _ in self._in_forward(chunks)]
+        in_forward = [slot for _, slot, _ in in_forward_order(self.param_groups, chunks)]
         lines = statements.of_construction(self.config, self.param_groups, in_forward)
         with self._guard("comparing the ranks' models and configs"):
             check_agreement(self._group, lines, "an optimizer")
             learn_addresses(self._group)
-
-    def _in_forward(self, chunks: Sequence[nn.Module]) -> list[tuple[int, Slot, Tensor]]:
-        """Trained parameters in the order in which forward is expected to use them, with their
-        places in the model."""
-        params = (param for chunk in chunks for param in chunk.parameters())
-        places = {id(param): place for place, param in enumerate(params)}
-        trained = [
-            (places.get(id(param), 0), slot, param)
-            for slot, param in iter_slots(self.param_groups)
-            if param.requires_grad
-        ]
-        return sorted(trained, key=lambda item: item[:2])
-
-    def _make_transport(self, chunks: list[nn.Module], divisor: int) -> Transport:
-        trained = self._in_forward(chunks)
-        transport = make_transport(
-            [param for *_, param in trained],
-            [self.slot_name(slot) for _, slot, _ in trained],
-            [place for place, *_ in trained],
-            self.config,
-            self._group,
-            chunks,
-            divisor,
-            self._guard,
-        )
-        slot_of = {id(param): slot for _, slot, param in trained}
-        self._entries: dict[Slot, tuple[int, Entry]] = {}
-        for index, bucket in enumerate(transport.buckets):
-            for entry in bucket.entries:
-                self._entries[slot_of[id(entry.param)]] = index, entry
-        return transport
-
-    def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
-        config, located = self.config, self._entries.get(slot)
-        return make_shard(
-            self.slot_name(slot),
-            param,
-            None if located is None else (self._transport.buckets[located[0]], located[1]),
-            shard_groups=() if self.steps_everything else (self._group,),
-            everything=self.steps_everything,
-            keeps_shape=self.steps_everything or config.use_layer_wise_distributed_optimizer,
-            placed_alike=RULES[config.optimizer].reads == "sums",  # ranks meet in its reductions
-        )
-
-    def _group_of_shards(self, index: int) -> dict[str, Any]:
-        group = self.param_groups[index]
-        slots = [Slot(index, position) for position in range(len(group["params"]))]
-        tensors = [self._shards[slot].tensor for slot in slots]
-        names = group.get("param_names")
-        params = list(zip(names, tensors, strict=True)) if names else tensors
-        return {**group_settings(group), "params": params}
 
     def _adopt_settings(self) -> None:
         """Show the hyperparameters that the rule filled in, and the sharded main params where
@@ -174,7 +116,7 @@ class DistributedOptimizer(CompositeOptimizer):
                 group.setdefault(key, value)
             for param, tensor in zip(group["params"], of_shards["params"], strict=True):
                 if (main := main_param_of(tensor)) is not None:
-                    set_main_param(param, main, sharded=not self.steps_everything)
+                    set_main_param(param, main, sharded=not self._model.steps_everything)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before the buckets are made.
@@ -198,108 +140,52 @@ class DistributedOptimizer(CompositeOptimizer):
     @property
     def grad_reducer(self) -> Reducer:
         """What reduces the gradients."""
-        return self._transport.reducer
+        return self._model.transport.reducer
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here add up this rank's own gradients and reduce nothing; for all but
         the last of a step. With ``optim_grads`` the buckets are kept whole until the next
         reduction."""
-        with self._transport.reducer.no_sync():
+        with self.grad_reducer.no_sync():
             yield
 
     def finish_grad_sync(self) -> None:
         self.follow_model()
-        self._transport.reducer.finish()
+        self.grad_reducer.finish()
 
     def finish_param_sync(self) -> None:
-        self._transport.gatherer.finish()
+        self._model.transport.gatherer.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and ``main_grad`` and what was reduced."""
         super().zero_grad(set_to_none=True)
-        self._transport.reducer.zero()
-
-    def _on_reduced(self, bucket: int) -> None:
-        """The owned gradients of a bucket are what will be stepped: host work may begin during
-        backward."""
-        slots = [slot for slot, (index, _) in self._entries.items() if index == bucket]
-        self.shards.gradients_ready([self._shards[slot].tensor for slot in slots])
+        self.grad_reducer.zero()
 
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
         """Reduce the gradients, and compare hyperparameters with the other ranks."""
         self.finish_grad_sync()
-        trained = self._hand_out_grads()
+        trained = self._model.hand_out_grads()
         with self._guard("comparing hyperparameters"):
             check_number(self._group, self._statements_of_step, self.device, "an optimizer")
         for group, of_shards in zip(self.param_groups, self.shards.param_groups, strict=True):
             of_shards.update(group_settings(group))
-        return ReducedGrads(self, trained, self.shards.collect_grads())
-
-    def _hand_out_grads(self) -> list[Slot]:
-        """Let the owned tensors have gradients where the parameter is trained now; returns the
-        slots."""
-        trained: list[Slot] = []
-        self._frozen = []
-        for slot, param in iter_slots(self.param_groups):
-            shard = self._shards[slot]
-            if param.requires_grad and shard.grad is None:
-                raise RuntimeError(
-                    f"{self.slot_name(slot)} was frozen when the optimizer was built and "
-                    "is in no bucket; build the optimizer again to train it"
-                )
-            set_main_grad(shard.tensor, shard.grad if param.requires_grad else None)
-            if param.requires_grad:
-                trained.append(slot)
-            elif shard.grad is not None:
-                self._frozen.append(slot)
-        return trained
+        return ReducedGrads(self, self._model, trained, self.shards.collect_grads())
 
     def _statements_of_step(self) -> list[str]:
-        step, rounds = self._counts["steps"] + 1, self.grad_reducer.rounds
-        return statements.of_step(self.param_groups, step, rounds, self._frozen)
+        step, rounds = self._steps.counts["steps"] + 1, self.grad_reducer.rounds
+        return statements.of_step(self.param_groups, step, rounds, self._model.frozen)
 
-    def agreeing(self) -> contextlib.AbstractContextManager[Any]:
-        """Names the ranks that are missing when the norm is agreed on."""
-        guard: contextlib.AbstractContextManager[Any] = self._guard("agreeing on the gradient norm")
-        return guard
+    def agree(self, measure: Callable[[], Measurement]) -> Measurement:
+        """Measure together with the other ranks; if one is missing, the error names it."""
+        with self._guard("agreeing on the gradient norm"):
+            return measure()
 
-    def owned_sums(self, trained: Sequence[Slot]) -> Measurement:
-        """Sums of squares of what this rank would own of the reduced gradients, agreed with all
-        ranks: where each steps everything, the sum is made of the same parts as with sharding."""
-        keys = {slot: self._owned_norm_key(slot) for slot in self.slots()}
-        grads = [self._owned_grad(slot) for slot in trained]
-        distinct = list(dict.fromkeys(keys.values()))
-        return self.shards.measure_grads(grads, [keys[slot] for slot in trained], distinct)
-
-    def _owned_norm_key(self, slot: Slot) -> NormKey:
+    def owned_norm_key(self, slot: Slot) -> NormKey:
+        """As :meth:`norm_key`, where each rank measures what it owns."""
         return NormKey(self.norm_key(slot).group, (self._group,))
-
-    def _owned_grad(self, slot: Slot) -> Tensor:
-        if slot not in self._entries:
-            return torch.empty(0, dtype=torch.float32, device=self.device)
-        index, entry = self._entries[slot]
-        return self._transport.buckets[index].owned_grad(entry)
-
-    def gather_params(self, is_stepped: bool) -> None:
-        """After the step: bring the other ranks' parts of the parameters here.
-
-        Args:
-            is_stepped: whether anything was written.
-        """
-        reducer, gatherer = self._transport.reducer, self._transport.gatherer
-        gathered = reducer.bytes_gathered
-        if is_stepped:
-            self.step_mark.touch()
-            if not self.steps_everything:
-                gatherer.start()
-                gathered += gatherer.bytes_gathered
-            params = self.get_parameters()
-            increment_version([entry.param for _, entry in self._entries.values()])
-            self._watched.look(params)
-        self._bytes = {"bytes_reduced": reducer.bytes_reduced, "bytes_gathered": gathered}
 
     def verdict_device(self) -> torch.device | None:
         """None: ranks that have to compare numbers every step wait for the device all the same."""
@@ -309,34 +195,16 @@ class DistributedOptimizer(CompositeOptimizer):
 
     @in_own_modes
     def follow_model(self, slot: Slot | None = None) -> None:
-        self._transport.gatherer.finish()
-        if slot is not None and self._watched.is_same(self._index[slot], self.param(slot)):
+        self.finish_param_sync()
+        if slot is not None and self._model.is_followed(slot):
             self.shards.follow_model(slot)
-            return
-        params = self.get_parameters()
-        changed = self._watched.changed(params)
-        slots = self.slots() if changed else []
-        for index in changed:
-            if slots[index] in self._entries:
-                self._follow_param(slots[index], params[index])
-        if changed:
+        elif self._model.follow():
             # copies on the host follow now: state may be read before the next step
             self.shards.follow_model()
-            self._watched.look(params)
-
-    def _follow_param(self, slot: Slot, param: Tensor) -> None:
-        """Take a replaced or written parameter into its bucket."""
-        index, entry = self._entries[slot]
-        if param is not entry.param or param.data_ptr() != entry.data.data_ptr():
-            is_replaced = param is not entry.param
-            self._transport.buckets[index].adopt(entry, param)
-            if is_replaced:
-                self._transport.reducer.watch(index, entry)
-                self._transport.gatherer.look()
-        increment_version(self._shards[slot].tensor)
+            self._model.look()
 
     def state_of(self, slot: Slot) -> SlotState:
-        return ShardState(super().state_of(slot), self._shards[slot], self.param(slot))
+        return ShardState(super().state_of(slot), self._model.shards[slot], self.param(slot))
 
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")
@@ -344,31 +212,31 @@ class DistributedOptimizer(CompositeOptimizer):
         main, param = super().main_param(slot), self.param(slot)
         if not param.requires_grad:
             return param
-        shown: Tensor = self._shards[slot].show(MASTER, main.detach())
+        shown: Tensor = self._model.shards[slot].show(MASTER, main.detach())
         return shown
 
     def param_checksums(self) -> list[int | None]:
-        if self.steps_everything:
+        if self._model.steps_everything:
             return super().param_checksums()
-        return [None] * len(self._shards)  # a checksum is of the whole parameter
+        return [None] * len(self._model.shards)  # a checksum is of the whole parameter
 
     @in_own_modes
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         self.follow_model()
         values = {
             shard.name: shard.own(MASTER, state_dict[shard.name])
-            for shard in self._shards.values()
+            for shard in self._model.shards.values()
             if state_dict and shard.name in state_dict
         }
         super().reload_model_params(values)
-        self._watched.look(self.get_parameters())
+        self._model.look()
 
     # -- what is going on -------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """As of every optimizer; and bytes of gradients and parameters that were reduced and
         gathered in the last step, counted once each, whatever way they took."""
-        return {**super().metrics(), **self._bytes}
+        return {**super().metrics(), **self._model.bytes}
 
 
 class ReducedGrads(GradsOfParts):
@@ -379,21 +247,37 @@ class ReducedGrads(GradsOfParts):
     """
 
     def __init__(
-        self, optimizer: DistributedOptimizer, trained: Sequence[Slot], owned: StepGrads
+        self,
+        optimizer: DistributedOptimizer,
+        model: ShardedParams,
+        trained: Sequence[Slot],
+        owned: StepGrads,
     ) -> None:
         super().__init__([owned])
-        self._optimizer, self._trained = optimizer, trained
+        self._optimizer, self._model, self._trained = optimizer, model, trained
 
     def has_any(self) -> bool:
         """Whether any came from a backward pass of this rank; the others are zeros."""
         return self._optimizer.grad_reducer.has_gradients
 
     def sums(self) -> Measurement:
-        with self._optimizer.agreeing():
-            if self._optimizer.steps_everything:
-                return self._optimizer.owned_sums(self._trained)
-            return super().sums()
+        is_whole = self._model.steps_everything
+        return self._optimizer.agree(self._owned_sums if is_whole else super().sums)
+
+    def _owned_sums(self) -> Measurement:
+        """Where each rank steps everything, it measures what it would own, so that the sum is made
+        of the same parts as with sharding."""
+        optimizer = self._optimizer
+        keys = {slot: optimizer.owned_norm_key(slot) for slot in optimizer.slots()}
+        nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
+        owned = [self._model.owned_grad(slot) for slot in self._trained]
+        grads = [nothing if grad is None else grad for grad in owned]
+        distinct = list(dict.fromkeys(keys.values()))
+        return optimizer.shards.measure_grads(grads, [keys[s] for s in self._trained], distinct)
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)
-        self._optimizer.gather_params(not (isinstance(verdict, Verdict) and verdict.skip))
+        is_stepped = not (isinstance(verdict, Verdict) and verdict.skip)
+        if is_stepped:
+            self._optimizer.step_mark.touch()
+        self._model.gather(is_stepped)

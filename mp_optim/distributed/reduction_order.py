@@ -55,13 +55,14 @@ class LaunchOrder:
 
     def __init__(self, members: Sequence[Member], again: bool) -> None:
         places = [
-            (place, at, index)
-            for at, member in enumerate(members)
+            (place, part, index)
+            for part, member in enumerate(members)
             for index, place in enumerate(member.first_used)
         ]
         self._members, self._again = tuple(members), again
         self._sequence = [
-            (at, index) for _, at, index in sorted(places, key=lambda item: (-item[0], *item[1:]))
+            (part, index)
+            for _, part, index in sorted(places, key=lambda item: (-item[0], *item[1:]))
         ]
         self._under_way: deque[tuple[Member, int, Reduction]] = deque()
         self._next = 0
@@ -72,7 +73,7 @@ class LaunchOrder:
     @property
     def pattern(self) -> list[str]:
         """Whose turn it is, turn by turn."""
-        return [f"part {at}" for at, _ in self._sequence]
+        return [f"part {part}" for part, _ in self._sequence]
 
     @property
     def _synchronizes(self) -> bool:
@@ -91,10 +92,10 @@ class LaunchOrder:
         if not self._synchronizes:
             return
         while self._next < len(self._sequence):
-            at, index = self._sequence[self._next]
-            if not self._members[at].is_full(index):
+            part, index = self._sequence[self._next]
+            if not self._members[part].is_full(index):
                 return
-            self._members[at].launch(index)
+            self._members[part].launch(index)
             self._next += 1
 
     def _end_of_backward(self) -> None:
@@ -105,9 +106,9 @@ class LaunchOrder:
 
     def _launch_rest(self) -> None:
         while self._next < len(self._sequence):
-            at, index = self._sequence[self._next]
-            if self._members[at].is_due(index):
-                self._members[at].launch(index)
+            part, index = self._sequence[self._next]
+            if self._members[part].is_due(index):
+                self._members[part].launch(index)
             self._next += 1
         if self._again:  # another backward may follow, and add to what is owned
             self._next = 0
@@ -155,9 +156,9 @@ def reduce_in_one_order(members: Sequence[Member], again: bool) -> None:
     order = LaunchOrder(members, again)
     groups = list(dict.fromkeys(member.group for member in members))
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
-    for group, mine in zip(groups, ranks, strict=True):
+    for group, members_of in zip(groups, ranks, strict=True):
         # Ranks of a group inside all others see the same parts; those outside may have other
         # parts of their own between the common ones.
-        inside = all(mine <= other for other in ranks)
+        inside = all(members_of <= other for other in ranks)
         if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
             check_agreement(group, order.pattern, "the order in which gradients are reduced")

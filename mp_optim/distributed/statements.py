@@ -41,7 +41,10 @@ def of_construction(
             f"{'trained' if param.requires_grad else 'frozen'}{said or ''}"
         )
     places = enumerate(in_forward)
-    return [*lines, *(f"place {at} in forward: {slot_name(groups, slot)}" for at, slot in places)]
+    return [
+        *lines,
+        *(f"place {place} in forward: {slot_name(groups, slot)}" for place, slot in places),
+    ]
 
 
 def of_settings(groups: ParamGroups) -> list[str]:

@@ -219,9 +219,9 @@ class DynamicGradScaler(MegatronGradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.check_state_dict(state_dict)
-        for key, own in (
+        for key, live in (
             ("scale", self._scale),
             ("growth_tracker", self._growth_tracker),
             ("hysteresis_tracker", self._hysteresis_tracker),
         ):
-            own.copy_(as_tensor(state_dict[key]).reshape(1))
+            live.copy_(as_tensor(state_dict[key]).reshape(1))

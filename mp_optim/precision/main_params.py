@@ -170,13 +170,13 @@ class MainParams(MegatronOptimizer):
         if self.model_params is None or "params" not in group:
             return group
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        is_stub = not any(own["params"] for own in self.param_groups)
+        is_stub = not any(live["params"] for live in self.param_groups)
         named = "param_names" in group or any(isinstance(param, tuple) for param in params)
         names = [] if named else self.model_params.names_of(params)
         if is_stub and None not in names:
             for groups in (self.param_groups, self.inner.param_groups):
                 groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
-        if named or not any("param_names" in own for own in self.param_groups):
+        if named or not any("param_names" in live for live in self.param_groups):
             return {**group, "params": params}
         if None in names:
             lost = params[names.index(None)]

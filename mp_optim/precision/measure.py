@@ -99,10 +99,10 @@ def measure(
             sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(device)
     if len(all_keys) == 1:
         return {all_keys[0]: _pairwise_sum(sums)}
-    mine: dict[NormKey, list[int]] = {key: [] for key in all_keys}
+    members: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
-        mine[key].append(index)
-    return {key: _pairwise_sum(sums[index_on(device, found)]) for key, found in mine.items()}
+        members[key].append(index)
+    return {key: _pairwise_sum(sums[index_on(device, some)]) for key, some in members.items()}
 
 
 def _pairwise_sum(values: Tensor) -> Tensor:
@@ -168,18 +168,18 @@ def agree(
             )
         others = list((copies or {}).get(key, ()))
         ranks = math.prod(each.size() for each in (*key.shard_groups, *others))
-        mine = _terms(numbers[key], ranks) if numbers is not None and key in numbers else ()
+        terms = _terms(numbers[key], ranks) if numbers is not None and key in numbers else ()
         packed = torch.stack(
             [
                 *([value] if zeros is None else [value, zeros[key]]),
-                *(torch.full_like(value, term) for term in mine),
+                *(torch.full_like(value, term) for term in terms),
             ]
         )
         for shard_group in key.shard_groups:
             _reduce(packed, shard_group)
-        for same in others if mine else ():
+        for same in others if terms else ():
             _reduce(packed[-2:], same)
-        for total, term in zip(packed[-2:], mine, strict=False):
+        for total, term in zip(packed[-2:], terms, strict=False):
             difference = (total - float(ranks * term)).abs()
             off = difference if off is None else off + difference
         totals[key.group] += packed[0]
@@ -203,9 +203,9 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
     Collective."""
     names = {MAIN, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
-        found: list[set[str]] = [set()] * dist.get_world_size(group)
+        of_ranks: list[set[str]] = [set()] * dist.get_world_size(group)
         with naming_missing_ranks(group)("comparing the names of norm groups"):
-            call(group, lambda: dist.all_gather_object(found, names, group=group))
+            call(group, lambda: dist.all_gather_object(of_ranks, names, group=group))
             learn_addresses(group)
-        names = set().union(*found)
+        names = set().union(*of_ranks)
     return sorted(names)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +13,19 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.backward_overlap import OverlapControls
 from mp_optim.precision.description import Description
-from mp_optim.precision.device_verdict import DeviceVerdict, decide_on_device, form
+from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.measure import NormKey
-from mp_optim.precision.settings_agreement import SettingsAlike, disagreement
+from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.standstill import StandstillWatch
 from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.verdict import Verdict, decide
+from mp_optim.precision.step_loop import StepLoop
+from mp_optim.precision.verdict import Verdict
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, iter_slots, local_tensor
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.param_attributes import clear_decoupled_grad
-from mp_optim.update import choose_backend
 
 __all__ = ["MegatronOptimizer"]
 
@@ -63,9 +61,7 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
         self.config = config
         self.grad_scaler = grad_scaler
         self.watch = StandstillWatch()
-        self._last: Verdict | DeviceVerdict = Verdict()
-        self._counts = {"steps": 0, "skipped_steps": 0}
-        self._graphed: GraphedStep | None = None
+        self._steps = StepLoop(self)
         super().__init__(params, defaults)
 
     # -- what a step is made of -------------------------------------------------------------------
@@ -94,11 +90,7 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
     def record(self, verdict: Verdict | DeviceVerdict) -> None:
         """Take a verdict as the last one, after the one before it is settled, and count its
         step."""
-        _ = self._verdict
-        self._last = verdict
-        self._counts["steps"] += 1
-        if isinstance(verdict, Verdict):
-            self._counts["skipped_steps"] += verdict.skip
+        self._steps.record(verdict)
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -124,84 +116,13 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
         self.watch.check_scaled(self)
         with self.step_mark.step(self):
             self.finish_early_work()
-            verdict = self._by_graph() if self.config.optimizer_cuda_graph else self._eagerly()
+            verdict = self._steps.take()
             if self.grad_scaler is not None:
                 self.step_mark.touch()
                 self.grad_scaler.update(verdict.found_inf)
                 self.remember_scale()
         self.watch.see_verdict(self, verdict)
         return verdict.result if closure is None else loss
-
-    def _eagerly(self) -> Verdict | DeviceVerdict:
-        with self._timed("optimizer-clip-main-grad"):
-            grads = self.collect_grads()
-            verdict = self._decide(grads)
-        with self._timed("optimizer-inner-step"):
-            self.record(verdict)
-            grads.apply(verdict)
-        return verdict
-
-    def _decide(self, grads: StepGrads) -> Verdict | DeviceVerdict:
-        inv_scale, measurement, device = self._inv_scale, grads.sums(), self.verdict_device()
-        self.watch.see_gradients(self, grads.has_any())
-        scalars = [*measurement.sums.values(), *([] if inv_scale is None else [inv_scale])]
-        if device is not None and all(value.device == device for value in scalars):
-            # whatever reads the verdict is on the device: nothing waits for it
-            return decide_on_device(measurement, inv_scale, self.config)
-        verdict = decide(measurement, inv_scale, self.config)
-        if verdict.disagrees:
-            self._raise_disagreement()
-        return verdict
-
-    def _by_graph(self) -> Verdict | DeviceVerdict:
-        _ = self._verdict
-        device, scaler = self.verdict_device(), self.grad_scaler
-        if device is None or (scaler is not None and scaler.present_scale.device != device):
-            return self._eagerly()  # a group was added that is stepped elsewhere, or the scaler
-        if self._graphed is None:
-            backend, _ = choose_backend(self.config.fused_backend, device)
-            self._graphed = GraphedStep(device, backend)
-        grads = self.collect_grads()
-        self.watch.see_gradients(self, grads.has_any())
-        return self._graphed.step(
-            StepToCapture(
-                grads,
-                lambda: form(grads.sums(), self._inv_scale, self.config),
-                self.record,
-                self.step_mark,
-            )
-        )
-
-    @property
-    def _inv_scale(self) -> Tensor | None:
-        return None if self.grad_scaler is None else self.grad_scaler.inv_scale
-
-    @property
-    def _verdict(self) -> Verdict:
-        """The last verdict, and its step in the counts; waits for the device if nobody has yet."""
-        if isinstance(self._last, DeviceVerdict):
-            self._last = self._last.settle()
-            self._counts["skipped_steps"] += self._last.skip
-            if self._last.disagrees:
-                self._raise_disagreement()
-        return self._last
-
-    def _raise_disagreement(self) -> NoReturn:
-        """Nothing was stepped."""
-        self.discard_early_work()
-        raise disagreement(self.settings_alike())
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        if self.config.timers is None:
-            yield
-            return
-        timer = self.config.timers(name, log_level=1)
-        timer.start(barrier=self.config.barrier_with_L1_time)
-        try:
-            yield
-        finally:
-            timer.stop()
 
     # -- loss scale, gradients --------------------------------------------------------------------
 
@@ -355,12 +276,3 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
-
-    def _graph_notes(self) -> tuple[str, ...]:
-        return () if self._graphed is None else (self._graphed.note,)
-
-    def _graph_metrics(self) -> dict[str, float]:
-        graphed = self._graphed
-        if graphed is None:
-            return {}
-        return {"graph_captures": graphed.captures, "graph_replays": graphed.replays}

@@ -86,8 +86,8 @@ class Agreement:
         sums = checksums_of([param_of(slot) for slot, _ in pairs])
         others = [
             name_of(slot)
-            for (slot, wanted), found in zip(pairs, sums, strict=True)
-            if found != wanted
+            for (slot, wanted), checksum in zip(pairs, sums, strict=True)
+            if checksum != wanted
         ]
         if others:
             raise ValueError(

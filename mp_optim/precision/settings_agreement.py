@@ -62,14 +62,14 @@ class SettingsAlike:
         if not self._groups:
             return {}
         self._said = [f"{name}={getattr(config, name, None)!r}" for name in _OF_CONFIG]
-        common, found = list(self._said), {}
+        common, numbers = list(self._said), {}
         for key, indices in self._groups.items():
             count = len(keys) if len(all_keys) == 1 else keys.count(key)
             said = [line for index in indices for line in _settings(groups, index)]
             said.append(f"gradients of {count} parameters split alike")
-            found[key] = zlib.crc32("\n".join([*common, *said]).encode())
+            numbers[key] = zlib.crc32("\n".join([*common, *said]).encode())
             self._said += said
-        return found
+        return numbers
 
     @property
     def said(self) -> list[str]:

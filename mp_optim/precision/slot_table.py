@@ -190,16 +190,16 @@ class SlotTable:
             ValueError: it has no values, because its parameter is on the meta device.
         """
         simple = self._plain and have_grad_only(self.params)
-        found: list[Tensor | None] = (
+        present: list[Tensor | None] = (
             list(map(_GRAD, self.params)) if simple else list(map(current_grad, self.params))
         )
-        if simple and all(map(operator.is_not, found, itertools.repeat(None))):
+        if simple and all(map(operator.is_not, present, itertools.repeat(None))):
             whole = self._everything()
-            grads = CachedTensorList(cast("list[Tensor]", found)).gradients_of(whole.params)
+            grads = CachedTensorList(cast("list[Tensor]", present)).gradients_of(whole.params)
             self._check(whole.indices, grads, name_of)
             return whole.indices, grads
-        indices = [index for index, grad in enumerate(found) if grad is not None]
-        grads = CachedTensorList(grad for grad in found if grad is not None)
+        indices = [index for index, grad in enumerate(present) if grad is not None]
+        grads = CachedTensorList(grad for grad in present if grad is not None)
         self._check(indices, grads, name_of)
         if are_plain(grads):
             return indices, grads

@@ -22,12 +22,12 @@ from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
 from mp_optim.slots import ParamGroups, current_grad, iter_slots
 from mp_optim.slots.names import ModelParams
 
-__all__ = ["StandstillWatch"]
+__all__ = ["StandstillWatch", "Watched"]
 
 _SHOWN = 5
 
 
-class Stack(Protocol):
+class Watched(Protocol):
     """What is asked of the optimizer that is watched."""
 
     param_groups: ParamGroups
@@ -55,7 +55,7 @@ class StandstillWatch:
         self._ranks_scaled = False
         self._stepped: tuple[weakref.ref[Tensor], int] | None = None
 
-    def check_scaled(self, stack: Stack) -> None:
+    def check_scaled(self, stack: Watched) -> None:
         """Raise if there is a loss scale, and nobody asked for it since the last step.
 
         Where ranks share the model, one that got scaled gradients from another need not have asked:
@@ -75,9 +75,9 @@ class StandstillWatch:
             return
         else:
             notes: list[tuple[bool, bool]] = [(False, False)] * ranks.size()
-            own = scaler.was_asked, is_new
+            note = scaler.was_asked, is_new
             with naming_missing_ranks(ranks)("comparing whether gradients were scaled"):
-                call(ranks, lambda: dist.all_gather_object(notes, own, group=ranks))
+                call(ranks, lambda: dist.all_gather_object(notes, note, group=ranks))
             suspect = not any(asked for asked, _ in notes) and any(new for _, new in notes)
         if suspect and (scale := float(scaler.present_scale)) != 1.0:
             raise RuntimeError(
@@ -104,14 +104,14 @@ class StandstillWatch:
             and self._stepped[1] == grad._version
         )
 
-    def see_gradients(self, stack: Stack, present: bool) -> None:
+    def see_gradients(self, stack: Watched, present: bool) -> None:
         """Warn, once, of a step for which no parameter has a gradient."""
         if present or self._warned_of_no_gradient or stack.is_stub_optimizer:
             return
         self._warned_of_no_gradient = True
         untrained = [] if self.params is None else self.params.untrained(stack.param_groups)
         count = sum(len(group["params"]) for group in stack.param_groups)
-        found = (
+        unknown = (
             f"The model has {len(untrained)} trainable parameters that the optimizer does not "
             "know: "
             f"{_listed(untrained)}. "
@@ -120,20 +120,20 @@ class StandstillWatch:
         )
         warn(
             f"none of the optimizer's {count} parameters has a gradient in this step, so nothing "
-            f"is trained. {found}"
+            f"is trained. {unknown}"
             "Was backward() called? Was the model replaced or wrapped after the optimizer was "
             "built (peft, deepcopy, "
             "fully_shard)? Build the optimizer last, from the model that is trained"
         )
 
-    def see_verdict(self, stack: Stack, verdict: Verdict | DeviceVerdict) -> None:
+    def see_verdict(self, stack: Watched, verdict: Verdict | DeviceVerdict) -> None:
         """Judge a step by its verdict, as soon as the host knows it."""
         if isinstance(verdict, DeviceVerdict):
             verdict.when_settled(lambda settled: self._judge(stack, settled))
         else:
             self._judge(stack, verdict)
 
-    def _judge(self, stack: Stack, verdict: Verdict) -> None:
+    def _judge(self, stack: Watched, verdict: Verdict) -> None:
         """Warn of the 1st, 10th, 100th ... skipped one in a row;
         of one that a dynamic loss scale is there for, or a threshold, only when it should not have
         come to that."""
@@ -155,12 +155,12 @@ class StandstillWatch:
             warn(f"{times} skipped, and nothing was trained: {_culprit(stack)}")
 
 
-def _first_gradient(stack: Stack) -> Tensor | None:
+def _first_gradient(stack: Watched) -> Tensor | None:
     grads = (current_grad(param) for _, param in iter_slots(stack.param_groups))
     return next((grad for grad in grads if grad is not None), None)
 
 
-def _culprit(stack: Stack) -> str:
+def _culprit(stack: Watched) -> str:
     """Which gradient is not finite now; looks at them one by one, and waits for the device."""
     for name, grad in stack.named_gradients():
         if grad.layout == torch.strided and not bool(torch.isfinite(grad).all()):
@@ -168,7 +168,7 @@ def _culprit(stack: Stack) -> str:
     return "a gradient held an inf or nan (it is cleared by now, or on another rank)"
 
 
-def _sharing_ranks(stack: Stack) -> ProcessGroup | None:
+def _sharing_ranks(stack: Watched) -> ProcessGroup | None:
     """The ranks that agree on one norm, if there are several."""
     return next((ranks for ranks in stack.norm_ranks() if ranks.size() > 1), None)
 

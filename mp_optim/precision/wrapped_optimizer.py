@@ -162,10 +162,10 @@ class WrappedOptimizer(MainParams):
 
     def describe(self) -> Description:
         rows = describe(self)
-        return Description(rows.rows, (*rows.notes, *self._graph_notes()))
+        return Description(rows.rows, (*rows.notes, *self._steps.graph_notes()))
 
     def metrics(self) -> dict[str, float]:
-        host, verdict = self.inner.host, self._verdict
+        host, verdict = self.inner.host, self._steps.settle()
         norms = {
             f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
         }
@@ -178,8 +178,8 @@ class WrappedOptimizer(MainParams):
             "bytes_up": 0 if host is None else host.transfer_bytes.up,
             **({} if host is None else host.metrics()),
             **norms,
-            **self._counts,
-            **self._graph_metrics(),
+            **self._steps.counts,
+            **self._steps.graph_metrics(),
             "reloaded_params": self._reloaded,
         }
 

@@ -15,6 +15,7 @@ from mp_optim.process.caller_warnings import warn
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, slot_name
 from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.loading import StateLoad
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.state_dict import (
     CHECKSUMS,
@@ -28,10 +29,6 @@ from mp_optim.slots.state_dict import (
 __all__ = ["Closure", "SlotKeyedOptimizer"]
 
 Closure = Callable[[], Any]
-
-_KEPT_BYTES = 64 << 20
-"""Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
-that loading takes no more memory than that."""
 
 
 class SlotKeyedOptimizer(torch.optim.Optimizer):
@@ -204,69 +201,18 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if hooked is None else hooked
         check_form(state_dict)
         self.follow_model()
-        match = self.check_plain(state_dict, convert=convert)
-        loads = self._loads(match, state_dict["state"])
-        fitted = self._checked(loads, match, convert)
+        load = StateLoad(
+            self, self.check_plain(state_dict, convert=convert), state_dict["state"], convert
+        )
+        load.check()
         self.step_mark.touch()
-        for slot, saved in loads:
-            ready = fitted.pop(slot, None)
-            self.load_slot_state(
-                slot, self.state_of(slot).fit(saved, convert) if ready is None else ready
-            )
-        for group, settings in zip(self.param_groups, match.settings, strict=True):
-            group.update(settings)
+        load.write()
         self.load_beside(state_dict)
-        for slot, saved in loads:
-            checksum = None if convert else match.checksums.get(slot)
-            self.state_of(slot).expect_weights(saved, checksum)
-        written = [self.slot_name(slot) for slot, _ in loads if self.state_of(slot).write_model()]
+        written = load.write_model()
         self.step_mark.clear()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return written
-
-    def _checked(
-        self, loads: Sequence[tuple[Slot, State]], match: GroupMatch, convert: bool
-    ) -> dict[Slot, State]:
-        """Check all that is to be loaded, before anything is written; returns what is fit to be
-        loaded. Where that takes a lot of memory, it is left out, to be formed again one by one."""
-        fitted: dict[Slot, State] = {}
-        room = _KEPT_BYTES
-        for slot, saved in loads:
-            state = self.state_of(slot)
-            if not convert:
-                state.check_weights(saved, match.checksums.get(slot))
-            ready = state.fit(saved, convert)
-            state.check(ready)
-            room -= _converted_bytes(ready, saved)
-            if room >= 0:
-                fitted[slot] = ready
-        return fitted
-
-    def _loads(self, match: GroupMatch, saved: Mapping[Any, Any]) -> list[tuple[Slot, State]]:
-        """What each slot is to be given. A slot whose state was never allocated had none to
-        save."""
-        loads: list[tuple[Slot, State]] = []
-        missing: list[str] = []
-        for slot, index in match.index_of.items():
-            state = saved.get(index) or {}
-            if not isinstance(state, dict):
-                raise ValueError(
-                    f"state of {self.slot_name(slot)} is a {type(state).__name__}, not a dict"
-                )
-            if not state and self.state_of(slot).is_required():
-                missing.append(self.slot_name(slot))
-            elif state or self.slot_state(slot):
-                loads.append((slot, state))
-        if missing:
-            raise ValueError(
-                f"the saved state has none for {len(missing)} of {len(match.index_of)} parameters: "
-                f"{names_in_words(missing)}. Was it saved before the first step of an optimizer "
-                "that "
-                "has no state until then, or with these parameters frozen? Load a complete one, or "
-                "none"
-            )
-        return loads
 
     def check_plain(self, state_dict: Mapping[str, Any], *, convert: bool = False) -> GroupMatch:
         """What can be said of a state dict without its state: which parameters and settings go
@@ -311,22 +257,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return [None] * len(self.slots())
 
 
-def _converted_bytes(fitted: State, saved: State) -> int:
-    """Bytes of what fitting made anew: other tensors than the saved state's have another dtype or
-    key."""
-    made = [
-        value
-        for key, value in fitted.items()
-        if isinstance(value, Tensor)
-        and not (isinstance(saved.get(key), Tensor) and saved[key].dtype == value.dtype)
-    ]
-    return sum(value.nbytes for value in made)
-
-
 def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:
     start = 0
     for group in groups:
-        own = list(checksums[start : start + len(group["params"])])
-        start += len(own)
-        if any(value is not None for value in own):
-            group[CHECKSUMS] = own
+        of_group = list(checksums[start : start + len(group["params"])])
+        start += len(of_group)
+        if any(value is not None for value in of_group):
+            group[CHECKSUMS] = of_group

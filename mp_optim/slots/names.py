@@ -81,7 +81,7 @@ def canonical_name(module: nn.Module, name: str) -> str:
 
 def _has(module: nn.Module | None, part: str) -> bool:
     return module is not None and any(
-        part in own for own in (module._modules, module._parameters, module._buffers)
+        part in names for names in (module._modules, module._parameters, module._buffers)
     )
 
 

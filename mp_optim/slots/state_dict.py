@@ -71,7 +71,9 @@ def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
 
 def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
     """A saved group with some of its parameters."""
-    lists = {key: [group[key][at] for at in positions] for key in _PARALLEL if key in group}
+    lists = {
+        key: [group[key][position] for position in positions] for key in _PARALLEL if key in group
+    }
     return {**group, **lists}
 
 
@@ -139,11 +141,14 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
-    mine, theirs = ([len(group["params"]) for group in groups] for groups in (live, saved))
-    if mine != theirs:
+    live_sizes, saved_sizes = (
+        [len(group["params"]) for group in groups] for groups in (live, saved)
+    )
+    if live_sizes != saved_sizes:
         raise ValueError(
-            f"param groups do not match: this optimizer has groups of {mine} parameters, the saved "
-            f"state has {theirs}. With param_names in both, they are matched by name; read "
+            f"param groups do not match: this optimizer has groups of {live_sizes} parameters, "
+            f"the saved state has {saved_sizes}. With param_names in both, they are matched by "
+            "name; read "
             "a state dict of torch, apex, Megatron or DeepSpeed with mp_optim.checkpoint.foreign"
         )
     saved_ids = (index for group in saved for index in group["params"])

@@ -1,0 +1,214 @@
+"""ShardedParams: the model's parameters in flat buckets, and what this rank owns of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.config.rules import RULES
+from mp_optim.distributed.buckets import Entry
+from mp_optim.distributed.param_shards import ParamShard, ParamWatcher, make_shard
+from mp_optim.distributed.transport import Transport, make_transport
+from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, slot_name
+from mp_optim.slots.param_attributes import set_main_grad
+
+__all__ = ["ShardedParams", "in_forward_order"]
+
+
+def in_forward_order(
+    param_groups: ParamGroups, chunks: Sequence[nn.Module]
+) -> list[tuple[int, Slot, Tensor]]:
+    """Trained parameters in the order in which forward is expected to use them, with their places
+    in the model."""
+    params = (param for chunk in chunks for param in chunk.parameters())
+    places = {id(param): place for place, param in enumerate(params)}
+    trained = [
+        (places.get(id(param), 0), slot, param)
+        for slot, param in iter_slots(param_groups)
+        if param.requires_grad
+    ]
+    return sorted(trained, key=lambda item: item[:2])
+
+
+class ShardedParams:
+    """Moves the parameters into buckets, on construction; later keeps the two in agreement.
+
+    Args:
+        param_groups: the optimizer's live groups of the model's parameters.
+        group: the ranks that share out the buckets.
+        chunks, divisor: see :class:`~mp_optim.DistributedOptimizer`.
+        guard: names the ranks that are missing.
+
+    Attributes:
+        transport: what moves gradients and parameters between the ranks.
+        shards: what this rank owns, in slot order.
+        steps_everything: every rank steps all parameters, rather than what it owns.
+        frozen: slots that were trained when the buckets were made, and are not now.
+        bytes: that were reduced and gathered in the last step.
+    """
+
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        config: OptimizerConfig,
+        group: ProcessGroup,
+        chunks: Sequence[nn.Module],
+        divisor: int | None,
+        guard: Callable[[str], Any],
+    ) -> None:
+        self._param_groups = param_groups
+        self.steps_everything = config.data_parallel_sharding_strategy == "no_shard"
+        self.frozen: list[Slot] = []
+        self.bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
+        self._entries: dict[Slot, tuple[int, Entry]] = {}
+        self.transport = self._make_transport(config, group, list(chunks), divisor, guard)
+        self.shards = {
+            slot: self._shard(slot, param, config, group)
+            for slot, param in iter_slots(param_groups)
+        }
+        self._index = {slot: index for index, slot in enumerate(self.shards)}
+        self._watcher = ParamWatcher(self._params())
+
+    def _make_transport(
+        self,
+        config: OptimizerConfig,
+        group: ProcessGroup,
+        chunks: list[nn.Module],
+        divisor: int | None,
+        guard: Callable[[str], Any],
+    ) -> Transport:
+        trained = in_forward_order(self._param_groups, chunks)
+        transport = make_transport(
+            [param for *_, param in trained],
+            [slot_name(self._param_groups, slot) for _, slot, _ in trained],
+            [place for place, *_ in trained],
+            config,
+            group,
+            chunks,
+            divisor or group.size(),
+            guard,
+        )
+        slot_of = {id(param): slot for _, slot, param in trained}
+        for index, bucket in enumerate(transport.buckets):
+            for entry in bucket.entries:
+                self._entries[slot_of[id(entry.param)]] = index, entry
+        return transport
+
+    def _shard(
+        self, slot: Slot, param: Tensor, config: OptimizerConfig, group: ProcessGroup
+    ) -> ParamShard:
+        located = self._entries.get(slot)
+        return make_shard(
+            slot_name(self._param_groups, slot),
+            param,
+            None if located is None else (self.transport.buckets[located[0]], located[1]),
+            shard_groups=() if self.steps_everything else (group,),
+            everything=self.steps_everything,
+            keeps_shape=self.steps_everything or config.use_layer_wise_distributed_optimizer,
+            placed_alike=RULES[config.optimizer].reads == "sums",  # ranks meet in its reductions
+        )
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups, with what this rank owns in place of the parameters."""
+        return [self._group_of_shards(index) for index in range(len(self._param_groups))]
+
+    def _group_of_shards(self, index: int) -> dict[str, Any]:
+        group = self._param_groups[index]
+        slots = [Slot(index, position) for position in range(len(group["params"]))]
+        tensors = [self.shards[slot].tensor for slot in slots]
+        names = group.get("param_names")
+        params = list(zip(names, tensors, strict=True)) if names else tensors
+        return {**group_settings(group), "params": params}
+
+    def _params(self) -> list[Tensor]:
+        return [param for _, param in iter_slots(self._param_groups)]
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def hand_out_grads(self) -> list[Slot]:
+        """Let the owned tensors have the reduced gradients where the parameter is trained now;
+        returns the slots.
+
+        Raises:
+            RuntimeError: a parameter is trained that is in no bucket, naming it.
+        """
+        trained: list[Slot] = []
+        self.frozen = []
+        for slot, param in iter_slots(self._param_groups):
+            shard = self.shards[slot]
+            if param.requires_grad and shard.grad is None:
+                raise RuntimeError(
+                    f"{shard.name} was frozen when the optimizer was built and "
+                    "is in no bucket; build the optimizer again to train it"
+                )
+            set_main_grad(shard.tensor, shard.grad if param.requires_grad else None)
+            if param.requires_grad:
+                trained.append(slot)
+            elif shard.grad is not None:
+                self.frozen.append(slot)
+        return trained
+
+    def owned_grad(self, slot: Slot) -> Tensor | None:
+        """The reduced gradient of the elements that this rank owns, also where it steps all; None
+        of a parameter that is in no bucket."""
+        if slot not in self._entries:
+            return None
+        index, entry = self._entries[slot]
+        return self.transport.buckets[index].owned_grad(entry)
+
+    def tensors_in(self, bucket: int) -> list[Tensor]:
+        """The owned tensors of a bucket's parameters."""
+        slots = [slot for slot, (index, _) in self._entries.items() if index == bucket]
+        return [self.shards[slot].tensor for slot in slots]
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def is_followed(self, slot: Slot) -> bool:
+        """Whether a slot's parameter is as it was last seen."""
+        param = self._param_groups[slot.group]["params"][slot.position]
+        return self._watcher.is_same(self._index[slot], param)
+
+    def follow(self) -> bool:
+        """Take parameters that were replaced, moved or written into their buckets; returns whether
+        there were any. Until :meth:`look` they count as changed."""
+        params, slots = self._params(), list(self.shards)
+        changed = self._watcher.changed(params)
+        for index in changed:
+            if slots[index] in self._entries:
+                self._follow_param(slots[index], params[index])
+        return bool(changed)
+
+    def _follow_param(self, slot: Slot, param: Tensor) -> None:
+        index, entry = self._entries[slot]
+        if param is not entry.param or param.data_ptr() != entry.data.data_ptr():
+            is_replaced = param is not entry.param
+            self.transport.buckets[index].adopt(entry, param)
+            if is_replaced:
+                self.transport.reducer.watch(index, entry)
+                self.transport.gatherer.look()
+        increment_version(self.shards[slot].tensor)
+
+    def look(self) -> None:
+        """Take the parameters as they are now as seen."""
+        self._watcher.look(self._params())
+
+    def gather(self, is_stepped: bool) -> None:
+        """After a step: bring the other ranks' parts of the parameters here.
+
+        Args:
+            is_stepped: whether anything was written.
+        """
+        reducer, gatherer = self.transport.reducer, self.transport.gatherer
+        gathered = reducer.bytes_gathered
+        if is_stepped:
+            if not self.steps_everything:
+                gatherer.start()
+                gathered += gatherer.bytes_gathered
+            increment_version([entry.param for _, entry in self._entries.values()])
+            self.look()
+        self.bytes = {"bytes_reduced": reducer.bytes_reduced, "bytes_gathered": gathered}

@@ -1,0 +1,120 @@
+"""Loading a state dict: all of it is checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mp_optim.slots.identity import ParamGroups, Slot
+from mp_optim.slots.slot_state import SlotState, State
+from mp_optim.slots.state_dict import GroupMatch, names_in_words
+
+__all__ = ["StateLoad"]
+
+_KEPT_BYTES = 64 << 20
+"""Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
+that loading takes no more memory than that."""
+
+
+class Loadable(Protocol):
+    """What is asked of the optimizer."""
+
+    param_groups: ParamGroups
+
+    def slot_name(self, slot: Slot) -> str: ...
+    def slot_state(self, slot: Slot) -> State: ...
+    def state_of(self, slot: Slot) -> SlotState: ...
+    def load_slot_state(self, slot: Slot, state: State) -> None: ...
+
+
+class StateLoad:
+    """One load of saved state.
+
+    Args:
+        match: where each slot's state is. saved: the state dict's ``"state"``.
+        convert: also where that loses bits.
+
+    Raises:
+        ValueError: state is missing, naming the parameters.
+    """
+
+    def __init__(
+        self, optimizer: Loadable, match: GroupMatch, saved: Mapping[Any, Any], convert: bool
+    ) -> None:
+        self._optimizer, self._match, self._convert = optimizer, match, convert
+        self._saved = self._matched(saved)
+        self._fitted: dict[Slot, State] = {}
+
+    def _matched(self, saved: Mapping[Any, Any]) -> dict[Slot, State]:
+        """What each slot is to be given. A slot whose state was never allocated had none to
+        save."""
+        optimizer = self._optimizer
+        matched: dict[Slot, State] = {}
+        missing: list[str] = []
+        for slot, index in self._match.index_of.items():
+            state = saved.get(index) or {}
+            if not isinstance(state, dict):
+                raise ValueError(
+                    f"state of {optimizer.slot_name(slot)} is a {type(state).__name__}, not a dict"
+                )
+            if not state and optimizer.state_of(slot).is_required():
+                missing.append(optimizer.slot_name(slot))
+            elif state or optimizer.slot_state(slot):
+                matched[slot] = state
+        if missing:
+            raise ValueError(
+                f"the saved state has none for {len(missing)} of {len(self._match.index_of)} "
+                f"parameters: {names_in_words(missing)}. Was it saved before the first step of an "
+                "optimizer that "
+                "has no state until then, or with these parameters frozen? Load a complete one, or "
+                "none"
+            )
+        return matched
+
+    def check(self) -> None:
+        """Raise ValueError, naming what does not fit, or would lose bits."""
+        room = _KEPT_BYTES
+        for slot, saved in self._saved.items():
+            state = self._optimizer.state_of(slot)
+            if not self._convert:
+                state.check_weights(saved, self._match.checksums.get(slot))
+            fitted = state.fit(saved, self._convert)
+            state.check(fitted)
+            room -= _converted_bytes(fitted, saved)
+            if room >= 0:
+                self._fitted[slot] = fitted
+
+    def write(self) -> None:
+        """Copy what was checked into the slots and the groups."""
+        optimizer = self._optimizer
+        for slot, saved in self._saved.items():
+            fitted = self._fitted.pop(slot, None)
+            if fitted is None:
+                fitted = optimizer.state_of(slot).fit(saved, self._convert)
+            optimizer.load_slot_state(slot, fitted)
+        for group, settings in zip(optimizer.param_groups, self._match.settings, strict=True):
+            group.update(settings)
+
+    def write_model(self) -> list[str]:
+        """Give the model's parameters the values of their main params; returns the names of those
+        that had others."""
+        optimizer = self._optimizer
+        for slot, saved in self._saved.items():
+            checksum = None if self._convert else self._match.checksums.get(slot)
+            optimizer.state_of(slot).expect_weights(saved, checksum)
+        written = [slot for slot in self._saved if optimizer.state_of(slot).write_model()]
+        return [optimizer.slot_name(slot) for slot in written]
+
+
+def _converted_bytes(fitted: State, saved: State) -> int:
+    """Bytes of what fitting made anew: such tensors have another dtype or key than those that were
+    saved."""
+    made = [
+        value
+        for key, value in fitted.items()
+        if isinstance(value, Tensor)
+        and not (isinstance(saved.get(key), Tensor) and saved[key].dtype == value.dtype)
+    ]
+    return sum(value.nbytes for value in made)
