@@ -32,6 +32,7 @@ from mp_optim.precision import (
 from mp_optim.process.caller_warnings import warn
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
+from mp_optim.slots.param_attributes import has_partition_dim, is_tensor_parallel
 from mp_optim.update import check_serves, set_host_cores, set_host_threads
 from mp_optim.update.rules import CLASSES, construction_of, settings_of
 
@@ -105,7 +106,7 @@ def _check_partitions(
         if tp is None or tp.size() == 1 or group.get("optimizer", "muon") != "muon":
             continue
         for index, param in enumerate(group["params"]):
-            if not getattr(param, "tensor_model_parallel", False):
+            if not is_tensor_parallel(param):
                 continue
             name = (group.get("param_names") or {index: f"param{index}"})[index]
             if config.may_offload and config.offload_mode == "speculative":
@@ -114,7 +115,7 @@ def _check_partitions(
                     "a "
                     "collective, which may not meet those of backward; use 'overlap'"
                 )
-            if not hasattr(param, "partition_dim"):
+            if not has_partition_dim(param):
                 raise ValueError(
                     f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot "
                     "gather it: "

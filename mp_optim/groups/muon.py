@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.slots import param_attributes
 
 __all__ = ["MuonAssignment", "is_embedding_or_output"]
 
@@ -19,7 +20,8 @@ def is_embedding_or_output(param: Tensor, name: str) -> bool:
     """Megatron's attribute ``is_embedding_or_output_parameter``, or, where it is absent, a part of
     the FQN."""
     named = any(part in _EMBEDDINGS for part in name.split("."))
-    return bool(getattr(param, "is_embedding_or_output_parameter", named))
+    said = param_attributes.is_embedding_or_output(param)
+    return named if said is None else said
 
 
 class MuonAssignment:
@@ -87,7 +89,7 @@ class MuonAssignment:
 
     def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
         """Megatron's rows per query group: queries, keys, values."""
-        fused = getattr(param, "is_qkv", False) or name.endswith("linear_qkv.weight")
+        fused = param_attributes.is_qkv(param) or name.endswith("linear_qkv.weight")
         if not self._config.muon_split_qkv or not fused:
             return None
         sizes = self._sizes.get(id(param))

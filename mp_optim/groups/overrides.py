@@ -18,6 +18,7 @@ from mp_optim.config.field_kinds import LARGEST
 from mp_optim.config.rules import RULES
 from mp_optim.groups.muon import MuonAssignment, is_embedding_or_output
 from mp_optim.slots.names import named_params
+from mp_optim.slots.param_attributes import is_dense_in_megatron
 
 __all__ = [
     "ParamGroupOverride",
@@ -210,7 +211,7 @@ def check_config_overrides_consistency(
 def is_expert_param(param: Tensor, name: str) -> bool:
     """Megatron's ``allreduce=False``, or Hugging Face's ``.experts.`` (shared experts are
     dense)."""
-    if not getattr(param, "allreduce", True):
+    if not is_dense_in_megatron(param):
         return True
     return ".experts." in f".{name}" and "shared_experts" not in name
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mp_optim.groups.overrides import is_expert_param
 from mp_optim.slots.names import named_params
+from mp_optim.slots.param_attributes import is_copied_in_tensor_parallel
 
 __all__ = ["ParamSpec", "specs_of"]
 
@@ -76,7 +77,7 @@ def _from_named(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) 
         if id(param) in seen:
             continue
         seen.add(id(param))
-        whole = getattr(param, "tensor_model_parallel", True) is False
+        whole = is_copied_in_tensor_parallel(param)
         specs.append(
             ParamSpec(
                 name,

@@ -20,6 +20,7 @@ __all__ = [
     "grad_norm_group",
     "has_partition_dim",
     "have_grad_only",
+    "is_copied_in_tensor_parallel",
     "is_dense_in_megatron",
     "is_embedding_or_output",
     "is_qkv",
@@ -114,6 +115,11 @@ def is_tensor_parallel(param: Tensor) -> bool:
     return bool(getattr(param, "tensor_model_parallel", False))
 
 
+def is_copied_in_tensor_parallel(param: Tensor) -> bool:
+    """``tensor_model_parallel`` is there and false: the ranks of a group have copies."""
+    return getattr(param, "tensor_model_parallel", True) is False
+
+
 def partition_dim(param: Tensor) -> int | None:
     """``partition_dim``: the dimension along which tensor parallelism cuts; None if along none."""
     dim: int | None = getattr(param, "partition_dim", None)
@@ -132,8 +138,8 @@ def is_dense_in_megatron(param: Tensor) -> bool:
 
 def is_embedding_or_output(param: Tensor) -> bool | None:
     """``is_embedding_or_output_parameter``; None if nothing is said."""
-    said: bool | None = getattr(param, "is_embedding_or_output_parameter", None)
-    return said
+    said = getattr(param, "is_embedding_or_output_parameter", None)
+    return None if said is None else bool(said)
 
 
 def is_qkv(param: Tensor) -> bool:

@@ -13,6 +13,7 @@ from mp_optim.checkpoint.foreign.state import MASTER, STEP, ForeignGroup, Foreig
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, local_tensor
 from mp_optim.slots.names import matched_names
+from mp_optim.slots.param_attributes import main_param_of
 from mp_optim.slots.state_dict import plain_groups
 
 __all__ = ["export_state", "import_state"]
@@ -94,7 +95,8 @@ def import_state(
         slot = slots[name]
         param = optimizer.param_groups[slot.group]["params"][slot.position]
         if _REMAINDER in optimizer.slot_state(slot):  # rounded as it goes with the remainder
-            value = getattr(param, "main_param", param)
+            main = main_param_of(param)
+            value = param if main is None else main
         local_tensor(param).copy_(local_tensor(value))
 
 
