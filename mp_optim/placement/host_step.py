@@ -18,7 +18,7 @@ from mp_optim.placement.staging import StagedTensors, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.placement.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection
-from mp_optim.slots.host_part import GradientSource, TransferBytes
+from mp_optim.slots.host_part import GradientSource, HostPart, TransferBytes
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update import choose_backend
 
@@ -120,7 +120,7 @@ class _NoSource:
         return choose_backend("auto", grads[0].device)[0].sum_of_squares(grads)
 
 
-class HostStepper:
+class HostStepper(HostPart):
     """Steps the host's slots in ``step()``, and nothing before: ``offload_mode="sync"``.
 
     Args:
@@ -130,7 +130,6 @@ class HostStepper:
     """
 
     mode: OffloadMode = "sync"
-    works_in_backward = False
 
     def __init__(
         self,
@@ -141,9 +140,8 @@ class HostStepper:
         settings: HostStepSettings,
         timeline: StepTimeline,
     ) -> None:
+        super().__init__()
         self.transfer, self.timeline = transfer, timeline
-        self.transfer_bytes = TransferBytes()
-        self.is_last_microbatch = True
         self.settings = settings
         self._host, self._owner = host, owner
         self._source: GradientSource = _NoSource()
@@ -157,7 +155,6 @@ class HostStepper:
         return bool(self._slots)
 
     def connect(self, source: GradientSource) -> None:
-        """Ask this source from now on."""
         self._source = source
 
     # -- buckets and their memory -----------------------------------------------------------------
@@ -202,27 +199,6 @@ class HostStepper:
         """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
         is held from then on."""
         return HostBytes(sum(staging.capacity for staging in self._staging))
-
-    # -- what is begun during backward: nothing ---------------------------------------------------
-
-    def on_grad_ready(self, update: SlotUpdate) -> None:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
-
-    def collect(self) -> None:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
-
-    def known_sum_of_squares(self, grad: Tensor) -> float | None:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
-        return None
-
-    def state_exposed(self, slot: Slot) -> None:
-        """The caller gets live tensors of a slot, and may write to them without a trace."""
-
-    def skip(self) -> None:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
-
-    def discard(self) -> None:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
 
     # -- in step ----------------------------------------------------------------------------------
 
@@ -311,10 +287,9 @@ class HostStepper:
     # -- what it says of itself -------------------------------------------------------------------
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
         transfer = self.transfer
         copy = transfer.empty_host(tensor.nbytes, True).view(tensor.dtype)
-        ticket = transfer.download([(copy, tensor)])
+        ticket = transfer.download([copy], [tensor])
 
         def value() -> Tensor:
             transfer.wait(ticket)
@@ -322,10 +297,5 @@ class HostStepper:
 
         return value
 
-    def notes(self) -> tuple[str, ...]:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
-        return ()
-
     def metrics(self) -> dict[str, float]:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
         return self.timeline.metrics()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.placement.transfer import CopyPair, Transfer
+from mp_optim.placement.transfer import Transfer
 from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.slots import CachedTensorList, SlotUpdates
 
@@ -25,7 +25,7 @@ class _Forms:
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._seen = tensors
         self._sizes = tensors.sizes if isinstance(tensors, CachedTensorList) else None
-        present = [tensor for tensor in tensors if tensor is not None]
+        present = _present(tensors)
         self._empty = [tensor is None for tensor in tensors]
         self._shapes, self._dtypes = list(map(_SHAPE, present)), list(map(_DTYPE, present))
         self._only_dtypes = set(self._dtypes)
@@ -37,7 +37,7 @@ class _Forms:
                 return True
             if tensors.sizes is self._sizes and len(self._only_dtypes) == 1:
                 return tensors.dtypes == self._only_dtypes
-        present = [tensor for tensor in tensors if tensor is not None]
+        present = _present(tensors)
         return (
             [tensor is None for tensor in tensors] == self._empty
             and list(map(_DTYPE, present)) == self._dtypes
@@ -61,7 +61,7 @@ class StagedTensors:
             None if output is None else memory.take(output.shape, output.dtype)
             for output in updates.outputs
         ]
-        present = [output for output in outputs if output is not None]
+        present = _present(outputs)
         self.outputs: Sequence[Tensor | None] = outputs
         if len(present) == len(outputs):
             self.outputs = CachedTensorList(present)
@@ -121,20 +121,21 @@ class Staging:
     def download(self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None) -> Any:
         """Start to copy gradients to the host, as soon as the memory is free. Returns a ticket."""
         self.wait_until_free()
-        self._download = self.transfer.download(list(zip(staged, grads, strict=True)), after=after)
+        self._download = self.transfer.download(staged, grads, after)
         return self._download
 
     def upload(self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]) -> None:
         """Start to copy parameters to where they are wanted."""
-        pairs: list[CopyPair] = [
-            (output, value)
-            for output, value in zip(outputs, staged, strict=True)
-            if output is not None and value is not None
-        ]
-        self._upload = self.transfer.upload(pairs)
+        self._upload = self.transfer.upload(_present(outputs), _present(staged))
+
+
+def _present(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    if isinstance(tensors, CachedTensorList):
+        return tensors
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def staging_bytes(updates: SlotUpdates) -> int:
     """Host memory that gradients and outputs take."""
-    tensors = [*updates.grads, *(output for output in updates.outputs if output is not None)]
+    tensors = [*updates.grads, *_present(updates.outputs)]
     return sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)

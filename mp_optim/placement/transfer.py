@@ -17,12 +17,13 @@ from mp_optim.process.torch_modes import in_own_modes
 
 __all__ = ["CudaTransfer", "ImmediateTransfer", "MetaTransfer", "Transfer", "transfer_for"]
 
-CopyPair = tuple[Tensor, Tensor]
-"""(destination, source): same shape and dtype, destination contiguous on a download."""
-
 
 class Transfer(Protocol):
-    """Asynchronous copies. A ticket stands for a batch of copies that may still be under way."""
+    """Asynchronous copies. A ticket stands for a batch of copies that may still be under way.
+
+    ``to`` and ``sources`` are parallel lists (with thousands of tensors, an object for each pair
+    would cost more than the copies) of the same shapes and dtypes; on the host, contiguous.
+    """
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         """A 1-D uint8 host buffer, page-locked if ``pin`` and the accelerator can use it."""
@@ -31,11 +32,11 @@ class Transfer(Protocol):
         """A point in the work that the calling thread has queued so far, for ``download(after=)``
         in another thread."""
 
-    def download(self, pairs: Sequence[CopyPair], after: Any = None) -> Any:
+    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> Any:
         """Start copying accelerator tensors to the host, after a mark or all work queued so far.
         Returns a ticket."""
 
-    def upload(self, pairs: Sequence[CopyPair]) -> Any:
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
         """Start copying host tensors to the accelerator, after all work queued so far. Returns a
         ticket."""
 
@@ -54,13 +55,12 @@ class ImmediateTransfer:
 
     def mark(self) -> None: ...
 
-    def download(self, pairs: Sequence[CopyPair], after: None = None) -> None:
-        if pairs:
-            destinations, sources = zip(*pairs, strict=True)
-            torch._foreach_copy_(destinations, sources)
+    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None) -> None:
+        if to:
+            torch._foreach_copy_(list(to), list(sources))
 
-    def upload(self, pairs: Sequence[CopyPair]) -> None:
-        self.download(pairs)
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self.download(to, sources)
 
     def wait(self, ticket: None) -> None: ...
 
@@ -94,8 +94,8 @@ class CudaTransfer:
     def _copy(
         self,
         stream: torch.cuda.Stream,
-        pairs: Sequence[CopyPair],
-        device_side: int,
+        to: Sequence[Tensor],
+        sources: Sequence[Tensor],
         after: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
         if after is None:
@@ -103,20 +103,25 @@ class CudaTransfer:
         else:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
-            for pair in pairs:
-                pair[0].copy_(pair[1], non_blocking=True)
-                pair[device_side].record_stream(stream)
+            for destination, source in zip(to, sources, strict=True):
+                destination.copy_(source, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
+        # NOTE: the caller may free what lies on the accelerator while it is still being copied.
+        for tensor in sources if stream is self._down else to:
+            tensor.record_stream(stream)
         return event
 
     def download(
-        self, pairs: Sequence[CopyPair], after: torch.cuda.Event | None = None
+        self,
+        to: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        after: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
-        return self._copy(self._down, pairs, device_side=1, after=after)
+        return self._copy(self._down, to, sources, after)
 
-    def upload(self, pairs: Sequence[CopyPair]) -> torch.cuda.Event:
-        return self._copy(self._up, pairs, device_side=0)
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
+        return self._copy(self._up, to, sources)
 
     def wait(self, ticket: torch.cuda.Event) -> None:
         ticket.synchronize()

@@ -102,7 +102,7 @@ class DeviceVerdict:
         self._transfer = _transfer(formed.report.device)
         told = self._transfer.empty_host(formed.report.nbytes, True)
         self._told = told.view(torch.float64)
-        self._ticket = self._transfer.download([(self._told, formed.report)])
+        self._ticket = self._transfer.download([self._told], [formed.report])
         self._verdict: Verdict | None = None
         self._told_to: Callable[[Verdict], None] | None = None
         self.found_inf = formed.overflow

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
+from mp_optim.slots.identity import Slot
 from mp_optim.slots.updates import SlotUpdate
 
 __all__ = ["GradientSource", "HostPart", "Place", "TransferBytes"]
@@ -37,8 +39,9 @@ class GradientSource(Protocol):
         """FP64 sum of squares of each tensor of a list on the host, shape (n,)."""
 
 
-class HostPart(Protocol):
-    """The stepping of slots on the host, part of which may be done during backward.
+class HostPart:
+    """The stepping of slots on the host, part of which may be done during backward: the face that
+    the layer above sees, and what it comes to where nothing is begun early.
 
     Nothing depends on work being begun early: what was not begun, or from other values, is done in
     the step.
@@ -49,10 +52,13 @@ class HostPart(Protocol):
         transfer_bytes: of the last step.
     """
 
-    works_in_backward: bool
-    is_last_microbatch: bool
-    transfer_bytes: TransferBytes
+    works_in_backward = False
 
+    def __init__(self) -> None:
+        self.is_last_microbatch = True
+        self.transfer_bytes = TransferBytes()
+
+    @abstractmethod
     def connect(self, source: GradientSource) -> None:
         """Ask this source from now on; it reports gradients by :meth:`on_grad_ready`."""
 
@@ -69,6 +75,11 @@ class HostPart(Protocol):
 
     def known_sum_of_squares(self, grad: Tensor) -> float | None:
         """Of a gradient that was measured early and has not changed since; else None."""
+        return None
+
+    def state_exposed(self, slot: Slot) -> None:
+        """The caller gets live tensors of a slot of the host's optimizer, and may write to them
+        without a trace."""
 
     def skip(self) -> None:
         """This step changes nothing: drop what was begun early."""
@@ -76,12 +87,15 @@ class HostPart(Protocol):
     def discard(self) -> None:
         """Drop what was begun early; the step does it again."""
 
+    @abstractmethod
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to copy a small tensor to the host; the result waits for the copy and returns
         it."""
 
     def notes(self) -> tuple[str, ...]:
         """How the host's part is stepped, in words."""
+        return ()
 
+    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Milliseconds of the last step's stages, and how speculation did so far."""

@@ -124,24 +124,24 @@ class AdversarialTransfer:
     """Delays every copy until somebody waits for it, and poisons the destination until then."""
 
     def __init__(self) -> None:
-        self.pending: list[tuple[bool, Sequence[tuple[Tensor, Tensor]]] | None] = []
+        self.pending: list[tuple[bool, list[tuple[Tensor, Tensor]]] | None] = []
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
-    def _start(self, is_upload: bool, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-        for destination, _ in pairs:
+    def _start(self, is_upload: bool, to: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
+        for destination in to:
             destination.fill_(float("nan"))
-        self.pending.append((is_upload, pairs))
+        self.pending.append((is_upload, list(zip(to, sources, strict=True))))
         return len(self.pending) - 1
 
     def mark(self) -> None: ...
 
-    def download(self, pairs: Sequence[tuple[Tensor, Tensor]], after: None = None) -> int:
-        return self._start(False, pairs)
+    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None) -> int:
+        return self._start(False, to, sources)
 
-    def upload(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-        return self._start(True, pairs)
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
+        return self._start(True, to, sources)
 
     def wait(self, ticket: int) -> None:
         entry = self.pending[ticket]

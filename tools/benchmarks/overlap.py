@@ -68,18 +68,18 @@ class Bus:
 
     def mark(self) -> None: ...
 
-    def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    def _copy(self, lane: str, to: Sequence[Tensor], sources: Sequence[Tensor]) -> float:
         started = max(time.perf_counter(), self._free_at[lane])
-        for destination, source in pairs:
+        for destination, source in zip(to, sources, strict=True):
             destination.copy_(source)
-        self._free_at[lane] = started + sum(source.nbytes for _, source in pairs) / self._rate
+        self._free_at[lane] = started + sum(source.nbytes for source in sources) / self._rate
         return self._free_at[lane]
 
-    def download(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Any = None) -> float:
-        return self._copy("down", pairs)
+    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> float:
+        return self._copy("down", to, sources)
 
-    def upload(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-        return self._copy("up", pairs)
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> float:
+        return self._copy("up", to, sources)
 
     def wait(self, ticket: float) -> None:
         time.sleep(max(0.0, ticket - time.perf_counter()))

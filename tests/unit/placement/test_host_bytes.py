@@ -1,0 +1,79 @@
+"""What a plan says of host memory is what a run holds: bytes of tensors, not of another plan."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.placement.transfer import ImmediateTransfer
+from mp_optim.planner import plan
+from support.offload import MODES, hybrids
+
+
+class CountingTransfer(ImmediateTransfer):
+    """Knows which host buffers are alive, and their bytes."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[StorageWeakRef, int]] = []
+
+    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
+        buffer = super().empty_host(num_bytes, pin)
+        self._buffers.append((StorageWeakRef(buffer.untyped_storage()), num_bytes))
+        return buffer
+
+    @property
+    def held(self) -> int:
+        return sum(size for storage, size in self._buffers if not storage.expired())
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    shapes = [(64, 100), (7,), (300, 30), (1,), (129, 65), (40_000,)]
+    torch.manual_seed(0)
+    return nn.ParameterList(torch.randn(shape).to(dtype) for shape in shapes)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    torch.stack([param.float().square().sum() for param in model.parameters()]).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000, 64 << 20])
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "compact"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_holds_the_bytes_that_were_planned(
+    mode: str, precision: str, pipelined: bool, bucket_bytes: int
+) -> None:
+    compact = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8"}
+    config = OptimizerConfig(
+        lr=1e-3,
+        bf16=precision != "fp32",
+        clip_grad=0.0,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode=mode,
+        overlap_cpu_optimizer_d2h_h2d=pipelined,
+        **(compact if precision == "compact" else {}),
+    )
+    model = model_of(torch.float32 if precision == "fp32" else torch.bfloat16)
+    optimizer = get_megatron_optimizer(config, model)
+    (hybrid,) = hybrids(optimizer)
+    transfer = CountingTransfer()
+    hybrid.use_transfer(transfer, bucket_bytes)
+    planned = hybrid.host_bytes()
+    if bucket_bytes == 64 << 20:
+        rank = plan(model, config)
+        staging = rank.pinned_host.staging + rank.pageable_host.staging
+        buffers = rank.pinned_host.double_buffers + rank.pageable_host.double_buffers
+        assert (staging, buffers) == (planned.staging, planned.back_mains + planned.back_state)
+    take_steps = partial(step, model, optimizer)
+    for _ in range(4):
+        take_steps()
+    assert transfer.held == sum(planned) == sum(hybrid.host_bytes())
+    assert (planned.back_mains > 0) == (mode == "speculative")
