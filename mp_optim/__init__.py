@@ -27,11 +27,13 @@ from mp_optim.precision import (
 )
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon
+from mp_optim.update.adafactor import Adafactor
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "AdamOptimizerConfig",
     "ChainedOptimizer",
     "ConstantGradScaler",

@@ -18,8 +18,8 @@ class ConfigFields:
     """See :class:`mp_optim.OptimizerConfig`, which adds the checks."""
 
     optimizer: str = "adam"
-    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd, lamb, lion, or muon for
-    matrices with ``muon_scalar_optimizer`` for the rest."""
+    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd, lamb, lion, adafactor, or
+    muon for matrices with ``muon_scalar_optimizer`` for the rest."""
     lr: float | None = None
     """Learning rate; the max_lr of every param group. Required."""
     min_lr: float | None = None
@@ -112,6 +112,14 @@ class ConfigFields:
     """LAMB adapts the learning rate also where weight decay is 0."""
     lamb_grad_averaging: bool = True
     """LAMB weighs the gradient with 1 - beta1 in the first moment."""
+    adafactor_beta2_decay: float = -0.8
+    """Adafactor's averages take a gradient with weight ``step ** adafactor_beta2_decay``."""
+    adafactor_eps1: float | None = None
+    """Floor of the root of adafactor's second moment; by default FP32's epsilon."""
+    adafactor_eps2: float = 1e-3
+    """Adafactor scales steps by a parameter's root mean square, taken as at least this."""
+    adafactor_clip_threshold: float = 1.0
+    """Limit of the root mean square of adafactor's direction, of each parameter."""
     clip_grad: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     grad_norm_skip_threshold: float = math.inf

@@ -13,6 +13,7 @@ import torch
 from mp_optim.config.field_kinds import (
     BETA,
     LARGEST,
+    OPTIONAL_RATE,
     RATE,
     Check,
     Choice,
@@ -121,6 +122,18 @@ class RuleSpec:
         return tuple(moment.name for moment in self.moments)
 
 
+def _each_row(shape: torch.Size) -> torch.Size | None:
+    return torch.Size([*shape[:-1], 1]) if len(shape) >= 2 else None
+
+
+def _each_column(shape: torch.Size) -> torch.Size | None:
+    return torch.Size([*shape[:-2], 1, shape[-1]]) if len(shape) >= 2 else None
+
+
+def _of_vectors(shape: torch.Size) -> torch.Size | None:
+    return shape if len(shape) < 2 else None
+
+
 _EXP_AVG = Moment("exp_avg")
 _EXP_AVG_SQ = Moment("exp_avg_sq", SECOND_DTYPE)
 _MOMENTUM = Moment("momentum_buffer")
@@ -217,7 +230,30 @@ _MUON = RuleSpec(
     has_kernels=False,
 )
 
-RULES = {rule.name: rule for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON)}
+_ADAFACTOR = RuleSpec(
+    "adafactor",
+    (
+        Moment("row_var", None, _each_row, elementwise=False),
+        Moment("col_var", None, _each_column, elementwise=False),
+        Moment("variance", None, _of_vectors),
+    ),
+    {
+        "adafactor_beta2_decay": Number(-LARGEST, 0.0, said="must be a finite number <= 0"),
+        "adafactor_eps1": OPTIONAL_RATE,
+        "adafactor_eps2": RATE,
+        "adafactor_clip_threshold": Number(1.0, LARGEST, said="must be a finite number >= 1"),
+    },
+    {
+        "beta2_decay": "adafactor_beta2_decay",
+        "eps": ("adafactor_eps1", "adafactor_eps2"),
+        "d": "adafactor_clip_threshold",
+    },
+    overrides=("beta2_decay", "eps", "d"),
+    reads="sums",
+    has_kernels=False,
+)
+
+RULES = {rule.name: rule for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON, _ADAFACTOR)}
 """By name, in the order in which messages list them."""
 
 OPTIMIZERS = tuple(RULES)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
+from mp_optim.update.adafactor import Adafactor
 from mp_optim.update.adam import FusedAdam
 from mp_optim.update.lamb import FusedLAMB
 from mp_optim.update.lion import Lion
@@ -22,6 +23,7 @@ CLASSES: dict[str, type[RuleOptimizer]] = {
     "sgd": SGD,
     "lion": Lion,
     "muon": Muon,
+    "adafactor": Adafactor,
 }
 assert CLASSES.keys() == RULES.keys()
 

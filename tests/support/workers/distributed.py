@@ -180,7 +180,8 @@ def cases() -> list[Case]:
         ]
         found += [Case(ranks, "fp32", layout) for layout in whole]
         found += [
-            Case(ranks, "bf16", layout, fraction, rule="lamb")
+            Case(ranks, "bf16", layout, fraction, rule=rule)
+            for rule in ("lamb", "adafactor")
             for layout in (*whole, "optim-whole")
             for fraction in (0.0, 0.5)
         ]

@@ -1,0 +1,292 @@
+"""Adafactor (Shazeer & Stern 2018), with the settings of ``torch.optim.Adafactor``. Formulas:
+docs/numerics.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.setting_checks import NOT_NEGATIVE, as_number, check_schedule, check_setting
+from mp_optim.slots import SlotUpdate, SlotUpdates
+from mp_optim.slots.tensor_layout import Part
+from mp_optim.update.backends import Backend
+from mp_optim.update.codecs import join, split_
+from mp_optim.update.exact_sums import (
+    Block,
+    MatricesShape,
+    blocks_of,
+    digits_to_values,
+    largest,
+    matrices_shape,
+    over_shards,
+    row_and_column_digits,
+    total_digits,
+)
+from mp_optim.update.kernel_args import REMAINDER, TensorLists, fp32
+from mp_optim.update.rule import RuleOptimizer, check_range
+from mp_optim.update.state_format import StatePrecision
+from mp_optim.update.sums import sum_in_pairs
+
+__all__ = ["Adafactor"]
+
+_TOGETHER = 1 << 26
+"""Elements of whole parameters that are stepped together: each needs FP32 copies of its gradient
+and its direction meanwhile."""
+
+
+class Adafactor(RuleOptimizer):
+    """Adafactor over FP32 tensors, wherever they lie and however they are split. Of a parameter of
+    two or more dimensions it keeps a sum for each row and column instead of a second moment.
+
+    Args:
+        lr: upper limit of the relative step, which is ``1 / sqrt(t)`` at step ``t``.
+        beta2_decay: exponent of the weight ``t ** beta2_decay`` of a gradient in the averages.
+        eps: floor of the second moment's root (None: FP32's epsilon), and of a parameter's root
+            mean square.
+        d: limit of the direction's root mean square.
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`; moments are
+            FP32.
+    """
+
+    rule = "adafactor"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "beta2_decay": beta2_decay,
+                "eps": eps,
+                "d": d,
+                "weight_decay": weight_decay,
+            },
+            backend,
+            StatePrecision(**precision),
+        )
+
+    def is_collective(self, update: SlotUpdate) -> bool:
+        return bool(update.shard_groups)
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_schedule(group)
+        check_range(group, "beta2_decay", as_number(group["beta2_decay"]) <= 0.0, "a number <= 0")
+        check_range(group, "d", as_number(group["d"]) >= 1.0, "a finite number >= 1")
+        eps = group["eps"]
+        check_range(group, "eps", isinstance(eps, (tuple, list)) and len(eps) == 2, "two numbers")
+        if eps[0] is not None:
+            check_setting("eps[0]", eps[0], NOT_NEGATIVE)
+        check_setting("eps[1]", eps[1], NOT_NEGATIVE)
+
+    def group_backend(self, group: dict[str, Any], device: torch.device) -> tuple[str, str]:
+        return "torch", "adafactor: torch operations, with the same bits in every place"
+
+    def apply(
+        self,
+        backend: Backend,
+        lists: TensorLists,
+        group: dict[str, Any],
+        step: int,
+        multiplier: float | Tensor,
+        updates: SlotUpdates,
+    ) -> None:
+        lists = lists.in_place()
+        scalars = _Scalars.at(group, step)
+        parts = [self._groups[slot.group].parts[slot.position] for slot in updates.slots]
+        for members in _runs(parts):
+            params = [_Param.of(lists, at, parts[at], float(multiplier)) for at in members]
+            _step(params, scalars, [updates.shard_groups[at] for at in members])
+            for at, param in zip(members, params, strict=True):
+                _store(lists, at, param)
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    """Scalars of a step; those named ``fp32`` are rounded to it once."""
+
+    keep_fp32: float
+    weight_fp32: float
+    floor_fp32: float
+    squared_floor_fp32: float
+    decay_fp32: float
+    rate: float
+    least_scale: float
+    threshold: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> _Scalars:
+        lr, floor = float(group["lr"]), group["eps"][0]
+        floor = torch.finfo(torch.float32).eps if floor is None else float(floor)
+        weight = step ** float(group["beta2_decay"])
+        return cls(
+            keep_fp32=fp32(1.0 - weight),
+            weight_fp32=fp32(weight),
+            floor_fp32=fp32(floor),
+            squared_floor_fp32=fp32(floor * floor),
+            decay_fp32=fp32(lr * float(group["weight_decay"])),
+            rate=min(lr, 1.0 / math.sqrt(step)),
+            least_scale=float(group["eps"][1]),
+            threshold=float(group["d"]),
+        )
+
+    def step_size(self, param_rms: float, direction_rms: float) -> float:
+        """What the direction is multiplied with; NaN if a root mean square is."""
+        clip = direction_rms / self.threshold
+        scale = param_rms if not param_rms < self.least_scale else self.least_scale
+        return fp32(scale * self.rate / (clip if not clip < 1.0 else 1.0))
+
+
+@dataclass
+class _Param:
+    """A parameter under way: FP32 copies of what this rank has of it.
+
+    Attributes:
+        main: the main param itself where that is FP32.
+        direction: the gradient; later what the parameter moves along.
+        state: moments by name.
+    """
+
+    part: Part
+    main: Tensor
+    direction: Tensor
+    state: dict[str, Tensor]
+    shape: MatricesShape
+    blocks: list[Block] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, lists: TensorLists, at: int, part: Part, multiplier: float) -> _Param:
+        state = {key: tensors[at] for key, tensors in lists.state.items()}
+        main = lists.main[at]
+        if REMAINDER in state:
+            main = join(main, state[REMAINDER])
+        grad = lists.grad[at].to(torch.float32, copy=True)
+        if multiplier != 1.0:
+            grad.mul_(multiplier)
+        return cls(part, main, grad, state, matrices_shape(part.shape), blocks_of(part, grad))
+
+    @property
+    def device(self) -> torch.device:
+        return self.main.device
+
+    @property
+    def is_factored(self) -> bool:
+        return "row_var" in self.state
+
+    def rms(self, digits: Tensor, top: float) -> float:
+        """Root mean square over the whole parameter."""
+        count = max(1, self.part.shape.numel())
+        return math.sqrt(float(digits_to_values(digits, top)) / count)
+
+
+def _runs(parts: Sequence[Part]) -> Iterator[list[int]]:
+    """Which parameters are stepped together: the same on every rank, as it depends on whole
+    shapes."""
+    members: list[int] = []
+    room = _TOGETHER
+    for at, part in enumerate(parts):
+        size = part.shape.numel()
+        if members and size > room:
+            yield members
+            members, room = [], _TOGETHER
+        members.append(at)
+        room -= size
+    if members:
+        yield members
+
+
+def _step(params: list[_Param], scalars: _Scalars, shard_groups: Sequence[Any]) -> None:
+    """Step parameters that are stepped together; collective if some are split over ranks."""
+
+    def reduced(values: list[Tensor], largest_of: bool) -> list[Tensor]:
+        return over_shards(values, shard_groups, largest_of, "adding up Adafactor's sums")
+
+    def tops_of(values: list[Tensor]) -> list[list[float]]:
+        return [top.tolist() for top in reduced(values, largest_of=True)]
+
+    tops = tops_of([torch.stack([largest(p.direction), largest(p.main)]) for p in params])
+    sums = [_digits_of(p, *top) for p, top in zip(params, tops, strict=True)]
+    sums = reduced(sums, largest_of=False)
+    scales = []
+    for param, digits, (grad_top, main_top) in zip(params, sums, tops, strict=True):
+        scales.append(param.rms(digits[:2], main_top))
+        _turn(param, digits[2:], grad_top, scalars)
+    tops = tops_of([largest(p.direction)[None] for p in params])
+    sums = [total_digits(p.blocks, top, p.device) for p, (top,) in zip(params, tops, strict=True)]
+    sums = reduced(sums, largest_of=False)
+    for param, digits, (top,), scale in zip(params, sums, tops, scales, strict=True):
+        if scalars.decay_fp32 != 0.0:
+            param.main.sub_(param.main * scalars.decay_fp32)
+        size = scalars.step_size(scale, param.rms(digits, top))
+        param.main.sub_(param.direction.mul_(size))
+
+
+def _digits_of(param: _Param, grad_top: float, main_top: float) -> Tensor:
+    """Digits of the sum of squares of the parameter, and of the gradient's rows and columns where
+    they are kept; int64, shape (n,)."""
+    digits = [total_digits(blocks_of(param.part, param.main), main_top, param.device)]
+    if param.is_factored:
+        digits += row_and_column_digits(param.blocks, grad_top, param.shape, param.device)
+    return torch.cat([each.reshape(-1) for each in digits])
+
+
+def _turn(param: _Param, digits: Tensor, top: float, scalars: _Scalars) -> None:
+    """Update the moments, and turn the gradient into the direction."""
+    if param.is_factored:
+        _turn_factored(param, digits, top, scalars)
+        return
+    variance, grad = param.state["variance"], param.direction
+    _average(variance, grad * grad, scalars)
+    grad.div_(_root(variance.clamp(min=scalars.squared_floor_fp32)))
+
+
+def _turn_factored(param: _Param, digits: Tensor, top: float, scalars: _Scalars) -> None:
+    matrices, rows, columns = param.shape
+    by_row, by_column = torch.split(digits, [2 * matrices * rows, 2 * matrices * columns])
+    row_var = param.state["row_var"].view(matrices, rows)
+    column_var = param.state["col_var"].view(matrices, columns)
+    if not row_var.numel() or not column_var.numel():
+        return
+    row_sums = digits_to_values(by_row.view(2, matrices, rows), top)
+    _average(row_var, row_sums.div_(columns).float(), scalars)
+    column_sums = digits_to_values(by_column.view(2, matrices, columns), top)
+    _average(column_var, column_sums.div_(rows).float(), scalars)
+    means = sum_in_pairs(row_var.double()).div_(rows).float()
+    weights = row_var / means.clamp_(min=scalars.floor_fp32)[:, None]
+    for values, matrix, row, column in param.blocks:
+        deep, high, wide = values.shape
+        of_rows = weights[matrix : matrix + deep, row : row + high, None]
+        of_columns = column_var[matrix : matrix + deep, None, column : column + wide]
+        values.div_(_root((of_rows * of_columns).clamp_(min=scalars.squared_floor_fp32)))
+
+
+def _average(average: Tensor, value: Tensor, scalars: _Scalars) -> None:
+    average.mul_(scalars.keep_fp32).add_(value.mul_(scalars.weight_fp32))
+
+
+def _root(values: Tensor) -> Tensor:
+    """Square roots, rounded once from FP64."""
+    return values.double().sqrt_().float()
+
+
+def _store(lists: TensorLists, at: int, param: _Param) -> None:
+    if REMAINDER in param.state:
+        noise = None if lists.noise is None else lists.noise[at]
+        split_(param.main, lists.main[at], param.state[REMAINDER], noise)
+    output = lists.output[at]
+    if output is not None:
+        output.copy_(lists.main[at].view(output.shape))

@@ -1,0 +1,224 @@
+"""Adafactor: against torch's, against the paper's formulas in FP64, its state, and what is
+refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import Adafactor, OptimizerConfig, get_megatron_optimizer
+from mp_optim.update import FusedAdam
+from support.models import same_bits
+
+SHAPES = [(64, 128), (300, 7), (1, 5), (5, 1), (4, 3, 6), (3, 2, 3, 3), (9,), (), (0, 4)]
+SETTINGS = [
+    {},
+    {"lr": 0.1, "weight_decay": 0.1},
+    {"eps": (1e-3, 1e-2), "d": 2.0, "beta2_decay": -0.5},
+    {"lr": 1e-4, "eps": (None, 0.0)},
+]
+
+
+def random(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stepped(rule, shape, grads, **settings):
+    param = nn.Parameter(random(shape))
+    optimizer = rule([param], **settings)
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    return param.detach(), optimizer.state[param]
+
+
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch has no Adafactor yet")
+def test_it_is_torchs_adafactor(shape, settings):
+    """Within an ulp of the parameter a step; state within rounding, under torch's keys and in its
+    shapes."""
+    grads = [random(shape, 1 + step) * 2.0 ** -(step % 7) for step in range(20)]
+    ours, state = stepped(Adafactor, shape, grads, **settings)
+    theirs, torchs = stepped(torch.optim.Adafactor, shape, grads, **settings)
+    top = float(theirs.abs().max())
+    assert float((ours - theirs).abs().max()) <= 20 * 2.0**-23 * max(top, 1.0)
+    assert state.keys() == torchs.keys()
+    for key, value in torchs.items():
+        torch.testing.assert_close(state[key], value, rtol=4e-6, atol=0)
+
+
+def paper(param, grads, lr=1e-2, decay=-0.8, eps1=2.0**-23, eps2=1e-3, d=1.0):
+    """Algorithms 4 and 5 of the paper in FP64, with torch's reading of eps1 and relative step."""
+    rows = columns = None
+    for step, grad in enumerate(grads, 1):
+        weight = step**decay
+        by_row, by_column = (grad**2).mean(1), (grad**2).mean(0)
+        rows = by_row if rows is None else (1 - weight) * rows + weight * by_row
+        columns = by_column if columns is None else (1 - weight) * columns + weight * by_column
+        second = np.outer(rows, columns) / max(rows.mean(), eps1)
+        direction = grad / np.sqrt(np.maximum(second, eps1**2))
+        direction /= max(1.0, np.sqrt((direction**2).mean()) / d)
+        scale = max(eps2, np.sqrt((param**2).mean())) * min(lr, step**-0.5)
+        param = param - scale * direction
+    return param
+
+
+def test_it_is_the_papers():
+    grads = [random((40, 30), 1 + step) for step in range(50)]
+    ours, _ = stepped(Adafactor, (40, 30), grads)
+    expected = paper(random((40, 30)).double().numpy(), [grad.double().numpy() for grad in grads])
+    assert np.abs(ours.double().numpy() - expected).max() <= 1e-3 * 1e-2
+
+
+def exact(x, axis=None):
+    """docs/numerics.md, "Exact sums", in numpy: FP64."""
+    top = float(np.abs(x).max())
+    exponent = np.frexp(top)[1]
+    y = (x.astype(np.float64) * 2.0**-exponent) ** 2 * 2.0**31
+    high = np.floor(y)
+    low = np.floor((y - high) * 2.0**31)
+    high, low = (digits.astype(np.int64).sum(axis) for digits in (high, low))
+    return (high * 2.0**31 + low) * 2.0 ** (2 * exponent - 62)
+
+
+def pairs(x):
+    """The sum of the elements in adjacent pairs, zero filled, in FP64."""
+    x = np.pad(x.astype(np.float64), (0, (1 << (len(x) - 1).bit_length()) - len(x)))
+    while len(x) > 1:
+        x = x[0::2] + x[1::2]
+    return x[0]
+
+
+def rms(x):
+    return math.sqrt(float(exact(x)) / x.size)
+
+
+def documented(p, grads, lr=1e-2, weight_decay=0.1):
+    """docs/numerics.md, "Adafactor", in numpy FP32, for a matrix."""
+    F = np.float32
+    eps1 = 2.0**-23
+    rows, columns = p.shape
+    R, C = np.zeros(rows, F), np.zeros(columns, F)
+    for step, g in enumerate(grads, 1):
+        w, keep = F(step**-0.8), F(1 - step**-0.8)
+        R = R * keep + (exact(g, 1) / columns).astype(F) * w
+        C = C * keep + (exact(g, 0) / rows).astype(F) * w
+        v = (R / max(F(pairs(R) / rows), F(eps1)))[:, None] * C
+        u = g / np.sqrt(np.maximum(v, F(eps1 * eps1)).astype(np.float64)).astype(F)
+        s = max(1e-3, rms(p)) * min(lr, 1 / math.sqrt(step)) / max(1.0, rms(u))
+        p = p - p * F(lr * weight_decay)
+        p = p - u * F(s)
+    return p
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (37, 5), (1, 9), (9, 1)], ids=str)
+def test_it_is_what_the_page_of_numerics_says_to_the_bit(shape):
+    grads = [random(shape, 1 + step) * 2.0 ** -(9 * step % 20) for step in range(5)]
+    ours, _ = stepped(Adafactor, shape, grads, weight_decay=0.1)
+    expected = documented(random(shape).numpy(), [grad.numpy() for grad in grads])
+    assert same_bits(ours, torch.from_numpy(expected))
+
+
+def test_a_tensor_without_elements_is_stepped():
+    param, state = stepped(Adafactor, (0, 4), [torch.zeros(0, 4)])
+    assert param.shape == (0, 4) and state["row_var"].shape == (0, 1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_spoils_its_parameter(bad):
+    grad = random((4, 5))
+    grad[1, 2] = bad
+    assert stepped(Adafactor, (4, 5), [grad])[0].isnan().all()
+
+
+def test_large_matrices_keep_less_than_one_state():
+    _, state = stepped(Adafactor, (64, 128), [random((64, 128))])
+    assert {key: tuple(value.shape) for key, value in state.items()} == {
+        "step": (),
+        "row_var": (64, 1),
+        "col_var": (1, 128),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"beta2_decay": 0.5}, "beta2_decay=0.5: must be a number <= 0"),
+        ({"d": 0.5}, "d=0.5: must be a finite number >= 1"),
+        ({"eps": 1e-8}, "eps=1e-08: must be two numbers"),
+        ({"eps": (-1.0, 1e-3)}, "eps.*=-1.0: must be a finite number >= 0"),
+        ({"eps": (None, None)}, "eps.*=None: must be a finite number >= 0"),
+        ({"exp_avg_dtype": torch.bfloat16}, "exp_avg_dtype=torch.bfloat16: adafactor keeps"),
+        ({"exp_avg_sq_dtype": torch.uint8}, "exp_avg_sq_dtype=torch.uint8: adafactor keeps"),
+        ({"backend": "native"}, "fused_backend='native': has no kernels for optimizer='adafactor'"),
+    ],
+)
+def test_settings_are_checked(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Adafactor([nn.Parameter(torch.ones(2, 2))], **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"adafactor_eps2": -1.0}, "adafactor_eps2=-1.0: must be a finite number >= 0"),
+        ({"adafactor_beta2_decay": 0.1}, "adafactor_beta2_decay=0.1: must be a finite number <= 0"),
+        ({"adafactor_clip_threshold": 0.5}, "adafactor_clip_threshold=0.5: must be"),
+        ({"adam_beta1": 0.5}, "adam_beta1=0.5: has no effect without optimizer='adam' or 'lamb'"),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8"},
+            "exp_avg_dtype=torch.uint8: adafactor keeps its state in torch.float32",
+        ),
+        (
+            {"fused_backend": "apex"},
+            "fused_backend='apex': has no kernels for optimizer='adafactor'",
+        ),
+        ({"optimizer_cuda_graph": True}, "adafactor's step is not captured"),
+    ],
+)
+def test_configs_are_checked(settings, said):
+    with pytest.raises(ValueError, match=said):
+        OptimizerConfig(optimizer="adafactor", lr=1e-2, **settings)
+    with pytest.raises(ValueError, match=r"adafactor_eps1=0\.1: has no effect without"):
+        OptimizerConfig(optimizer="adam", lr=1e-2, adafactor_eps1=0.1)
+
+
+def test_the_config_reaches_the_rule():
+    config = OptimizerConfig(
+        optimizer="adafactor",
+        lr=1e-2,
+        adafactor_eps1=1e-4,
+        adafactor_clip_threshold=2.0,
+        adafactor_beta2_decay=-0.7,
+    )
+    group = get_megatron_optimizer(config, nn.Linear(3, 4)).param_groups[0]
+    assert group["eps"] == (1e-4, 1e-3) and group["d"] == 2.0 and group["beta2_decay"] == -0.7
+
+
+def test_another_rules_state_is_refused():
+    param = nn.Parameter(torch.ones(3, 4))
+    param.grad = torch.ones(3, 4)
+    adam, ours = FusedAdam([param]), Adafactor([param])
+    with pytest.raises(ValueError, match=r"missing \['col_var', 'row_var'\], unknown \['exp_avg'"):
+        ours.load_state_dict({**ours.state_dict(), "state": adam.state_dict()["state"]})
+    saved = ours.state_dict()
+    saved["state"][0]["row_var"] = torch.ones(1, 3)
+    with pytest.raises(ValueError, match=r"row_var: saved shape \(1, 3\), expected \(3, 1\)"):
+        ours.load_state_dict(saved)
+
+
+def test_torchs_state_dict_is_loaded_and_ours_by_torch():
+    grads = [random((4, 5), 1 + step) for step in range(3)]
+    param = nn.Parameter(random((4, 5)))
+    torchs = torch.optim.Adafactor([param])
+    for grad in grads:
+        param.grad = grad
+        torchs.step()
+    ours = Adafactor([param])
+    ours.load_state_dict(torchs.state_dict())
+    assert float(ours.state[param]["step"]) == 3
+    assert torch.equal(ours.state[param]["row_var"], torchs.state[param]["row_var"])
+    torchs.load_state_dict(ours.state_dict())
