@@ -31,7 +31,7 @@ class Watch:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event in ("call", "return") and f"{mp_optim.__name__}/" in frame.f_code.co_filename:
             for value in frame.f_locals.values():
-                self._look(value, 3)
+                self._look(value, 2)
 
     def _look(self, value: object, depth: int) -> bool:
         """Whether the gradient is in an object; notes the object's class if it is one of ours."""

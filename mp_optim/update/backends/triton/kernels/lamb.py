@@ -39,37 +39,12 @@ def rows_added(total, value, offsets, count, ROWS: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def lamb_moments(
-    owners,
-    firsts,
-    sizes,
-    streams,
-    numbers,
-    multiplier,
-    skip,
-    grads,
-    mains,
-    rests,
-    moments1,
-    moments2,
-    scales1,
-    scales2,
-    outputs,
-    sums,
-    HAS_DECAY: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    GRAD: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    MOMENT2: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def lamb_moments(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests,
+                 moments1, moments2, scales1, scales2, outputs, sums, HAS_DECAY: tl.constexpr,
+                 HAS_L2: tl.constexpr, GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+                 MOMENT1: tl.constexpr, MOMENT2: tl.constexpr, OUTPUT: tl.constexpr,
+                 NOISY: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
+                 CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """Update the moments; each program stores the sums of p^2 and u^2 of its chunk."""
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
@@ -91,111 +66,28 @@ def lamb_moments(
     scale1 = place(scales1, tensor, start // BLOCK, tl.float32, False)
     scale2 = place(scales2, tensor, start // BLOCK, tl.float32, False)
     if count == CHUNK:
-        p_sum, u_sum = _moments_chunk(
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            scale,
-            grad,
-            main,
-            rest,
-            first,
-            second,
-            scale1,
-            scale2,
-            beta1,
-            grad_weight,
-            beta2,
-            one_minus_beta2,
-            eps,
-            inv_bias1,
-            inv_sqrt_bias2,
-            decay,
-            l2,
-            HAS_DECAY,
-            HAS_L2,
-            GRAD,
-            REST,
-            MOMENT1,
-            MOMENT2,
-            NOISY,
-            CHUNK // 1024,
-            False,
-        )
+        p_sum, u_sum = _moments_chunk( count, start, tensor, streams, seed, scale, grad, main, rest,
+                                      first, second, scale1, scale2, beta1, grad_weight, beta2,
+                                      one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2,
+                                      HAS_DECAY, HAS_L2, GRAD, REST, MOMENT1, MOMENT2, NOISY, CHUNK
+                                      // 1024, False)
     else:
-        p_sum, u_sum = _moments_chunk(
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            scale,
-            grad,
-            main,
-            rest,
-            first,
-            second,
-            scale1,
-            scale2,
-            beta1,
-            grad_weight,
-            beta2,
-            one_minus_beta2,
-            eps,
-            inv_bias1,
-            inv_sqrt_bias2,
-            decay,
-            l2,
-            HAS_DECAY,
-            HAS_L2,
-            GRAD,
-            REST,
-            MOMENT1,
-            MOMENT2,
-            NOISY,
-            CHUNK // 1024,
-            True,
-        )
+        p_sum, u_sum = _moments_chunk( count, start, tensor, streams, seed, scale, grad, main, rest,
+                                      first, second, scale1, scale2, beta1, grad_weight, beta2,
+                                      one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2,
+                                      HAS_DECAY, HAS_L2, GRAD, REST, MOMENT1, MOMENT2, NOISY, CHUNK
+                                      // 1024, True)
     tl.store(sums + 2 * tl.program_id(0).to(tl.int64), p_sum)
     tl.store(sums + 2 * tl.program_id(0).to(tl.int64) + 1, u_sum)
 
 
 @triton.jit
-def _moments_chunk(
-    count,
-    start,
-    tensor,
-    streams,
-    seed,
-    multiplier,
-    grad,
-    main,
-    rest,
-    first,
-    second,
-    scale1,
-    scale2,
-    beta1,
-    grad_weight,
-    beta2,
-    one_minus_beta2,
-    eps,
-    inv_bias1,
-    inv_sqrt_bias2,
-    decay,
-    l2,
-    HAS_DECAY: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    GRAD: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    MOMENT2: tl.constexpr,
-    NOISY: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _moments_chunk(count, start, tensor, streams, seed, multiplier, grad, main, rest, first, second,
+                   scale1, scale2, beta1, grad_weight, beta2, one_minus_beta2, eps, inv_bias1,
+                   inv_sqrt_bias2, decay, l2, HAS_DECAY: tl.constexpr, HAS_L2: tl.constexpr,
+                   GRAD: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr,
+                   MOMENT2: tl.constexpr, NOISY: tl.constexpr, BLOCKS: tl.constexpr,
+                   MASKED: tl.constexpr):
     """Two rows of 128 of each block of 1024 at a time, so that its eight rows are added in
     order."""
     p_sums = tl.zeros((BLOCKS, 128), tl.float64)
@@ -210,11 +102,9 @@ def _moments_chunk(
         m = m * beta1 + g * grad_weight
         v = v * beta2 + (g * one_minus_beta2) * g
         m = write_moment(
-            m, first, scale1, blocks, offsets, count, words, MOMENT1, False, NOISY, MASKED
-        )
+            m, first, scale1, blocks, offsets, count, words, MOMENT1, False, NOISY, MASKED)
         v = write_moment(
-            v, second, scale2, blocks, offsets, count, words, MOMENT2, True, NOISY, MASKED
-        )
+            v, second, scale2, blocks, offsets, count, words, MOMENT2, True, NOISY, MASKED)
         u = direction(p, m, v, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY)
         p_sums = rows_added(p_sums, p, offsets, count, BLOCKS, MASKED)
         u_sums = rows_added(u_sums, u, offsets, count, BLOCKS, MASKED)
@@ -223,36 +113,12 @@ def _moments_chunk(
 
 
 @triton.jit
-def lamb_apply(
-    owners,
-    firsts,
-    sizes,
-    streams,
-    numbers,
-    multiplier,
-    skip,
-    grads,
-    mains,
-    rests,
-    moments1,
-    moments2,
-    scales1,
-    scales2,
-    outputs,
-    ratios,
-    HAS_DECAY: tl.constexpr,
-    GRAD: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    MOMENT2: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def lamb_apply(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests,
+               moments1, moments2, scales1, scales2, outputs, ratios, HAS_DECAY: tl.constexpr,
+               GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr,
+               MOMENT2: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr,
+               ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+               ROWS: tl.constexpr):
     """Take the step."""
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
@@ -270,100 +136,26 @@ def lamb_apply(
     output = place(outputs, tensor, start, OUTPUT, ALIGNED)
     whole = count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
-        _apply_tile(
-            at,
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            ratio,
-            main,
-            rest,
-            first,
-            second,
-            scale1,
-            scale2,
-            output,
-            eps,
-            inv_bias1,
-            inv_sqrt_bias2,
-            decay,
-            HAS_DECAY,
-            REST,
-            MOMENT1,
-            MOMENT2,
-            OUTPUT,
-            NOISY,
-            ROWS,
-            False,
-        )
+        _apply_tile(at, count, start, tensor, streams, seed, ratio, main, rest, first, second,
+                    scale1, scale2, output, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY, REST,
+                    MOMENT1, MOMENT2, OUTPUT, NOISY, ROWS, False)
     if whole < count:
-        _apply_tile(
-            whole,
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            ratio,
-            main,
-            rest,
-            first,
-            second,
-            scale1,
-            scale2,
-            output,
-            eps,
-            inv_bias1,
-            inv_sqrt_bias2,
-            decay,
-            HAS_DECAY,
-            REST,
-            MOMENT1,
-            MOMENT2,
-            OUTPUT,
-            NOISY,
-            ROWS,
-            True,
-        )
+        _apply_tile(whole, count, start, tensor, streams, seed, ratio, main, rest, first, second,
+                    scale1, scale2, output, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY, REST,
+                    MOMENT1, MOMENT2, OUTPUT, NOISY, ROWS, True)
 
 
 @triton.jit
-def _apply_tile(
-    at,
-    count,
-    start,
-    tensor,
-    streams,
-    seed,
-    ratio,
-    main,
-    rest,
-    first,
-    second,
-    scale1,
-    scale2,
-    output,
-    eps,
-    inv_bias1,
-    inv_sqrt_bias2,
-    decay,
-    HAS_DECAY: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    MOMENT2: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ROWS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _apply_tile(at, count, start, tensor, streams, seed, ratio, main, rest, first, second, scale1,
+                scale2, output, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY: tl.constexpr,
+                REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
+                OUTPUT: tl.constexpr, NOISY: tl.constexpr, ROWS: tl.constexpr,
+                MASKED: tl.constexpr):
     blocks, offsets = tile(at, ROWS, BLOCK)
     words = random_words(streams, tensor, seed, start, offsets, NOISY)
     p = read_main(main, rest, offsets, count, REST, MASKED)
     m = read_moment(first, scale1, blocks, offsets, count, MOMENT1, False, MASKED)
     v = read_moment(second, scale2, blocks, offsets, count, MOMENT2, True, MASKED)
     u = direction(p, m, v, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY)
-    write_main(
-        p - u * ratio, main, rest, output, offsets, count, words, REST, OUTPUT, NOISY, MASKED
-    )
+    p = p - u * ratio
+    write_main(p, main, rest, output, offsets, count, words, REST, OUTPUT, NOISY, MASKED)

@@ -24,36 +24,11 @@ def denominator(v, eps, inv_sqrt_bias2):
 
 
 @triton.jit
-def adam(
-    owners,
-    firsts,
-    sizes,
-    streams,
-    numbers,
-    multiplier,
-    skip,
-    grads,
-    mains,
-    rests,
-    moments1,
-    moments2,
-    scales1,
-    scales2,
-    outputs,
-    HAS_DECAY: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    GRAD: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    MOMENT2: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def adam(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
+         moments2, scales1, scales2, outputs, HAS_DECAY: tl.constexpr, HAS_L2: tl.constexpr,
+         GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr,
+         MOMENT2: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr,
+         ALIGNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
     beta1 = number(numbers, 1)
@@ -76,118 +51,23 @@ def adam(
     output = place(outputs, tensor, start, OUTPUT, ALIGNED)
     whole = count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
-        _adam_tile(
-            at,
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            scale,
-            grad,
-            main,
-            rest,
-            first,
-            second,
-            scale1,
-            scale2,
-            output,
-            beta1,
-            one_minus_beta1,
-            beta2,
-            one_minus_beta2,
-            eps,
-            step_size,
-            inv_sqrt_bias2,
-            decay,
-            l2,
-            HAS_DECAY,
-            HAS_L2,
-            GRAD,
-            REST,
-            MOMENT1,
-            MOMENT2,
-            OUTPUT,
-            NOISY,
-            ROWS,
-            False,
-        )
+        _adam_tile(at, count, start, tensor, streams, seed, scale, grad, main, rest, first, second,
+                   scale1, scale2, output, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
+                   step_size, inv_sqrt_bias2, decay, l2, HAS_DECAY, HAS_L2, GRAD, REST, MOMENT1,
+                   MOMENT2, OUTPUT, NOISY, ROWS, False)
     if whole < count:
-        _adam_tile(
-            whole,
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            scale,
-            grad,
-            main,
-            rest,
-            first,
-            second,
-            scale1,
-            scale2,
-            output,
-            beta1,
-            one_minus_beta1,
-            beta2,
-            one_minus_beta2,
-            eps,
-            step_size,
-            inv_sqrt_bias2,
-            decay,
-            l2,
-            HAS_DECAY,
-            HAS_L2,
-            GRAD,
-            REST,
-            MOMENT1,
-            MOMENT2,
-            OUTPUT,
-            NOISY,
-            ROWS,
-            True,
-        )
+        _adam_tile(whole, count, start, tensor, streams, seed, scale, grad, main, rest, first,
+                   second, scale1, scale2, output, beta1, one_minus_beta1, beta2, one_minus_beta2,
+                   eps, step_size, inv_sqrt_bias2, decay, l2, HAS_DECAY, HAS_L2, GRAD, REST,
+                   MOMENT1, MOMENT2, OUTPUT, NOISY, ROWS, True)
 
 
 @triton.jit
-def _adam_tile(
-    at,
-    count,
-    start,
-    tensor,
-    streams,
-    seed,
-    multiplier,
-    grad,
-    main,
-    rest,
-    first,
-    second,
-    scale1,
-    scale2,
-    output,
-    beta1,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    eps,
-    step_size,
-    inv_sqrt_bias2,
-    decay,
-    l2,
-    HAS_DECAY: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    GRAD: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    MOMENT2: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ROWS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _adam_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, rest, first, second,
+               scale1, scale2, output, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
+               step_size, inv_sqrt_bias2, decay, l2, HAS_DECAY: tl.constexpr, HAS_L2: tl.constexpr,
+               GRAD: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
+               OUTPUT: tl.constexpr, NOISY: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr):
     blocks, offsets = tile(at, ROWS, BLOCK)
     words = random_words(streams, tensor, seed, start, offsets, NOISY)
     p = read_main(main, rest, offsets, count, REST, MASKED)
@@ -206,37 +86,11 @@ def _adam_tile(
 
 
 @triton.jit
-def sgd(
-    owners,
-    firsts,
-    sizes,
-    streams,
-    numbers,
-    multiplier,
-    skip,
-    grads,
-    mains,
-    rests,
-    moments1,
-    moments2,
-    scales1,
-    scales2,
-    outputs,
-    HAS_DECAY: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    FIRST: tl.constexpr,
-    GRAD: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    MOMENT2: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def sgd(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
+        moments2, scales1, scales2, outputs, HAS_DECAY: tl.constexpr, NESTEROV: tl.constexpr,
+        FIRST: tl.constexpr, GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+        MOMENT1: tl.constexpr, MOMENT2: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr,
+        ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
     lr = number(numbers, 1)
@@ -252,97 +106,21 @@ def sgd(
     output = place(outputs, tensor, start, OUTPUT, ALIGNED)
     whole = count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
-        _sgd_tile(
-            at,
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            scale,
-            grad,
-            main,
-            rest,
-            first,
-            scale1,
-            output,
-            lr,
-            momentum,
-            one_minus_dampening,
-            decay,
-            HAS_DECAY,
-            NESTEROV,
-            FIRST,
-            GRAD,
-            REST,
-            MOMENT1,
-            OUTPUT,
-            NOISY,
-            ROWS,
-            False,
-        )
+        _sgd_tile(at, count, start, tensor, streams, seed, scale, grad, main, rest, first, scale1,
+                  output, lr, momentum, one_minus_dampening, decay, HAS_DECAY, NESTEROV, FIRST,
+                  GRAD, REST, MOMENT1, OUTPUT, NOISY, ROWS, False)
     if whole < count:
-        _sgd_tile(
-            whole,
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            scale,
-            grad,
-            main,
-            rest,
-            first,
-            scale1,
-            output,
-            lr,
-            momentum,
-            one_minus_dampening,
-            decay,
-            HAS_DECAY,
-            NESTEROV,
-            FIRST,
-            GRAD,
-            REST,
-            MOMENT1,
-            OUTPUT,
-            NOISY,
-            ROWS,
-            True,
-        )
+        _sgd_tile(whole, count, start, tensor, streams, seed, scale, grad, main, rest, first,
+                  scale1, output, lr, momentum, one_minus_dampening, decay, HAS_DECAY, NESTEROV,
+                  FIRST, GRAD, REST, MOMENT1, OUTPUT, NOISY, ROWS, True)
 
 
 @triton.jit
-def _sgd_tile(
-    at,
-    count,
-    start,
-    tensor,
-    streams,
-    seed,
-    multiplier,
-    grad,
-    main,
-    rest,
-    first,
-    scale1,
-    output,
-    lr,
-    momentum,
-    one_minus_dampening,
-    decay,
-    HAS_DECAY: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    FIRST: tl.constexpr,
-    GRAD: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ROWS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _sgd_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, rest, first, scale1,
+              output, lr, momentum, one_minus_dampening, decay, HAS_DECAY: tl.constexpr,
+              NESTEROV: tl.constexpr, FIRST: tl.constexpr, GRAD: tl.constexpr, REST: tl.constexpr,
+              MOMENT1: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr, ROWS: tl.constexpr,
+              MASKED: tl.constexpr):
     blocks, offsets = tile(at, ROWS, BLOCK)
     words = random_words(streams, tensor, seed, start, offsets, NOISY)
     p = read_main(main, rest, offsets, count, REST, MASKED)
@@ -363,35 +141,11 @@ def _sgd_tile(
 
 
 @triton.jit
-def lion(
-    owners,
-    firsts,
-    sizes,
-    streams,
-    numbers,
-    multiplier,
-    skip,
-    grads,
-    mains,
-    rests,
-    moments1,
-    moments2,
-    scales1,
-    scales2,
-    outputs,
-    HAS_DECAY: tl.constexpr,
-    GRAD: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    MOMENT2: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def lion(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
+         moments2, scales1, scales2, outputs, HAS_DECAY: tl.constexpr, GRAD: tl.constexpr,
+         MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
+         OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
+         CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
     beta1 = number(numbers, 1)
@@ -409,106 +163,29 @@ def lion(
     output = place(outputs, tensor, start, OUTPUT, ALIGNED)
     whole = count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
-        _lion_tile(
-            at,
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            scale,
-            grad,
-            main,
-            rest,
-            first,
-            scale1,
-            output,
-            beta1,
-            one_minus_beta1,
-            beta2,
-            one_minus_beta2,
-            lr,
-            decay,
-            HAS_DECAY,
-            GRAD,
-            REST,
-            MOMENT1,
-            OUTPUT,
-            NOISY,
-            ROWS,
-            False,
-        )
+        _lion_tile(at, count, start, tensor, streams, seed, scale, grad, main, rest, first, scale1,
+                   output, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay, HAS_DECAY,
+                   GRAD, REST, MOMENT1, OUTPUT, NOISY, ROWS, False)
     if whole < count:
-        _lion_tile(
-            whole,
-            count,
-            start,
-            tensor,
-            streams,
-            seed,
-            scale,
-            grad,
-            main,
-            rest,
-            first,
-            scale1,
-            output,
-            beta1,
-            one_minus_beta1,
-            beta2,
-            one_minus_beta2,
-            lr,
-            decay,
-            HAS_DECAY,
-            GRAD,
-            REST,
-            MOMENT1,
-            OUTPUT,
-            NOISY,
-            ROWS,
-            True,
-        )
+        _lion_tile(whole, count, start, tensor, streams, seed, scale, grad, main, rest, first,
+                   scale1, output, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay,
+                   HAS_DECAY, GRAD, REST, MOMENT1, OUTPUT, NOISY, ROWS, True)
 
 
 @triton.jit
-def _lion_tile(
-    at,
-    count,
-    start,
-    tensor,
-    streams,
-    seed,
-    multiplier,
-    grad,
-    main,
-    rest,
-    first,
-    scale1,
-    output,
-    beta1,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    lr,
-    decay,
-    HAS_DECAY: tl.constexpr,
-    GRAD: tl.constexpr,
-    REST: tl.constexpr,
-    MOMENT1: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    ROWS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _lion_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, rest, first, scale1,
+               output, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay,
+               HAS_DECAY: tl.constexpr, GRAD: tl.constexpr, REST: tl.constexpr,
+               MOMENT1: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr, ROWS: tl.constexpr,
+               MASKED: tl.constexpr):
     blocks, offsets = tile(at, ROWS, BLOCK)
     words = random_words(streams, tensor, seed, start, offsets, NOISY)
     p = read_main(main, rest, offsets, count, REST, MASKED)
     g = gradient(grad, p, offsets, count, multiplier, decay, GRAD, False, MASKED)
     m = read_moment(first, scale1, blocks, offsets, count, MOMENT1, False, MASKED)
     blend = m * beta1 + g * one_minus_beta1
-    sign = tl.where(
-        blend > 0.0, 1.0, tl.where(blend < 0.0, -1.0, tl.where(blend == 0.0, 0.0, blend))
-    )
+    zero_or_nan = tl.where(blend == 0.0, 0.0, blend)
+    sign = tl.where(blend > 0.0, 1.0, tl.where(blend < 0.0, -1.0, zero_or_nan))
     if HAS_DECAY:
         p = p - p * decay
     p = p - sign * lr
