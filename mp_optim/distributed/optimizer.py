@@ -172,20 +172,12 @@ class DistributedOptimizer(CompositeOptimizer):
             check_number(self._group, self._statements_of_step, self.device, "an optimizer")
         for group, of_shards in zip(self.param_groups, self.shards.param_groups, strict=True):
             of_shards.update(group_settings(group))
-        return ReducedGrads(self, self._model, trained, self.shards.collect_grads())
+        owned = self.shards.collect_grads()
+        return ReducedGrads(self, self._model, self._group, self._guard, trained, owned)
 
     def _statements_of_step(self) -> list[str]:
         step, rounds = self._steps.counts["steps"] + 1, self.grad_reducer.rounds
         return statements.of_step(self.param_groups, step, rounds, self._model.frozen)
-
-    def agree(self, measure: Callable[[], Measurement]) -> Measurement:
-        """Measure together with the other ranks; if one is missing, the error names it."""
-        with self._guard("agreeing on the gradient norm"):
-            return measure()
-
-    def owned_norm_key(self, slot: Slot) -> NormKey:
-        """As :meth:`norm_key`, where each rank measures what it owns."""
-        return NormKey(self.norm_key(slot).group, (self._group,))
 
     def verdict_device(self) -> torch.device | None:
         """None: ranks that have to compare numbers every step wait for the device all the same."""
@@ -243,6 +235,7 @@ class ReducedGrads(GradsOfParts):
     """What a rank owns of the reduced gradients.
 
     Args:
+        group, guard: the ranks, and what names those that are missing.
         trained: slots with a gradient. owned: the wrapper's gradients of the owned tensors.
     """
 
@@ -250,30 +243,36 @@ class ReducedGrads(GradsOfParts):
         self,
         optimizer: DistributedOptimizer,
         model: ShardedParams,
+        group: ProcessGroup,
+        guard: Callable[[str], Any],
         trained: Sequence[Slot],
         owned: StepGrads,
     ) -> None:
         super().__init__([owned])
         self._optimizer, self._model, self._trained = optimizer, model, trained
+        self._group, self._guard = group, guard
 
     def has_any(self) -> bool:
         """Whether any came from a backward pass of this rank; the others are zeros."""
         return self._optimizer.grad_reducer.has_gradients
 
     def sums(self) -> Measurement:
-        is_whole = self._model.steps_everything
-        return self._optimizer.agree(self._owned_sums if is_whole else super().sums)
+        with self._guard("agreeing on the gradient norm"):
+            return self._owned_sums() if self._model.steps_everything else super().sums()
 
     def _owned_sums(self) -> Measurement:
         """Where each rank steps everything, it measures what it would own, so that the sum is made
         of the same parts as with sharding."""
         optimizer = self._optimizer
-        keys = {slot: optimizer.owned_norm_key(slot) for slot in optimizer.slots()}
+        keys = {slot: self._owned_key(slot) for slot in optimizer.slots()}
         nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
         owned = [self._model.owned_grad(slot) for slot in self._trained]
         grads = [nothing if grad is None else grad for grad in owned]
         distinct = list(dict.fromkeys(keys.values()))
         return optimizer.shards.measure_grads(grads, [keys[s] for s in self._trained], distinct)
+
+    def _owned_key(self, slot: Slot) -> NormKey:
+        return NormKey(self._optimizer.norm_key(slot).group, (self._group,))
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)

@@ -1,15 +1,14 @@
 """MainParams: every trainable parameter of the model beside the tensor that is stepped for it, kept
 in agreement.
 
-``param_groups`` are live and hold the model's own parameters, so torch schedulers, DCP, accelerate
-and the HF Trainer find what they expect. The wrapped optimizer's hold main params. The two are
-connected by position only.
+A wrapper's ``param_groups`` are live and hold the model's own parameters, so torch schedulers, DCP,
+accelerate and the HF Trainer find what they expect. The inner optimizer's hold main params. The two
+are connected by position only.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.blocks import is_cut
-from mp_optim.config import OptimizerConfig
 from mp_optim.precision.dtensor_state import as_sharded
-from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.host_swap import HostSwap
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
-from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.param_state import BoundParam, ParamState, UntrainedState
 from mp_optim.precision.remainders import Agreement
 from mp_optim.precision.slot_table import SlotTable
@@ -36,15 +31,16 @@ from mp_optim.quantized import (
 )
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
+    ParamGroups,
     Slot,
     follow,
     iter_slots,
     local_tensor,
     same_memory,
+    slot_name,
     stream_of,
-    with_names,
 )
-from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.param_attributes import (
     grad_norm_group,
     is_shared,
@@ -53,178 +49,154 @@ from mp_optim.slots.param_attributes import (
     shard_info,
 )
 from mp_optim.slots.slot_state import SlotState
-from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
-from mp_optim.update import as_slot_optimizer
+from mp_optim.slots.tensor_layout import layout_of, shard_groups_of
 from mp_optim.update.checksums import checksums_of
 
 __all__ = ["MainParams"]
 
 
-class MainParams(MegatronOptimizer):
-    """The part of a precision wrapper that is there between steps: main params and state.
+class MainParams:
+    """The main params of a wrapper, and their state.
 
     Args:
-        optimizer: any torch optimizer over the model's parameters.
-        config: see :class:`mp_optim.OptimizerConfig`.
-        grad_scaler: loss scale, or None for 1.
+        param_groups: the wrapper's live groups of the model's parameters.
+        inner: its groups hold main params afterwards.
         process_groups: the ranks that share the model, by which duplicates are told.
+        check_param: raises if a trainable parameter's dtype does not fit the wrapper.
 
     Attributes:
-        inner: the optimizer in slot terms; its groups hold main params.
+        table: what was last seen at every slot.
+        reloaded: how often a main param took the value of a parameter that was written from
+            outside.
 
     Raises:
-        TypeError, ValueError: a parameter's dtype does not fit, naming it.
+        TypeError, ValueError: a parameter cannot be stepped, naming it.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        config: OptimizerConfig,
-        grad_scaler: MegatronGradScaler | None,
-        process_groups: ProcessGroups | None,
+        param_groups: ParamGroups,
+        inner: SlotOptimizer,
+        process_groups: ProcessGroups,
+        check_param: Callable[[Slot, Tensor], None],
     ) -> None:
-        self._given = optimizer
-        self.inner = as_slot_optimizer(optimizer)
-        self.process_groups = process_groups or ProcessGroups()
-        self._seen = SlotTable()
-        self._norm_groups: list[str] | None = None
-        self._reloaded = 0
-        self._host_swap = HostSwap()
+        self._param_groups, self._inner = param_groups, inner
+        self._process_groups, self._check_param = process_groups, check_param
         self._agreement = Agreement()
-        groups = [with_names(group) for group in self.inner.param_groups]
-        super().__init__(groups, dict(optimizer.defaults), config, grad_scaler)
-        for index in range(len(self.param_groups)):
-            self._bind_group(index)
-        self.use_mark(self.step_mark)
+        self.table = SlotTable()
+        self.reloaded = 0
+        for index in range(len(param_groups)):
+            self.bind_group(index)
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._given
-
-    @abstractmethod
-    def check_param(self, slot: Slot, param: Tensor) -> None:
-        """Raise if a trainable parameter's dtype does not fit this wrapper."""
-
-    # -- binding --------------------------------------------------------------------------------
+    # -- binding ----------------------------------------------------------------------------------
 
     @in_own_modes
-    def _bind_group(self, index: int) -> None:
-        seen = self._seen
-        seen.first.append(len(seen.slots))
-        params = self.param_groups[index]["params"]
-        self.inner.reserve_main_params(
-            [
-                (Slot(index, position), local_tensor(param))
-                for position, param in enumerate(params)
-                if param.requires_grad and not is_quantized(param)
-            ]
-        )
+    def bind_group(self, index: int) -> None:
+        """Give main params to the trainable parameters of a new group, the last one."""
+        table, params = self.table, self._param_groups[index]["params"]
+        table.first.append(len(table.slots))
+        coming = [
+            (Slot(index, position), local_tensor(param))
+            for position, param in enumerate(params)
+            if param.requires_grad and not is_quantized(param)
+        ]
+        self._inner.reserve_main_params(coming)
         for position, param in enumerate(params):
             slot = Slot(index, position)
             self._check_trainable(slot, param)
-            seen.see(slot, param, self._norm_key(slot, param), self._layout(slot, param))
-            seen.separate.append(param.requires_grad and self._bind(slot, param))
-            seen.bound.append(param.requires_grad)
-            seen.streams.append(stream_of(self.slot_name(slot), shard_info(param).first_element))
-        self._norm_groups = None
+            layout = layout_of(param, self._tensor_parallel(slot))
+            table.see(slot, param, self._norm_key(slot, param), layout)
+            table.separate.append(param.requires_grad and self._bind(slot, param))
+            table.bound.append(param.requires_grad)
+            table.streams.append(stream_of(self._name(slot), shard_info(param).first_element))
+
+    def bind_trained(self, indices: Iterable[int]) -> None:
+        """Give main params to parameters that were frozen when their group was added.
+
+        Args:
+            indices: in the table, of slots that have a gradient now.
+        """
+        table = self.table
+        for index in indices:
+            if not table.bound[index]:
+                table.trained(index, self._bind(table.slots[index], table.params[index]))
 
     def _check_trainable(self, slot: Slot, param: Tensor) -> None:
         if param.is_inference():
             raise TypeError(
-                f"{self.slot_name(slot)} was made inside torch.inference_mode(), so nothing can "
+                f"{self._name(slot)} was made inside torch.inference_mode(), so nothing can "
                 "train it; "
                 "build the model outside of it"
             )
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:
         """Give a trainable parameter its main param; returns whether that is another tensor."""
-        self.check_param(slot, param)
-        check_quantized(self.slot_name(slot), param)
+        self._check_param(slot, param)
+        check_quantized(self._name(slot), param)
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
-        main = self.inner.new_main_param(slot, local)
+        main = self._inner.new_main_param(slot, local)
         forget_initial_values(param)
         set_main_param(param, main)
         return is_quantized(param) or not same_memory(main, local)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group here and in the wrapped optimizer, with main params where they are needed.
-
-        Names of parameters that are given without are looked up in the model the optimizer was
-        built for.
-
-        Raises:
-            ValueError: some parameter is not there, and the other groups have names.
-        """
-        super().add_param_group(self._with_model_names(param_group))
-        if len(self.param_groups) <= len(
-            self.inner.param_groups
-        ):  # torch's constructor is adding the first groups
-            return
-        added = self.param_groups[-1]
-        self.inner.add_param_group(with_names(added))
-        for key, value in self.inner.param_groups[-1].items():
-            added.setdefault(key, value)
-        self._bind_group(len(self.param_groups) - 1)
-
-    def _with_model_names(self, group: dict[str, Any]) -> dict[str, Any]:
-        if self.model_params is None or "params" not in group:
-            return group
-        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        is_stub = not any(live["params"] for live in self.param_groups)
-        named = "param_names" in group or any(isinstance(param, tuple) for param in params)
-        names = [] if named else self.model_params.names_of(params)
-        if is_stub and None not in names:
-            for groups in (self.param_groups, self.inner.param_groups):
-                groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
-        if named or not any("param_names" in live for live in self.param_groups):
-            return {**group, "params": params}
-        if None in names:
-            lost = params[names.index(None)]
-            raise ValueError(
-                f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model "
-                "that the "
-                "optimizer was built for, so it has no name here; give (name, parameter) pairs, "
-                "such as "
-                "list(module.named_parameters())"
-            )
-        return {**group, "params": list(zip(names, params, strict=True))}
-
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
-        group = grad_norm_group(param) or MAIN
-        if is_shared(param) or self._is_tensor_parallel_duplicate(slot, param):
-            group = EXCLUDED
-        return NormKey(group, shard_groups_of(self.slot_name(slot), param))
-
-    def norm_key(self, slot: Slot) -> NormKey:
-        return self._seen.keys[self._seen.index(slot)]
-
-    def _is_tensor_parallel_duplicate(self, slot: Slot, param: Tensor) -> bool:
-        tp = self._tensor_parallel(slot)
-        return tp is not None and not is_tensor_parallel(param) and tp.rank() > 0
+        ranks = self._tensor_parallel(slot)
+        is_copy = ranks is not None and not is_tensor_parallel(param) and ranks.rank() > 0
+        group = EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN
+        return NormKey(group, shard_groups_of(self._name(slot), param))
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
-        expert = self.param_groups[slot.group].get("is_expert_parallel", False)
-        return self.process_groups.expert_tp if expert else self.process_groups.tp
+        expert = self._param_groups[slot.group].get("is_expert_parallel", False)
+        return self._process_groups.expert_tp if expert else self._process_groups.tp
 
-    def _layout(self, slot: Slot, param: Tensor) -> Layout:
-        return layout_of(param, self._tensor_parallel(slot))
+    # -- what there is ----------------------------------------------------------------------------
 
-    def _main(self, slot: Slot) -> Tensor:
-        main: Tensor = self.inner.param_groups[slot.group]["params"][slot.position]
-        return main
+    def _name(self, slot: Slot) -> str:
+        return slot_name(self._param_groups, slot)
+
+    def _params(self) -> list[Tensor]:
+        return [param for _, param in iter_slots(self._param_groups)]
+
+    def _param(self, slot: Slot) -> Tensor:
+        param: Tensor = self._param_groups[slot.group]["params"][slot.position]
+        return param
 
     def _local(self, slot: Slot) -> Tensor:
         """The model's parameter, or what this rank has of it."""
-        return local_tensor(self.param(slot))
+        return local_tensor(self._param(slot))
 
-    def has_separate_main(self, slot: Slot) -> bool:
-        return self._seen.separate[self._seen.index(slot)]
+    def _stepped(self, slot: Slot) -> Tensor:
+        stepped: Tensor = self._inner.param_groups[slot.group]["params"][slot.position]
+        return stepped
 
-    def has_state(self, slot: Slot) -> bool:
-        return self._seen.bound[self._seen.index(slot)]
+    def is_separate(self, slot: Slot) -> bool:
+        """Whether a slot is stepped on a tensor other than the model's parameter."""
+        return self.table.separate[self.table.index(slot)]
+
+    def is_bound(self, slot: Slot) -> bool:
+        """Whether a slot has ever been trainable."""
+        return self.table.bound[self.table.index(slot)]
+
+    def main_param(self, slot: Slot) -> Tensor:
+        """The parameter itself if it is stepped itself; else its main param, in its layout."""
+        param = self._param(slot)
+        is_stepped_itself = param.dtype == torch.float32 and not self.is_separate(slot)
+        if is_stepped_itself or not self.is_bound(slot):
+            return param
+        return as_sharded(self._inner.main_param(slot), param)
+
+    def accelerator_tensors(self) -> Iterator[Tensor]:
+        """Main params and state that are not on the host."""
+        for slot in filter(self.is_bound, self.table.slots):
+            tensors = list(self._inner.slot_state(slot).values())
+            if self.is_separate(slot):
+                tensors.append(self._stepped(slot))
+            yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
+
+    # -- following the model ----------------------------------------------------------------------
 
     @in_own_modes
-    def follow_model(self, slot: Slot | None = None) -> None:
+    def follow(self, slot: Slot | None = None) -> None:
         """Follow model tensors that were replaced or written from outside since they were last
         seen.
 
@@ -235,130 +207,94 @@ class MainParams(MegatronOptimizer):
         Raises:
             ValueError: a tensor's shape changed, naming the parameter.
         """
-        if slot is not None and self._seen.is_same(slot, self.param(slot)):
+        table = self.table
+        if slot is not None and table.is_same(slot, self._param(slot)):
             return
-        seen, params = self._seen, self.get_parameters()
-        changed = seen.changed(params)
+        params = self._params()
+        changed = table.changed(params)
         for index in changed:
-            slot, param = seen.slots[index], params[index]
-            if seen.bound[index]:
+            slot, param = table.slots[index], params[index]
+            if table.bound[index]:
                 self._rebind(index, slot, param)
-            seen.keys[index], seen.layouts[index] = (
-                self._norm_key(slot, param),
-                self._layout(slot, param),
-            )
+            table.keys[index] = self._norm_key(slot, param)
+            table.layouts[index] = layout_of(param, self._tensor_parallel(slot))
         if changed:
-            seen.look(params)
+            table.look(params)
 
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
-        main, local = self._main(slot), local_tensor(param)
-        if is_quantized(param) != self._seen.quantized[index]:
-            self._seen.trained(index, self._bind(slot, param))
-        elif self._seen.separate[index]:
+        main, local = self._stepped(slot), local_tensor(param)
+        if is_quantized(param) != self.table.quantized[index]:
+            self.table.trained(index, self._bind(slot, param))
+        elif self.table.separate[index]:
             set_main_param(param, main)
-            self._reloaded += self._follow(slot, main, local, param)
-            self.inner.written_outside(slot)
+            self.reloaded += self._follow(slot, main, local, param)
+            self._inner.written_outside(slot)
         elif param.dtype == main.dtype:
-            self.inner.param_groups[slot.group]["params"][slot.position] = local
+            self._inner.param_groups[slot.group]["params"][slot.position] = local
             set_main_param(param, local)
-            self.inner.written_outside(slot)
+            self._inner.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
-            self._seen.trained(index, self._bind(slot, param))
+            self.table.trained(index, self._bind(slot, param))
 
     def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
         """Make a main param agree with the model's; returns whether it took other values."""
         if not is_quantized(param):
-            return follow(main, local, self.slot_name(slot))
-        check_quantized(self.slot_name(slot), param)
-        if holds(param, self.inner.main_param(slot)):
+            return follow(main, local, self._name(slot))
+        check_quantized(self._name(slot), param)
+        if holds(param, self._inner.main_param(slot)):
             return False
-        self.inner.set_main_param(slot, dequantized(param))
+        self._inner.set_main_param(slot, dequantized(param))
         return True
 
     @in_own_modes
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        self.follow_model()
-        seen = self._seen
-        for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
-            if seen.separate[index] or (seen.bound[index] and param.dtype != torch.float32):
-                source = (state_dict or {}).get(self.slot_name(slot), param)
-                self.inner.set_main_param(
-                    slot, dequantized(source) if is_quantized(source) else local_tensor(source)
-                )
+    def reload(self, values: Mapping[str, Any]) -> None:
+        """Take the model's present values, dropping extra bits and what is expected of remainders.
+
+        Args:
+            values: by FQN, used instead of the model's where given.
+        """
+        self.follow()
+        table = self.table
+        for index, (slot, param) in enumerate(iter_slots(self._param_groups)):
+            if table.separate[index] or (table.bound[index] and param.dtype != torch.float32):
+                source = values.get(self._name(slot), param)
+                value = dequantized(source) if is_quantized(source) else local_tensor(source)
+                self._inner.set_main_param(slot, value)
         self._agreement.expected.clear()
-        seen.look(self.get_parameters())
+        table.look(self._params())
 
-    def main_param(self, slot: Slot) -> Tensor:
-        self.step_mark.check("main_param")
-        self._make_current(slot)
-        param = self.param(slot)
-        is_stepped_itself = param.dtype == torch.float32 and not self.has_separate_main(slot)
-        if is_stepped_itself or not self.has_state(slot):
-            return param
-        return as_sharded(self.inner.main_param(slot), param)
-
-    @property
-    def has_quantized_params(self) -> bool:
-        return any(self._seen.quantized)
-
-    def use_mark(self, mark: StepMark) -> None:
-        super().use_mark(mark)
-        self.inner.use_mark(mark)
-
-    def recover(self) -> None:
-        self.inner.recover()
-
-    # -- state ----------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def state_of(self, slot: Slot) -> SlotState:
-        if not self.has_state(slot):
-            return UntrainedState(lambda: self.inner.state_of(slot))
+        """A slot's state as the wrapper shows it."""
+        if not self.is_bound(slot):
+            return UntrainedState(lambda: self._inner.state_of(slot))
         return self._trained_state(slot)
 
     def _trained_state(self, slot: Slot) -> ParamState:
         bound = BoundParam(
             slot,
-            self.slot_name(slot),
-            self.param(slot),
-            self._main(slot),
-            self.has_separate_main(slot),
-            lambda: self.inner.main_param(slot),
+            self._name(slot),
+            self._param(slot),
+            self._stepped(slot),
+            self.is_separate(slot),
+            lambda: self._inner.main_param(slot),
         )
-        return ParamState(self.inner.state_of(slot), bound, self._agreement)
+        return ParamState(self._inner.state_of(slot), bound, self._agreement)
 
-    def allocate_state(self, slots: Sequence[Slot]) -> None:
-        self.inner.allocate_state([slot for slot in slots if self.has_state(slot)])
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        self.inner.check_settings(group)
-
-    # -- remainders belong to the parameters they were saved with ---------------------------------
-
-    def param_checksums(self) -> list[int | None]:
+    def checksums(self) -> list[int | None]:
+        """For every slot, a checksum of the parameter that its remainder belongs to; None if there
+        is no remainder, or this rank does not have all of the parameter."""
         slots = [
             slot
-            for slot in filter(self.has_state, self.slots())
-            if not is_cut(self.param(slot)) and self._trained_state(slot).has_remainder()
+            for slot in filter(self.is_bound, self.table.slots)
+            if not is_cut(self._param(slot)) and self._trained_state(slot).has_remainder()
         ]
         known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
-        return [known.get(slot) for slot in self.slots()]
+        return [known.get(slot) for slot in self.table.slots]
 
-    def check_remainders(self, slot: Slot | None = None) -> None:
+    def check_remainders(self, slot: Slot | None) -> None:
+        """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
+        that it was not saved with, naming the parameters."""
         if self._agreement.expected:
-            self._agreement.check_expected(slot, self._local, self.slot_name)
-
-    def _accelerator_tensors(self) -> Iterator[Tensor]:
-        for slot in filter(self.has_state, self.slots()):
-            tensors = list(self.inner.slot_state(slot).values())
-            if self.has_separate_main(slot):
-                tensors.append(self._main(slot))
-            yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
-
-    def offload_to_cpu(self) -> None:
-        self.discard_early_work()  # it holds gradients
-        self._host_swap.park(self._accelerator_tensors())
-        self.inner.memory_moved()
-
-    def restore_from_cpu(self) -> None:
-        self._host_swap.restore()
-        self.inner.memory_moved()
+            self._agreement.check_expected(slot, self._local, self._name)

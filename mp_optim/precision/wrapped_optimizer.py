@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from mp_optim.precision.description import Description, describe
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.graph_step import check_capturable
+from mp_optim.precision.host_swap import HostSwap
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
@@ -26,7 +28,9 @@ from mp_optim.precision.measure import (
     measure,
     norm_groups,
 )
+from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.settings_agreement import SettingsAlike
+from mp_optim.precision.slot_table import SlotTable
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import Verdict
 from mp_optim.quantized import quantize_
@@ -34,18 +38,22 @@ from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
     CachedTensorList,
     Multiplier,
+    Slot,
     SlotUpdate,
     current_grad,
     group_settings,
     iter_slots,
     local_tensor,
+    with_names,
 )
-from mp_optim.update import choose_backend
+from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.slot_state import SlotState
+from mp_optim.update import as_slot_optimizer, choose_backend
 
 __all__ = ["WrappedOptimizer"]
 
 
-class WrappedOptimizer(MainParams):
+class WrappedOptimizer(MegatronOptimizer):
     """Common part of the precision wrappers.
 
     Args:
@@ -69,19 +77,75 @@ class WrappedOptimizer(MainParams):
         *,
         process_groups: ProcessGroups | None = None,
     ) -> None:
-        super().__init__(optimizer, config, grad_scaler, process_groups)
+        self._given = optimizer
+        self.inner = as_slot_optimizer(optimizer)
+        self.process_groups = process_groups or ProcessGroups()
+        self._norm_groups: list[str] | None = None
+        self._host_swap = HostSwap()
+        groups = [with_names(group) for group in self.inner.param_groups]
+        super().__init__(groups, dict(optimizer.defaults), config, grad_scaler)
+        self._mains = MainParams(
+            self.param_groups, self.inner, self.process_groups, self.check_param
+        )
+        self._table = self._mains.table
+        self.use_mark(self.step_mark)
         self.backward_link = BackwardOverlap(
-            self, self._seen, self._sum_of_squares, self._push_settings
+            self, self._table, self._sum_of_squares, self._push_settings
         )
         self.backward_link.follow(self.get_parameters())
         if config.optimizer_cuda_graph:
             check_capturable(self)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._given
+
+    @abstractmethod
+    def check_param(self, slot: Slot, param: Tensor) -> None:
+        """Raise if a trainable parameter's dtype does not fit this wrapper."""
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        is_built = bool(self._seen.first)  # else torch's constructor is adding the first groups
-        super().add_param_group(param_group)
-        if is_built:
-            self.backward_link.follow(self.get_parameters())  # backward may come before a step
+        """Add a group here and in the wrapped optimizer, with main params where they are needed.
+
+        Names of parameters that are given without are looked up in the model the optimizer was
+        built for.
+
+        Raises:
+            ValueError: some parameter is not there, and the other groups have names.
+        """
+        super().add_param_group(self._with_model_names(param_group))
+        if len(self.param_groups) <= len(self.inner.param_groups):
+            return  # torch's constructor is adding the first groups
+        added = self.param_groups[-1]
+        self.inner.add_param_group(with_names(added))
+        for key, value in self.inner.param_groups[-1].items():
+            added.setdefault(key, value)
+        self._mains.bind_group(len(self.param_groups) - 1)
+        self._norm_groups = None
+        self.backward_link.follow(self.get_parameters())  # backward may come before a step
+
+    def _with_model_names(self, group: dict[str, Any]) -> dict[str, Any]:
+        if self.model_params is None or "params" not in group:
+            return group
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        is_stub = not any(live["params"] for live in self.param_groups)
+        named = "param_names" in group or any(isinstance(param, tuple) for param in params)
+        names = [] if named else self.model_params.names_of(params)
+        if is_stub and None not in names:
+            for groups in (self.param_groups, self.inner.param_groups):
+                groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
+        if named or not any("param_names" in live for live in self.param_groups):
+            return {**group, "params": params}
+        if None in names:
+            lost = params[names.index(None)]
+            raise ValueError(
+                f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model "
+                "that the "
+                "optimizer was built for, so it has no name here; give (name, parameter) pairs, "
+                "such as "
+                "list(module.named_parameters())"
+            )
+        return {**group, "params": list(zip(names, params, strict=True))}
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -93,18 +157,11 @@ class WrappedOptimizer(MainParams):
         self.inner.check_groups()
         self.follow_model()
         self.check_remainders()
-        self.backward_link.follow(self._seen.params)
-        indices, grads = self._seen.grads(self.slot_name)
-        if not all(self._seen.bound):
-            self._bind_newly_trained(indices)
-        return WrappedGrads(self, indices, grads)
-
-    def _bind_newly_trained(self, indices: Sequence[int]) -> None:
-        """Give main params to parameters that were frozen when their group was added."""
-        seen = self._seen
-        for index in indices:
-            if not seen.bound[index]:
-                seen.trained(index, self._bind(seen.slots[index], seen.params[index]))
+        self.backward_link.follow(self._table.params)
+        indices, grads = self._table.grads(self.slot_name)
+        if not all(self._table.bound):
+            self._mains.bind_trained(indices)
+        return WrappedGrads(self, self._table, indices, grads)
 
     def measure_grads(
         self, grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey]
@@ -116,7 +173,7 @@ class WrappedOptimizer(MainParams):
             all_keys: every key of the model, also those without a gradient now, so that all ranks
                 reduce alike.
         """
-        device, ranks, alike = self.device, self.process_groups.grad_stats, self._seen.settings
+        device, ranks, alike = self.device, self.process_groups.grad_stats, self._table.settings
         sums = measure(grads, keys, all_keys, self.backward_link.sums_of_squares, device)
         zeros = None
         if self.config.log_num_zeros_in_grad:
@@ -143,7 +200,7 @@ class WrappedOptimizer(MainParams):
         return self.inner.verdict_device()
 
     def settings_alike(self) -> list[SettingsAlike]:
-        return [self._seen.settings]
+        return [self._table.settings]
 
     def norm_ranks(self) -> list[ProcessGroup]:
         ranks = self.process_groups.grad_stats
@@ -151,12 +208,69 @@ class WrappedOptimizer(MainParams):
 
     def reduces(self) -> bool:
         """Whether a step takes part in reductions with other ranks."""
-        return bool(self.norm_ranks()) or any(key.shard_groups for key in self._seen.keys)
+        return bool(self.norm_ranks()) or any(key.shard_groups for key in self._table.keys)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for slot, param in iter_slots(self.param_groups):
             if (grad := current_grad(param)) is not None:
                 yield self.slot_name(slot), local_tensor(grad)
+
+    # -- main params and state --------------------------------------------------------------------
+
+    def follow_model(self, slot: Slot | None = None) -> None:
+        self._mains.follow(slot)
+
+    def check_remainders(self, slot: Slot | None = None) -> None:
+        self._mains.check_remainders(slot)
+
+    def state_of(self, slot: Slot) -> SlotState:
+        return self._mains.state_of(slot)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        self.inner.allocate_state([slot for slot in slots if self.has_state(slot)])
+
+    def param_checksums(self) -> list[int | None]:
+        return self._mains.checksums()
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self.inner.check_settings(group)
+
+    def main_param(self, slot: Slot) -> Tensor:
+        self.step_mark.check("main_param")
+        self._make_current(slot)
+        return self._mains.main_param(slot)
+
+    def has_separate_main(self, slot: Slot) -> bool:
+        return self._mains.is_separate(slot)
+
+    def has_state(self, slot: Slot) -> bool:
+        return self._mains.is_bound(slot)
+
+    def norm_key(self, slot: Slot) -> NormKey:
+        return self._table.keys[self._table.index(slot)]
+
+    @property
+    def has_quantized_params(self) -> bool:
+        return any(self._table.quantized)
+
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        self._mains.reload(state_dict or {})
+
+    def use_mark(self, mark: StepMark) -> None:
+        super().use_mark(mark)
+        self.inner.use_mark(mark)
+
+    def recover(self) -> None:
+        self.inner.recover()
+
+    def offload_to_cpu(self) -> None:
+        self.discard_early_work()  # it holds gradients
+        self._host_swap.park(self._mains.accelerator_tensors())
+        self.inner.memory_moved()
+
+    def restore_from_cpu(self) -> None:
+        self._host_swap.restore()
+        self.inner.memory_moved()
 
     # -- what is going on -------------------------------------------------------------------------
 
@@ -180,7 +294,7 @@ class WrappedOptimizer(MainParams):
             **norms,
             **self._steps.counts,
             **self._steps.graph_metrics(),
-            "reloaded_params": self._reloaded,
+            "reloaded_params": self._mains.reloaded,
         }
 
 
@@ -188,13 +302,18 @@ class WrappedGrads(StepGrads):
     """Gradients of a wrapper's parameters.
 
     Args:
-        indices: of the slots that have one. grads: these, local.
+        table: the wrapper's slots. indices: there, of the slots that have a gradient. grads: these,
+            local.
     """
 
     def __init__(
-        self, wrapper: WrappedOptimizer, indices: list[int], grads: CachedTensorList
+        self,
+        wrapper: WrappedOptimizer,
+        table: SlotTable,
+        indices: list[int],
+        grads: CachedTensorList,
     ) -> None:
-        self._wrapper, self._table = wrapper, wrapper._seen
+        self._wrapper, self._table = wrapper, table
         self._indices, self._grads = indices, grads
 
     def has_any(self) -> bool:
