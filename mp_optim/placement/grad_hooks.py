@@ -1,5 +1,5 @@
-"""Notices that a parameter's gradient is there, and tells whether a gradient is still the one that
-was there."""
+"""Notices that a parameter's gradient is ready, and tells whether a gradient is still the one that
+was ready."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class GradVersion:
         storage: its memory, as long as that exists; another gradient at the same address has
             another storage.
         address: where it begins.
-        version: how often it was written; None if nobody counts, as of tensors made in inference
-            mode.
-        arrivals: how often a gradient had arrived at the slot.
+        version: how often it was written; None if that is not counted, as of tensors made in
+            inference mode.
+        count: how often a gradient of the slot had got ready.
     """
 
     storage: StorageWeakRef
     address: int
     version: int | None
-    arrivals: int
+    count: int
 
     @classmethod
-    def of(cls, grad: Tensor, arrivals: int) -> GradVersion:
-        """The stamp of a plain tensor."""
+    def of(cls, grad: Tensor, count: int) -> GradVersion:
+        """The version of a plain tensor."""
         storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(storage, grad.data_ptr(), _version_of(grad), arrivals)
+        return cls(storage, grad.data_ptr(), _version_of(grad), count)
 
-    def matches(self, grad: Tensor, arrivals: int) -> bool:
-        """Whether this is the same gradient, and nobody wrote to it since (``grad.data`` leaves no
+    def matches(self, grad: Tensor, count: int) -> bool:
+        """Whether this is the same gradient, not written to since (``grad.data`` leaves no
         trace)."""
-        same = (self.arrivals, self.version, self.address) == (
-            arrivals,
+        same = (self.count, self.version, self.address) == (
+            count,
             _version_of(grad),
             grad.data_ptr(),
         )
@@ -62,13 +62,13 @@ def _version_of(grad: Tensor) -> int | None:
 
 
 class GradHooks:
-    """Hooks on parameters that call ``arrived(index)`` when backward has added to a gradient.
+    """Hooks on parameters that call ``on_grad(index)`` when backward has added to a gradient.
 
-    Neither the hooks nor this object keep the owner of ``arrived``, a bound method, alive.
+    Neither the hooks nor this object keep the owner of ``on_grad``, a bound method, alive.
     """
 
-    def __init__(self, arrived: Callable[[int], None]) -> None:
-        self._arrived = weakref.WeakMethod(arrived)
+    def __init__(self, on_grad: Callable[[int], None]) -> None:
+        self._on_grad = weakref.WeakMethod(on_grad)
         self._params: list[Tensor | None] = []
         self._handles: list[RemovableHandle | None] = []
         weakref.finalize(self, _remove, self._handles)
@@ -86,21 +86,16 @@ class GradHooks:
                 handle.remove()
                 self._handles[index] = None
             if now is not None:
-                hook = _hook(self._arrived, index)
+                hook = _hook(self._on_grad, index)
                 self._handles[index] = now.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._params[index] = now
 
-    def close(self) -> None:
-        """Remove all hooks."""
-        _remove(self._handles)
-        self._params = [None] * len(self._params)
-
 
 def _hook(
-    arrived: weakref.WeakMethod[Callable[[int], None]], index: int
+    on_grad: weakref.WeakMethod[Callable[[int], None]], index: int
 ) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
-        if (call := arrived()) is not None:
+        if (call := on_grad()) is not None:
             call(index)
 
     return hook
@@ -116,8 +111,8 @@ def _remove(handles: list[RemovableHandle | None]) -> None:
 def final_in_backward(param: Tensor) -> bool:
     """Whether what backward leaves in a parameter's gradient is what will be stepped.
 
-    In a job of several ranks somebody may still have to reduce it: only FSDP2, whose meshes span
-    the job, calls the hooks after that.
+    In a job of several ranks it may still have to be reduced: only FSDP2, whose meshes span the
+    job, calls the hooks after that.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return True

@@ -159,7 +159,7 @@ class HostStepper(HostPart):
 
     # -- buckets and their memory -----------------------------------------------------------------
 
-    def plan(self, slots: Sequence[HostSlot]) -> None:
+    def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
         """Cut buckets anew, for other slots. What was begun early is dropped."""
         self.discard()
         self._cut(slots)
@@ -234,7 +234,7 @@ class HostStepper(HostPart):
     ) -> BucketStep:
         own = len(self._staging) == len(self._plan.buckets)
         staging = self._staging[bucket if own else position % len(self._staging)]
-        return BucketStep(bucket, label, staging, updates, staging.stage(bucket, updates))
+        return BucketStep(bucket, label, staging, updates, staging.tensors_for(bucket, updates))
 
     def _routes_of(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
         """Bucket, label and members of each bucket that has some; the last ones are kept."""

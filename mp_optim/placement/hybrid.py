@@ -168,10 +168,8 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
             if host.is_collective(update_of(slot, self.slot_name(slot), param, param)):
                 raise ValueError(
                     f"offload_mode='speculative': {type(host).__name__} steps "
-                    f"{self.slot_name(slot)}, "
-                    "which is split over ranks, by a collective, which may not meet those of "
-                    "backward; "
-                    "use 'overlap'"
+                    f"{self.slot_name(slot)}, which is split over ranks, by a collective, which "
+                    "may not meet those of backward; use 'overlap'"
                 )
 
     def _seats_changed(self) -> None:
@@ -179,13 +177,13 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
         self._routes: _Routes | None = None
 
     def _placed(self) -> None:
-        self.stepper.plan(self._host_slots())
+        self.stepper.cut_buckets(self._host_slots())
         self._watch()
 
     def recover(self) -> None:
         super().recover()
         # With other back buffers: half a swap may have left two tensors with one memory.
-        self.stepper.plan(self._host_slots())
+        self.stepper.cut_buckets(self._host_slots())
 
     def _state_exposed(self, slot: Slot) -> None:
         self.stepper.state_exposed(slot)
@@ -210,7 +208,8 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
 
     @in_own_modes
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        self._watch()
+        if self._bound is None:
+            self._watch()
         self.bind_tensors()
         for sub in self._subs.values():
             sub.check_groups()
@@ -275,8 +274,7 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
         slot, param = self._watched[index]
         grad = current_grad(param)
         if self._param(slot) is not param:
-            # a wrapper has put its main param there, and reports the gradients of the model's
-            return
+            return  # a wrapper has put its main param there, and reports the gradients itself
         if grad is not None and final_in_backward(param):
             self.stepper.on_grad_ready(update_of(slot, self.slot_name(slot), param, grad))
 

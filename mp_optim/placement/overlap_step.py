@@ -90,9 +90,9 @@ class OverlappedHostStepper(HostStepper):
 
     # -- buckets and their memory -----------------------------------------------------------------
 
-    def plan(self, slots: Sequence[HostSlot]) -> None:
+    def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
         self._knows_order = False
-        super().plan(slots)
+        super().cut_buckets(slots)
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:
         super()._cut(slots)
@@ -160,7 +160,7 @@ class OverlappedHostStepper(HostStepper):
         index = self._plan.bucket_of[bucket.slots[0]]
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
         # Nothing is written here; jobs of one bucket run one after the other.
-        tensors = self._staging[index].stage(index, updates)
+        tensors = self._staging[index].tensors_for(index, updates)
         job = BackwardJob(
             self._staging[index],
             updates,
@@ -287,7 +287,7 @@ class OverlappedHostStepper(HostStepper):
         """Whether a job that is done is of no use for these updates, though no other gradient got
         ready since."""
         return job.result is not None and all(
-            job.versions[slot].arrivals == self._ready[slot]
+            job.versions[slot].count == self._ready[slot]
             for slot in updates.slots
             if slot in job.versions
         )

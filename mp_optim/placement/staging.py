@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mp_optim.placement.transfer import Transfer
@@ -16,33 +17,7 @@ from mp_optim.slots import CachedTensorList, SlotUpdates
 
 __all__ = ["Staging"]
 
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
-
-
-class _Forms:
-    """Shapes and dtypes of some tensors, and whether others have the same."""
-
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        self._seen = tensors
-        self._sizes = tensors.sizes if isinstance(tensors, CachedTensorList) else None
-        present = _present(tensors)
-        self._empty = [tensor is None for tensor in tensors]
-        self._shapes, self._dtypes = list(map(_SHAPE, present)), list(map(_DTYPE, present))
-        self._only_dtypes = set(self._dtypes)
-
-    def fit(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether these are like those that were given."""
-        if isinstance(tensors, CachedTensorList):
-            if tensors is self._seen:
-                return True
-            if tensors.sizes is self._sizes and len(self._only_dtypes) == 1:
-                return tensors.dtypes == self._only_dtypes
-        present = _present(tensors)
-        return (
-            [tensor is None for tensor in tensors] == self._empty
-            and list(map(_DTYPE, present)) == self._dtypes
-            and list(map(_SHAPE, present)) == self._shapes
-        )
+_Known = tuple[Sequence[int], torch.dtype, Sequence[Tensor | None]]
 
 
 class StagedTensors:
@@ -54,27 +29,54 @@ class StagedTensors:
     """
 
     def __init__(self, updates: SlotUpdates, memory: Block) -> None:
-        self._grad_forms, self._output_forms = _Forms(updates.grads), _Forms(updates.outputs)
+        self._known = _known(updates)
+        self._forms = _forms(updates)
         memory.reset()
         self.grads = CachedTensorList(memory.take(g.shape, g.dtype) for g in updates.grads)
-        outputs = [
-            None if output is None else memory.take(output.shape, output.dtype)
-            for output in updates.outputs
-        ]
+        outputs = [None if o is None else memory.take(o.shape, o.dtype) for o in updates.outputs]
         present = _present(outputs)
-        self.outputs: Sequence[Tensor | None] = outputs
-        if len(present) == len(outputs):
-            self.outputs = CachedTensorList(present)
+        whole = len(present) == len(outputs)
+        self.outputs: Sequence[Tensor | None] = CachedTensorList(present) if whole else outputs
         self.down = sum(grad.nbytes for grad in self.grads)
         self.up = sum(output.nbytes for output in present)
 
     def fit(self, updates: SlotUpdates) -> bool:
         """Whether these hold just such gradients and outputs."""
-        return self._grad_forms.fit(updates.grads) and self._output_forms.fit(updates.outputs)
+        known = _known(updates)
+        if known is not None and self._known is not None and _same(known, self._known):
+            return True
+        if self._forms != _forms(updates):
+            return False
+        self._known = known
+        return True
 
     def put_into(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with these tensors as gradients and outputs."""
         return replace(updates, grads=self.grads, outputs=self.outputs)
+
+
+def _known(updates: SlotUpdates) -> _Known | None:
+    """Lists by which gradients and outputs are known, without a look at each, to have the forms
+    of those before; gradients themselves are not kept. None if there are no such lists."""
+    grads, outputs = updates.grads, updates.outputs
+    if not isinstance(grads, CachedTensorList) or len(grads.dtypes) != 1:
+        return None
+    return grads.sizes, next(iter(grads.dtypes)), outputs
+
+
+def _same(a: _Known, b: _Known) -> bool:
+    return all(map(operator.is_, a, b))
+
+
+def _forms(updates: SlotUpdates) -> list[tuple[torch.Size, torch.dtype] | None]:
+    tensors = [*updates.grads, *updates.outputs]
+    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _present(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    if isinstance(tensors, CachedTensorList):
+        return tensors
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 class Staging:
@@ -99,7 +101,7 @@ class Staging:
         """Bytes that it holds as soon as it is used."""
         return self._memory.capacity
 
-    def stage(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
+    def tensors_for(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
         """Tensors for a bucket's updates, the same ones in every step; nothing is copied."""
         staged = self._staged.get(bucket)
         if staged is None or not staged.fit(updates):
@@ -127,12 +129,6 @@ class Staging:
     def upload(self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]) -> None:
         """Start to copy parameters to where they are wanted."""
         self._upload = self.transfer.upload(_present(outputs), _present(staged))
-
-
-def _present(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    if isinstance(tensors, CachedTensorList):
-        return tensors
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def staging_bytes(updates: SlotUpdates) -> int:

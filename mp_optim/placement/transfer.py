@@ -1,7 +1,7 @@
 """Copies between accelerator and host behind one small interface: copy, wait, join.
 
 The only module that talks to CUDA streams. Code above must be right for every implementation; one
-in the tests delays each copy until somebody waits for it, so a missing wait fails on any machine.
+in the tests delays each copy until the caller waits for it, so a missing wait fails on any machine.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Block:
         return tensor
 
     def reset(self) -> None:
-        """Hand everything out again. The caller makes sure that nobody uses what was taken."""
+        """Hand everything out again. The caller makes sure that what was taken is not used."""
         self._used = 0
 
 

@@ -21,8 +21,8 @@ class StepMark:
     """One for all layers of a stack.
 
     NOTE: whoever writes main params, state, model parameters or the loss scale in a step calls
-    :meth:`touch` first, in the thread of the step. What is written where nobody reads it (other
-    halves) needs no mark.
+    :meth:`touch` first, in the thread of the step. What is written where it is not read (back
+    buffers) needs no mark.
     """
 
     def __init__(self) -> None:

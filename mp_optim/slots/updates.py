@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -157,13 +158,20 @@ class UpdateSelection:
             return updates if updates.slots is self.slots else replace(updates, slots=self.slots)
         return SlotUpdates(
             self.slots,
-            CachedTensorList(self._pick(updates.grads)),
+            self._grads(updates.grads),
             self._pick(updates.multipliers),
             self._keep("outputs", updates.outputs),
             self._keep("shard_groups", updates.shard_groups),
             self._keep("streams", updates.streams),
             self._keep("layouts", updates.layouts),
         )
+
+    def _grads(self, grads: Sequence[Tensor]) -> CachedTensorList:
+        part = CachedTensorList(self._pick(grads))
+        if isinstance(grads, CachedTensorList):
+            sizes = self._keep("sizes", grads.sizes)
+            part.__dict__.update(sizes=sizes)
+        return part
 
     def _pick(self, column: Sequence[Any]) -> Sequence[Any]:
         if len(self._indices) < 2:
@@ -178,6 +186,8 @@ class UpdateSelection:
             part = self._pick(column) if column else ()
             if isinstance(column, CachedTensorList):
                 part = CachedTensorList(part)
+            elif isinstance(column, array):
+                part = array(column.typecode, part)
             self._kept[name] = column, part
         return part
 

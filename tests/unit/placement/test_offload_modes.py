@@ -132,7 +132,7 @@ FORMS = [
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion", "adafactor"])
 @pytest.mark.parametrize("precision", FORMS)
 def test_every_rule_and_form_of_state(precision, rule):
-    """Half of the steps clip, so that halves are flipped, redone and stepped in place in turn."""
+    """Half of the steps clip, so that buckets are swapped, stepped again and in place in turn."""
     settings = {"optimizer": rule, "clip_grad": 0.16, "lr": 1e-3 if rule == "lion" else 1e-2}
     without = {"sgd": {"exp_avg_sq_dtype"}, "lion": {"exp_avg_sq_dtype"}}
     without["adafactor"] = {"exp_avg_dtype", "exp_avg_sq_dtype"}
@@ -568,7 +568,7 @@ def test_a_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
         ] * 8
 
 
-def test_tensors_stay_the_same_objects_when_halves_are_exchanged():
+def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
     model, optimizer = build_mode("speculative", experts=False, fraction=1.0, clip_grad=0.0)
     run(model, optimizer, 2)
     main, state = model.dense.main_param, optimizer.state[model.dense]

@@ -177,7 +177,7 @@ def test_what_is_no_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_other_halves_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
+def test_back_buffers_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
     config = OptimizerConfig(
         lr=1e-3,
         bf16=True,
