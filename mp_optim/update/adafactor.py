@@ -24,6 +24,7 @@ from mp_optim.update.exact_sums import (
     largest,
     matrices_shape,
     over_shards,
+    pieces_of,
     row_and_column_digits,
     total_digits,
 )
@@ -267,11 +268,12 @@ def _turn_factored(param: _Param, digits: Tensor, top: float, scalars: _Scalars)
     _average(column_var, column_sums.div_(rows).float(), scalars)
     means = sum_in_pairs(row_var.double()).div_(rows).float()
     weights = row_var / means.clamp_(min=scalars.floor_fp32)[:, None]
-    for values, matrix, row, column in param.blocks:
-        deep, high, wide = values.shape
-        of_rows = weights[matrix : matrix + deep, row : row + high, None]
-        of_columns = column_var[matrix : matrix + deep, None, column : column + wide]
-        values.div_(_root((of_rows * of_columns).clamp_(min=scalars.squared_floor_fp32)))
+    for block in param.blocks:
+        for values, matrix, row, column in pieces_of(block):
+            deep, high, wide = values.shape
+            of_rows = weights[matrix : matrix + deep, row : row + high, None]
+            of_columns = column_var[matrix : matrix + deep, None, column : column + wide]
+            values.div_(_root((of_rows * of_columns).clamp_(min=scalars.squared_floor_fp32)))
 
 
 def _average(average: Tensor, value: Tensor, scalars: _Scalars) -> None:

@@ -27,12 +27,13 @@ __all__ = [
     "largest",
     "matrices_shape",
     "over_shards",
+    "pieces_of",
     "row_and_column_digits",
     "total_digits",
 ]
 
 _BITS = 31
-_PIECE = 1 << 21
+_MOST = 1 << 21
 """Elements whose digits FP64 adds up without rounding: 2^21 times 2^31 is below 2^53."""
 
 MatricesShape = tuple[int, int, int]
@@ -94,12 +95,19 @@ def _boxed(
         yield from _boxed(local[index], offsets[1:], shape[1:], first)
 
 
-def _pieces(block: Block) -> Iterator[Block]:
-    """The block in pieces of at most :data:`_PIECE` elements."""
+def piece_elements(device: torch.device) -> int:
+    """Elements of a piece: what stays in a CPU core's cache in FP64, what keeps an accelerator
+    busy."""
+    return 1 << 16 if device.type == "cpu" else _MOST
+
+
+def pieces_of(block: Block) -> Iterator[Block]:
+    """The block in pieces of at most :func:`piece_elements`."""
     _, rows, columns = block.values.shape
-    wide = min(columns, _PIECE)
-    high = min(rows, max(1, _PIECE // wide))
-    deep = max(1, _PIECE // (wide * high))
+    most = piece_elements(block.values.device)
+    wide = min(columns, most)
+    high = min(rows, max(1, most // wide))
+    deep = max(1, most // (wide * high))
     for values, matrix in _cut(block.values, 0, deep, block.matrix):
         for part, row in _cut(values, 1, high, block.row):
             for piece, column in _cut(part, 2, wide, block.column):
@@ -138,7 +146,7 @@ def total_digits(blocks: Sequence[Block], top: float, device: torch.device) -> T
     """
     total = torch.zeros(2, dtype=torch.int64, device=device)
     for block in blocks if math.isfinite(top) else ():
-        for piece in _pieces(block):
+        for piece in pieces_of(block):
             total += torch.stack([digits.sum() for digits in _digits(piece.values, top)]).long()
     return total
 
@@ -155,7 +163,7 @@ def row_and_column_digits(
     by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
     by_column = torch.zeros(2, matrices, columns, dtype=torch.int64, device=device)
     for block in blocks if math.isfinite(top) else ():
-        for values, matrix, row, column in _pieces(block):
+        for values, matrix, row, column in pieces_of(block):
             deep, high, wide = values.shape
             for digit, digits in enumerate(_digits(values, top)):
                 where = by_row[digit, matrix : matrix + deep, row : row + high]
