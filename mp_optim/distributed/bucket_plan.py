@@ -116,7 +116,7 @@ def plan_whole(sizes: Sequence[int], ranks: int) -> list[BucketPlan]:
 
     The largest parameter left goes to the rank that holds least (Graham's LPT rule: the fullest
     shard is at most 4/3 of the best possible). Shards are as large as what is in them: one of an
-    embedding beside those of small layers costs nobody else anything.
+    embedding beside those of small layers costs the others nothing.
 
     Args:
         sizes: elements of each parameter. One without elements lies in no shard.

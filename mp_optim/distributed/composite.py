@@ -227,5 +227,7 @@ class CompositeOptimizer(MegatronOptimizer):
         metrics = [part.metrics() for part in self.parts]
         names = dict.fromkeys(name for of_part in metrics for name in of_part)
         added = [name for name in names if name.startswith("bytes_") or name in _SUMMED]
-        totals = {name: sum(of_part.get(name, 0) for of_part in metrics) for name in added}
+        totals: dict[str, float] = dict.fromkeys(added, 0)
+        for name in added:
+            totals[name] = sum(of_part.get(name, 0) for of_part in metrics)
         return {**metrics[0], **totals, **self._steps.graph_metrics()}

@@ -237,7 +237,7 @@ class GradReducer:
 
     @in_own_modes
     def collect_all(self) -> bool:
-        """Take in gradients that no hook saw, because somebody put them into ``grad`` by hand.
+        """Take in gradients that no hook saw, because the caller put them into ``grad``.
         Returns whether anything is left to reduce."""
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:

@@ -116,7 +116,7 @@ class MegatronReducer:
     def __init__(self, chunks: Sequence[Any], buckets: Sequence[Bucket]) -> None:
         self._chunks, self._buckets = chunks, buckets
         self.bytes_gathered = self.rounds = 0
-        self.has_gradients = True  # nobody is told
+        self.has_gradients = True  # Megatron's hooks tell no one
         self.on_reduced: Callable[[int], None] | None = None
 
     @property

@@ -204,7 +204,7 @@ class DistributedOptimizer(CompositeOptimizer):
         main, param = super().main_param(slot), self.param(slot)
         if not param.requires_grad:
             return param
-        shown: Tensor = self._model.shards[slot].show(MASTER, main.detach())
+        shown: Tensor = self._model.shards[slot].expose(MASTER, main.detach())
         return shown
 
     def param_checksums(self) -> list[int | None]:
@@ -216,7 +216,7 @@ class DistributedOptimizer(CompositeOptimizer):
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         self.follow_model()
         values = {
-            shard.name: shard.own(MASTER, state_dict[shard.name])
+            shard.name: shard.localize(MASTER, state_dict[shard.name])
             for shard in self._model.shards.values()
             if state_dict and shard.name in state_dict
         }

@@ -53,7 +53,7 @@ class ParamShard:
     grad: Tensor | None
     shown_whole: bool
 
-    def show(self, key: str, value: Any) -> Any:
+    def expose(self, key: str, value: Any) -> Any:
         """A state tensor as a part of the whole parameter's; scalars and scales of blocks
         unchanged."""
         if (
@@ -67,7 +67,7 @@ class ParamShard:
             return value
         return FlatShard(value.detach().reshape(-1), self.shape, self.start)
 
-    def own(self, key: str, value: Any) -> Any:
+    def localize(self, key: str, value: Any) -> Any:
         """The owned part of a saved state tensor: of a shard of just these elements, or of the
         whole parameter.
 
@@ -75,37 +75,37 @@ class ParamShard:
             ValueError: it is a shard of other elements.
         """
         if isinstance(value, FlatShard):
-            if (value.start, value.local.numel(), value.shape) != (
-                self.start,
-                self.stop - self.start,
-                self.shape,
-            ):
-                raise ValueError(
-                    f"{self.name}.{key}: saved elements [{value.start}, "
-                    f"{value.start + value.local.numel()}) of "
-                    f"{tuple(value.shape)}, this rank owns [{self.start}, {self.stop}) of "
-                    f"{tuple(self.shape)}; load "
-                    "other layouts with mp_optim.checkpoint"
-                )
-            return value.local.view(self.tensor.shape)
+            return self._same_elements(key, value)
         if key == "step" or not isinstance(value, Tensor) or not is_elementwise(key):
             return value
-        if is_scale(key) and value.dim() > 1:  # that of each element
-            return value.reshape(*self.tensor.shape, 1)
         if is_scale(key):
-            blocks = -(-self.shape.numel() // ALIGNMENT)
-            return (
-                value[self.start // ALIGNMENT : -(-self.stop // ALIGNMENT)]
-                if value.shape == (blocks,)
-                else value
-            )
+            return self._local_scale(value)
         if value.shape == self.shape and value.shape != self.tensor.shape:
             return value.reshape(-1)[self.start : self.stop].view(self.tensor.shape)
         return value
 
-    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """:meth:`own` for a slot's whole state; never modifies its argument."""
-        return {key: self.own(key, value) for key, value in state.items()}
+    def _same_elements(self, key: str, saved: FlatShard) -> Tensor:
+        saved_stop = saved.start + saved.local.numel()
+        if (saved.start, saved_stop, saved.shape) != (self.start, self.stop, self.shape):
+            raise ValueError(
+                f"{self.name}.{key}: saved elements [{saved.start}, {saved_stop}) of "
+                f"{tuple(saved.shape)}, this rank owns [{self.start}, {self.stop}) of "
+                f"{tuple(self.shape)}; load "
+                "other layouts with mp_optim.checkpoint"
+            )
+        return saved.local.view(self.tensor.shape)
+
+    def _local_scale(self, scale: Tensor) -> Tensor:
+        """Of a scale for each element, or for each block of the whole parameter, the owned part."""
+        if scale.dim() > 1:
+            return scale.reshape(*self.tensor.shape, 1)
+        if scale.shape != (-(-self.shape.numel() // ALIGNMENT),):
+            return scale
+        return scale[self.start // ALIGNMENT : -(-self.stop // ALIGNMENT)]
+
+    def localize_state(self, state: State) -> State:
+        """:meth:`localize` for a slot's whole state; never modifies its argument."""
+        return {key: self.localize(key, value) for key, value in state.items()}
 
 
 class ShardState(LayeredState):
@@ -127,16 +127,16 @@ class ShardState(LayeredState):
         return self._shown(self.below.full_precision())
 
     def _shown(self, state: State) -> State:
-        return {key: self._shard.show(key, value) for key, value in state.items()}
+        return {key: self._shard.expose(key, value) for key, value in state.items()}
 
     def fit(self, saved: State, convert: bool) -> State:
-        return self.below.fit(self._shard.own_state(saved), convert)
+        return self.below.fit(self._shard.localize_state(saved), convert)
 
     def check(self, state: State) -> None:
-        self.below.check(self._shard.own_state(state))
+        self.below.check(self._shard.localize_state(state))
 
     def load(self, state: State) -> None:
-        self.below.load(self._shard.own_state(state))
+        self.below.load(self._shard.localize_state(state))
 
     def check_weights(self, saved: State, checksum: int | None) -> None:
         if self._shard.shown_whole:  # a checksum is of the whole parameter
@@ -211,8 +211,8 @@ def _shaped(flat: Tensor, param: Tensor) -> Tensor:
 
 
 class ParamWatcher:
-    """The model's parameters as they were last seen, to notice that somebody replaced, moved or
-    wrote one."""
+    """The model's parameters as they were last seen, to notice those that were replaced,
+    moved or written."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.look(params)

@@ -118,8 +118,12 @@ def make_transport(
         keep_grads=keeps,
         replicate=config.data_parallel_sharding_strategy == "no_shard",
     )
-    place_of = {id(param): place for param, place in zip(params, places, strict=True)}
-    first_used = [min(place_of[id(entry.param)] for entry in bucket.entries) for bucket in buckets]
+    place_of = dict(zip(map(id, params), places, strict=True))
+
+    def first_use(bucket: Bucket) -> int:
+        return min(place_of[id(entry.param)] for entry in bucket.entries)
+
+    first_used = list(map(first_use, buckets))
     return Transport(
         buckets, GradReducer(buckets, first_used, settings, guard, gatherer.check_use), gatherer
     )

@@ -1,4 +1,4 @@
-"""Work that a device is given once and repeats when it is told to: CUDA graphs behind a small
+"""Work that a device is given once and repeats on demand: CUDA graphs behind a small
 interface."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Graph(Protocol):
         :meth:`replay`."""
 
     def replay(self) -> None:
-        """Queue the captured work once; nobody waits."""
+        """Queue the captured work once; nothing waits."""
 
 
 class CudaGraph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -55,14 +56,15 @@ class Description:
 
     def __str__(self) -> str:
         shown = [f.name for f in fields(DescriptionRow) if f.name != "why"]
-        table = [shown, *([_cell(getattr(row, name)) for name in shown] for row in self.rows)]
+        table = [shown, *(_cells(row, shown) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-            for line in table
-        ]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
         return "\n".join([*lines, *reasons, *self.notes])
+
+
+def _cells(row: DescriptionRow, names: Sequence[str]) -> list[str]:
+    return [_cell(getattr(row, name)) for name in names]
 
 
 def _cell(value: object) -> str:

@@ -100,9 +100,9 @@ class DeviceVerdict:
     def __init__(self, formed: Formed) -> None:
         self._names = formed.names
         self._transfer = _transfer(formed.report.device)
-        told = self._transfer.empty_host(formed.report.nbytes, True)
-        self._told = told.view(torch.float64)
-        self._ticket = self._transfer.download([self._told], [formed.report])
+        host = self._transfer.empty_host(formed.report.nbytes, True)
+        self._report = host.view(torch.float64)
+        self._ticket = self._transfer.download([self._report], [formed.report])
         self._verdict: Verdict | None = None
         self._told_to: Callable[[Verdict], None] | None = None
         self.found_inf = formed.overflow
@@ -119,30 +119,29 @@ class DeviceVerdict:
         """The verdict in the host's numbers; waits until the device has formed it, once."""
         if self._verdict is None:
             self._transfer.wait(self._ticket)
-            self._verdict = _as_verdict(self._names, self._told.tolist())
+            self._verdict = _as_verdict(self._names, self._report.tolist())
             if (tell := self._told_to) is not None:
                 self._told_to = None
                 tell(self._verdict)
         return self._verdict
 
     def when_settled(self, tell: Callable[[Verdict], None]) -> None:
-        """Call ``tell`` once, as soon as somebody has waited for the verdict; now if somebody
-        has."""
+        """Call ``tell`` once, as soon as the verdict was waited for; now if it was."""
         if self._verdict is None:
             self._told_to = tell
         else:
             tell(self._verdict)
 
 
-def _as_verdict(names: Sequence[str], told: Sequence[float]) -> Verdict:
-    overflow, skip, count = bool(told[0]), bool(told[1]), len(names)
-    if told[1] > 1.0:
+def _as_verdict(names: Sequence[str], report: Sequence[float]) -> Verdict:
+    overflow, skip, count = bool(report[0]), bool(report[1]), len(names)
+    if report[1] > 1.0:
         return Verdict(skip=True, disagrees=True)
     if overflow:
         return Verdict(skip=True, found_inf=True)
-    norms = dict(zip(names, told[2 : 2 + count], strict=True))
-    multipliers = dict(zip(names, told[2 + count : 2 + 2 * count], strict=True))
-    zeros = told[2 + 2 * count :]
+    norms = dict(zip(names, report[2 : 2 + count], strict=True))
+    multipliers = dict(zip(names, report[2 + count : 2 + 2 * count], strict=True))
+    zeros = report[2 + 2 * count :]
     return Verdict(multipliers, skip, False, norms, int(zeros[0]) if zeros else None)
 
 

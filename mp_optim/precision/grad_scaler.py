@@ -44,8 +44,8 @@ class MegatronGradScaler(ABC):
 
     @property
     def scale(self) -> Tensor:
-        """FP32, shape (1,), live: what the loss is multiplied with. Whoever asks is taken to scale
-        by it."""
+        """FP32, shape (1,), live: what the loss is multiplied with. A caller that asks is taken to
+        scale by it."""
         self._asked = True
         lent = None if self._lent is None else self._lent()
         if lent is None:
@@ -60,7 +60,7 @@ class MegatronGradScaler(ABC):
 
     @property
     def was_asked(self) -> bool:
-        """Whether gradients of the coming step may be scaled: somebody asked for :attr:`scale`
+        """Whether gradients of the coming step may be scaled: the caller asked for :attr:`scale`
         since the last one, or kept what he got then."""
         own = type(self).scale is MegatronGradScaler.scale
         return self._asked or not own or (self._lent is not None and self._lent() is not None)

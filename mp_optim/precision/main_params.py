@@ -61,7 +61,7 @@ class MainParams:
     Args:
         param_groups: the wrapper's live groups of the model's parameters.
         inner: its groups hold main params afterwards.
-        process_groups: the ranks that share the model, by which duplicates are told.
+        process_groups: the ranks that share the model, by which duplicates are recognised.
         check_param: raises if a trainable parameter's dtype does not fit the wrapper.
 
     Attributes:

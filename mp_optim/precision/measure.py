@@ -166,21 +166,10 @@ def agree(
                 f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
                 f"{list(names)}. Set it before the optimizer is built"
             )
-        others = list((copies or {}).get(key, ()))
-        ranks = math.prod(each.size() for each in (*key.shard_groups, *others))
-        terms = _terms(numbers[key], ranks) if numbers is not None and key in numbers else ()
-        packed = torch.stack(
-            [
-                *([value] if zeros is None else [value, zeros[key]]),
-                *(torch.full_like(value, term) for term in terms),
-            ]
-        )
-        for shard_group in key.shard_groups:
-            _reduce(packed, shard_group)
-        for same in others if terms else ():
-            _reduce(packed[-2:], same)
-        for total, term in zip(packed[-2:], terms, strict=False):
-            difference = (total - float(ranks * term)).abs()
+        values = [value] if zeros is None else [value, zeros[key]]
+        number = None if numbers is None else numbers.get(key)
+        packed, difference = _over_shards(key, values, number, list((copies or {}).get(key, ())))
+        if difference is not None:
             off = difference if off is None else off + difference
         totals[key.group] += packed[0]
         if zeros is not None:
@@ -191,6 +180,31 @@ def agree(
         totals = dict(zip(names, packed, strict=False))
         zero_total = packed[-1]
     return Measurement(totals, None if zeros is None else zero_total, off)
+
+
+def _over_shards(
+    key: NormKey, values: Sequence[Tensor], number: int | None, copies: Sequence[ProcessGroup]
+) -> tuple[Tensor, Tensor | None]:
+    """Reduce scalars over a key's shard groups.
+
+    Args:
+        number: that these ranks, and those of ``copies``, have to have in common; None for none.
+
+    Returns:
+        The sums; and 0 if the number is the same on all, else more, or None if there is none.
+    """
+    ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
+    terms = () if number is None else _terms(number, ranks)
+    packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])
+    for shard_group in key.shard_groups:
+        _reduce(packed, shard_group)
+    if not terms:
+        return packed, None
+    for same in copies:
+        _reduce(packed[-2:], same)
+    total, squares = packed[-2:]
+    term, square = terms
+    return packed, (total - float(ranks * term)).abs() + (squares - float(ranks * square)).abs()
 
 
 def _reduce(packed: Tensor, group: ProcessGroup) -> None:

@@ -127,8 +127,8 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
     # -- loss scale, gradients --------------------------------------------------------------------
 
     def get_loss_scale(self) -> Tensor:
-        """FP32, shape (1,). Whoever asks is taken to scale by it: say so like this, once a step,
-        where gradients come scaled from elsewhere."""
+        """FP32, shape (1,). A caller that asks is taken to scale by it: say so like this, once a
+        step, where gradients come scaled from elsewhere."""
         if self.grad_scaler is None:
             return torch.ones(1, dtype=torch.float32, device="cpu")
         return self.grad_scaler.scale
@@ -140,7 +140,7 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
         return loss * self.grad_scaler.scale.to(loss.device).reshape(())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``grad`` and ``decoupled_grad``. ``main_grad`` belongs to whoever made it and is
+        """Clear ``grad`` and ``decoupled_grad``. ``main_grad`` belongs to what made it and is
         left alone."""
         super().zero_grad(set_to_none=set_to_none)
         for _, param in iter_slots(self.param_groups):

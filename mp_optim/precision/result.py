@@ -1,4 +1,4 @@
-"""What ``step`` reports, read from the device only if somebody looks."""
+"""What ``step`` reports, read from the device only when it is looked at."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepResult:
 
     @classmethod
     def later(cls, read: Callable[[], _Values]) -> StepResult:
-        """A result that asks ``read`` for its values, once, when somebody looks."""
+        """A result that asks ``read`` for its values, once, when it is looked at."""
         result = cls.__new__(cls)
         object.__setattr__(result, "_values", None)
         object.__setattr__(result, "_read", read)

@@ -174,7 +174,7 @@ class SlotTable:
                 self._memory.forget(index)
 
     def stepped(self) -> None:
-        """The parameters were written by a step, and by nobody else."""
+        """The parameters were written by a step, and by nothing else."""
         self.versions = _versions(self.params, self._plain)
 
     def trained(self, index: int, separate: bool) -> None:

@@ -56,7 +56,7 @@ class StandstillWatch:
         self._stepped: tuple[weakref.ref[Tensor], int] | None = None
 
     def check_scaled(self, stack: Watched) -> None:
-        """Raise if there is a loss scale, and nobody asked for it since the last step.
+        """Raise if there is a loss scale, and the caller did not ask for it since the last step.
 
         Where ranks share the model, one that got scaled gradients from another need not have asked:
         they compare notes at the first step, and are believed afterwards.
@@ -69,17 +69,12 @@ class StandstillWatch:
             return
         ranks, first = _sharing_ranks(stack), _first_gradient(stack)
         is_new = first is not None and not self._is_stepped(first)
-        if ranks is None:
-            suspect = not scaler.was_asked and is_new
-        elif self._ranks_scaled:
+        if ranks is not None and self._ranks_scaled:
             return
-        else:
-            notes: list[tuple[bool, bool]] = [(False, False)] * ranks.size()
-            note = scaler.was_asked, is_new
-            with naming_missing_ranks(ranks)("comparing whether gradients were scaled"):
-                call(ranks, lambda: dist.all_gather_object(notes, note, group=ranks))
-            suspect = not any(asked for asked, _ in notes) and any(new for _, new in notes)
-        if suspect and (scale := float(scaler.present_scale)) != 1.0:
+        if (
+            _is_suspect(ranks, scaler.was_asked, is_new)
+            and (scale := float(scaler.present_scale)) != 1.0
+        ):
             raise RuntimeError(
                 f"the loss scale is {scale:g}, and the gradients of this step were not scaled by "
                 "it: nobody asked for "
@@ -171,6 +166,17 @@ def _culprit(stack: Watched) -> str:
 def _sharing_ranks(stack: Watched) -> ProcessGroup | None:
     """The ranks that agree on one norm, if there are several."""
     return next((ranks for ranks in stack.norm_ranks() if ranks.size() > 1), None)
+
+
+def _is_suspect(ranks: ProcessGroup | None, was_asked: bool, is_new: bool) -> bool:
+    """Whether there are new gradients, and no rank asked for the loss scale. Collective."""
+    if ranks is None:
+        return is_new and not was_asked
+    notes: list[tuple[bool, bool]] = [(False, False)] * ranks.size()
+    with naming_missing_ranks(ranks)("comparing whether gradients were scaled"):
+        call(ranks, lambda: dist.all_gather_object(notes, (was_asked, is_new), group=ranks))
+    asked, new = zip(*notes, strict=True)
+    return any(new) and not any(asked)
 
 
 def _listed(names: list[str]) -> str:

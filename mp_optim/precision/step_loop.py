@@ -64,7 +64,7 @@ class StepLoop:
             self.counts["skipped_steps"] += verdict.skip
 
     def settle(self) -> Verdict:
-        """The last verdict, and its step in the counts; waits for the device if nobody has yet.
+        """The last verdict, and its step in the counts; waits for the device, once.
 
         Raises:
             ValueError: the ranks disagreed, saying about what; nothing was stepped.

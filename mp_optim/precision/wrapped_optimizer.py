@@ -62,7 +62,7 @@ class WrappedOptimizer(MegatronOptimizer):
         config: see :class:`mp_optim.OptimizerConfig`.
         grad_scaler: loss scale, or None for 1.
         init_state_fn: accepted for drop-in use; state is allocated by :meth:`init_state`.
-        process_groups: whom to agree with on the gradient norm.
+        process_groups: the ranks to agree with on the gradient norm.
 
     Raises:
         TypeError, ValueError: a parameter's dtype does not fit, naming it.

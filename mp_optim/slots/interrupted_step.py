@@ -1,4 +1,4 @@
-"""What remembers that a step was broken off half-way, so that nobody goes on with the halves.
+"""What remembers that a step was broken off half-way, so that training does not go on from there.
 
 A signal, or an error in a kernel, may end a step between two parameters. What is stepped in place
 cannot be taken back, so the next step, ``state_dict`` or save raises instead; ``load_state_dict``
@@ -20,7 +20,7 @@ class BrokenOffError(RuntimeError):
 class StepMark:
     """One for all layers of a stack.
 
-    NOTE: whoever writes main params, state, model parameters or the loss scale in a step calls
+    NOTE: what writes main params, state, model parameters or the loss scale in a step calls
     :meth:`touch` first, in the thread of the step. What is written where it is not read (back
     buffers) needs no mark.
     """

@@ -106,7 +106,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> SlotStateView:
-        """Current tensors to their state; a view, complete as soon as anybody looks."""
+        """Current tensors to their state; a view, complete whenever it is looked at."""
         return self._state_view
 
     @state.setter
@@ -234,7 +234,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- what loading asks of a subclass ----------------------------------------------------------
 
     def follow_model(self, slot: Slot | None = None) -> None:
-        """Make what is stepped agree with what it stands for, where somebody else writes that."""
+        """Make what is stepped agree with what it stands for, where something else writes that."""
 
     def check_remainders(self, slot: Slot | None = None) -> None:
         """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter

@@ -142,7 +142,7 @@ def _without(name: str, parts: set[str]) -> str:
 
 
 class ModelParams:
-    """The model's parameters as they are when somebody asks; the model is not kept alive."""
+    """The model's parameters as they are when they are asked for; the model is not kept alive."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = [weakref.ref(chunk) for chunk in chunks]

@@ -35,7 +35,7 @@ class SlotOptimizer(SlotKeyedOptimizer):
         Args:
             updates: gradients and outputs; each slot at most once.
             grad_norm: global L2 norm of the gradients after their multipliers, for rules that clip
-                by it themselves (LAMB's ``max_grad_norm``). None if nobody computed it.
+                by it themselves (LAMB's ``max_grad_norm``). None if it was not computed.
         """
 
     def set_part(self, slot: Slot, part: Part) -> None:
@@ -116,7 +116,7 @@ class SlotOptimizer(SlotKeyedOptimizer):
         self.param_groups[slot.group]["params"][slot.position].copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
-        """The stepped tensor was replaced or written by somebody else; make state agree that
+        """The stepped tensor was replaced or written from outside; make state agree that
         depends on its value."""
 
     def memory_moved(self) -> None:

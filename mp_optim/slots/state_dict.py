@@ -71,10 +71,11 @@ def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
 
 def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
     """A saved group with some of its parameters."""
-    lists = {
-        key: [group[key][position] for position in positions] for key in _PARALLEL if key in group
-    }
-    return {**group, **lists}
+    some = dict(group)
+    for key in _PARALLEL:
+        if key in group:
+            some[key] = [group[key][position] for position in positions]
+    return some
 
 
 def check_form(state_dict: Any) -> None:
@@ -135,15 +136,14 @@ def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMat
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Copies: a tensor that were shared with the saved group would be written by whoever writes
-    that."""
+    """Copies: a tensor that were shared with the saved group would be written when that
+    one is."""
     return {key: deepcopy(value) for key, value in group.items() if key not in _OWN}
 
 
 def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
-    live_sizes, saved_sizes = (
-        [len(group["params"]) for group in groups] for groups in (live, saved)
-    )
+    live_sizes = [len(group["params"]) for group in live]
+    saved_sizes = [len(group["params"]) for group in saved]
     if live_sizes != saved_sizes:
         raise ValueError(
             f"param groups do not match: this optimizer has groups of {live_sizes} parameters, "
@@ -204,16 +204,21 @@ def _merged(index: int, saved: Sequence[dict[str, Any]], sources: Sequence[int])
     settings = [_settings(saved[source]) for source in sources]
     if len(settings) < 2:
         return settings[0] if settings else {}
-    plain = [{key: _plain(value) for key, value in some.items()} for some in settings]
-    keys = dict.fromkeys(key for some in plain for key in some)
-    differing = [key for key in keys if any(some.get(key) != plain[0].get(key) for some in plain)]
+    values_of: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(key for some in settings for key in some):
+        values_of[key] = [_plain(some.get(key)) for some in settings]
+    differing = [key for key, values in values_of.items() if _differ(values)]
     if differing:
-        values = "; ".join(f"{key} is {[some.get(key) for some in plain]}" for key in differing)
+        values = "; ".join(f"{key} is {values_of[key]}" for key in differing)
         raise ValueError(
             f"param group {index} takes parameters from saved groups {sorted(sources)}: their "
             f"hyperparameters cannot be merged ({values}); group the parameters as they were saved"
         )
     return settings[0]
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values)
 
 
 def _plain(value: Any) -> Any:

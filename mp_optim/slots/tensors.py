@@ -44,8 +44,8 @@ class CachedTensorList(list[Tensor]):
         return self
 
     def hold(self) -> CachedTensorList:
-        """Keep the present memory, for a list used over many steps: should somebody give one of the
-        tensors other memory (``tensor.data = ...``), the addresses still lead somewhere."""
+        """Keep the present memory, for a list used over many steps: should one of the tensors be
+        given other memory (``tensor.data = ...``), the addresses still lead somewhere."""
         self.held = tuple(tensor.untyped_storage() for tensor in self)
         return self
 
