@@ -58,6 +58,16 @@ def test_every_python_block_is_run_here():
     }
 
 
+def test_words_of_the_glossary_are_names_in_the_code():
+    """The last column names a class, a function or a constant of the package."""
+    names = re.findall(r"\| ([^|]*`) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    code = "\n".join(path.read_text() for path in (ROOT / "mp_optim").rglob("*.py"))
+    words = {word for name in names for word in re.findall(r"`(\w+)`", name)}
+    assert len(words) > 30
+    unknown = [w for w in words if not re.search(rf"^\s*((class|def) )?{w}\b *[(=:\[]", code, re.M)]
+    assert unknown == []
+
+
 def test_the_readme_example_runs():
     model = small_model()
     names = {"model": model, "loss": loss_of(model)}
