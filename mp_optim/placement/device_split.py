@@ -90,14 +90,14 @@ class DeviceSplitOptimizer(SlotOptimizer):
         self._classes, self._fp32 = classes, in_fp32
         self._kwargs = {**settings, **construction}
         self._remainders = bool(self._kwargs.get("store_param_remainders", False))
-        self._seats: list[list[_Assignment]] = []
+        self._assignments: list[list[_Assignment]] = []
         self._subs: dict[Place, SlotOptimizer] = {}
-        self._seats_changed()
+        self._assignments_changed()
         super().__init__(params, dict(settings))
         device = self._only_accelerator()
         self._can_pin = device.type not in ("cpu", "meta")
         self._transfer = transfer if transfer is not None else transfer_for(device)
-        self._seat_groups(self.param_groups)
+        self._assign_groups(self.param_groups)
         allocate = partial(self._transfer.empty_host, pin=pin_params and self._can_pin)
         self._host_mains = Block(self._host_main_bytes(), allocate)
         self._subs = {place: self._build(place) for place in self._classes}
@@ -106,7 +106,7 @@ class DeviceSplitOptimizer(SlotOptimizer):
 
     # -- what stepping has to know --------------------------------------------------------------
 
-    def _seats_changed(self) -> None:
+    def _assignments_changed(self) -> None:
         """Forget what was made for the slots as they were."""
         self._bound: list[Tensor] | None = None
 
@@ -127,8 +127,8 @@ class DeviceSplitOptimizer(SlotOptimizer):
             )
         return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
 
-    def _seat_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Plan the places of new groups, together, and give each slot its seat."""
+    def _assign_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Plan the places of new groups, together, and say where each slot is stepped."""
         shares = [_share(p) for group in groups for p in group["params"]]
         trainable = [p.requires_grad for group in groups for p in group["params"]]
         hosted = plan_offload(
@@ -138,39 +138,39 @@ class DeviceSplitOptimizer(SlotOptimizer):
         running = 0
         for group in groups:
             counts: dict[Place, int] = {"device": 0, "host": 0}
-            seats = []
+            assignments = []
             for param in group["params"]:
                 place: Place = "host" if running in hosted else "device"
                 resident = place == "device" and self._stepped_dtype(param.dtype) == param.dtype
-                seats.append(
+                assignments.append(
                     _Assignment(place, counts[place], shares[running], param.dtype, resident)
                 )
                 counts[place] += 1
                 running += 1
-            self._seats.append(seats)
+            self._assignments.append(assignments)
 
     def _host_main_bytes(self) -> int:
         return sum(
             aligned_bytes(local_tensor(p).numel(), self.main_dtype(p.dtype))
             for slot, p in iter_slots(self.param_groups)
-            if self._seat(slot).place == "host"
+            if self._assigned(slot).place == "host"
         )
 
-    def _seat(self, slot: Slot) -> _Assignment:
-        return self._seats[slot.group][slot.position]
+    def _assigned(self, slot: Slot) -> _Assignment:
+        return self._assignments[slot.group][slot.position]
 
     def place(self, slot: Slot) -> Place:
-        return self._seat(slot).place
+        return self._assigned(slot).place
 
     def _host_slots(self) -> list[HostSlot]:
         """Slots of the host's optimizer, in the order in which backward is expected to reach them:
         the last first."""
         slots = []
         for slot, param in iter_slots(self.param_groups):
-            seat = self._seat(slot)
-            if seat.place == "host":
-                numel, there = local_tensor(param).numel(), Slot(slot.group, seat.index)
-                slots.append(HostSlot(there, seat.share, numel, seat.model_dtype))
+            assigned = self._assigned(slot)
+            if assigned.place == "host":
+                numel, there = local_tensor(param).numel(), Slot(slot.group, assigned.index)
+                slots.append(HostSlot(there, assigned.share, numel, assigned.model_dtype))
         return slots[::-1]
 
     # -- sub-optimizers -------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class DeviceSplitOptimizer(SlotOptimizer):
 
     def _sub_group(self, index: int, place: Place) -> dict[str, Any]:
         group = self.param_groups[index]
-        here = [self._seats[index][i].place == place for i in range(len(group["params"]))]
+        here = [self._assignments[index][i].place == place for i in range(len(group["params"]))]
         names = group.get("param_names")
         sub = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
         sub["params"] = [
@@ -207,9 +207,11 @@ class DeviceSplitOptimizer(SlotOptimizer):
 
     def _set_parts(self, sub: SlotOptimizer, index: int, place: Place) -> None:
         """Tell a sub-optimizer, which has local tensors, what they are parts of."""
-        for seat, param in zip(self._seats[index], self.param_groups[index]["params"], strict=True):
-            if seat.place == place:
-                sub.set_part(Slot(index, seat.index), part_of(param))
+        for assigned, param in zip(
+            self._assignments[index], self.param_groups[index]["params"], strict=True
+        ):
+            if assigned.place == place:
+                sub.set_part(Slot(index, assigned.index), part_of(param))
 
     def _adopt_defaults(self) -> None:
         """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here.
@@ -247,12 +249,12 @@ class DeviceSplitOptimizer(SlotOptimizer):
         ):  # torch's constructor is adding the first groups; they are planned together
             return
         index = len(self.param_groups) - 1
-        self._seat_groups([self.param_groups[index]])
+        self._assign_groups([self.param_groups[index]])
         for place, sub in self._subs.items():
             sub.add_param_group(self._sub_group(index, place))
             self._set_parts(sub, index, place)
         self._adopt_defaults()
-        self._seats_changed()
+        self._assignments_changed()
         self._placed()
 
     def use_mark(self, mark: StepMark) -> None:
@@ -290,29 +292,29 @@ class DeviceSplitOptimizer(SlotOptimizer):
         )
 
     def main_param(self, slot: Slot) -> Tensor:
-        sub, theirs = self._in_sub(slot)
-        return sub.main_param(theirs)
+        sub, sub_slot = self._in_sub(slot)
+        return sub.main_param(sub_slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        sub, theirs = self._in_sub(slot)
-        sub.set_main_param(theirs, value)
+        sub, sub_slot = self._in_sub(slot)
+        sub.set_main_param(sub_slot, value)
 
     def written_outside(self, slot: Slot) -> None:
-        sub, theirs = self._in_sub(slot)
-        sub.written_outside(theirs)
+        sub, sub_slot = self._in_sub(slot)
+        sub.written_outside(sub_slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
         super().reserve_main_params(
-            [(slot, source) for slot, source in coming if self._seat(slot).place == "device"]
+            [(slot, source) for slot, source in coming if self._assigned(slot).place == "device"]
         )
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         """Main param, born where it is stepped: on the host it never exists in FP32 on the
         device."""
-        seat = self._seat(slot)
-        seat.resident, seat.main = True, None
-        self._seats_changed()
-        if seat.place == "device":
+        assigned = self._assigned(slot)
+        assigned.resident, assigned.main = True, None
+        self._assignments_changed()
+        if assigned.place == "device":
             return super().new_main_param(slot, source)
         main = self._on_host(source, self.main_dtype(source.dtype))
         self.param_groups[slot.group]["params"][slot.position] = main
@@ -323,24 +325,24 @@ class DeviceSplitOptimizer(SlotOptimizer):
         return block.take(source.shape, dtype).copy_(source)
 
     @in_own_modes
-    def _new_copy(self, seat: _Assignment, param: Tensor) -> Tensor:
+    def _new_copy(self, assigned: _Assignment, param: Tensor) -> Tensor:
         dtype = self._stepped_dtype(param.dtype)
-        return self._on_host(param, dtype) if seat.place == "host" else param.to(dtype)
+        return self._on_host(param, dtype) if assigned.place == "host" else param.to(dtype)
 
     def _stepped(self, slot: Slot) -> Tensor:
         """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
-        seat = self._seat(slot)
+        assigned = self._assigned(slot)
         param: Tensor = self.param_groups[slot.group]["params"][slot.position]
-        if seat.resident:
+        if assigned.resident:
             return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
-        if seat.main is None:
-            seat.main = self._new_copy(seat, local)
-        elif param is not seat.bound:
-            follow(seat.main, local, self.slot_name(slot))
-            self._subs[seat.place].written_outside(Slot(slot.group, seat.index))
-        seat.bound = param
-        return seat.main
+        if assigned.main is None:
+            assigned.main = self._new_copy(assigned, local)
+        elif param is not assigned.bound:
+            follow(assigned.main, local, self.slot_name(slot))
+            self._subs[assigned.place].written_outside(Slot(slot.group, assigned.index))
+        assigned.bound = param
+        return assigned.main
 
     def bind_tensors(self) -> None:
         """Hand current tensors and hyperparameters to the sub-optimizers."""
@@ -349,19 +351,21 @@ class DeviceSplitOptimizer(SlotOptimizer):
         if self._bound is not None and all_same(params, self._bound):
             return
         for index in range(len(self.param_groups)):
-            for position, seat in enumerate(self._seats[index]):
-                seats = self._subs[seat.place].param_groups[index]["params"]
-                stepped = self._stepped(Slot(index, position))
-                if seats[seat.index] is not stepped and not same_memory(seats[seat.index], stepped):
-                    seats[seat.index] = stepped
+            for position, assigned in enumerate(self._assignments[index]):
+                sub_params = self._subs[assigned.place].param_groups[index]["params"]
+                before, stepped = sub_params[assigned.index], self._stepped(Slot(index, position))
+                if before is not stepped and not same_memory(before, stepped):
+                    sub_params[assigned.index] = stepped
         # Only of this package's own tensors is the memory known to stay where it is.
-        residents = [p for slot, p in iter_slots(self.param_groups) if self._seat(slot).resident]
+        residents = [
+            p for slot, p in iter_slots(self.param_groups) if self._assigned(slot).resident
+        ]
         self._bound = params if all(map(_is_own, residents)) else None
 
     def reload_model_params(self) -> None:
         """Take the parameters' present values into the copies kept here."""
         for slot, param in iter_slots(self.param_groups):
-            if self._seat(slot).main is not None or param.dtype != torch.float32:
+            if self._assigned(slot).main is not None or param.dtype != torch.float32:
                 self.set_main_param(slot, local_tensor(param))
 
     # -- state ----------------------------------------------------------------------------------
@@ -372,23 +376,23 @@ class DeviceSplitOptimizer(SlotOptimizer):
         return param
 
     def _in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
-        seat = self._seat(slot)
-        sub = self._subs[seat.place]
-        sub.param_groups[slot.group]["params"][seat.index] = self._stepped(slot)
-        theirs = Slot(slot.group, seat.index)
-        if seat.place == "host":
-            self._state_exposed(theirs)
-        return sub, theirs
+        assigned = self._assigned(slot)
+        sub = self._subs[assigned.place]
+        sub.param_groups[slot.group]["params"][assigned.index] = self._stepped(slot)
+        sub_slot = Slot(slot.group, assigned.index)
+        if assigned.place == "host":
+            self._state_exposed(sub_slot)
+        return sub, sub_slot
 
     def _own_master(self, slot: Slot) -> Tensor | None:
         """The copy, if it says more than the parameter does."""
-        main = self._seat(slot).main
+        main = self._assigned(slot).main
         param = self.param_groups[slot.group]["params"][slot.position]
         return main if main is not None and main.dtype != param.dtype else None
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for place, sub in self._subs.items():
-            mine = [slot for slot in slots if self._seat(slot).place == place]
+            mine = [slot for slot in slots if self._assigned(slot).place == place]
             sub.allocate_state([self._in_sub(slot)[1] for slot in mine])
 
     def state_of(self, slot: Slot) -> SlotState:

@@ -59,6 +59,9 @@ class HostOwner(Protocol):
     def mark_writing(self) -> None:
         """Main params and state are about to be written."""
 
+    def stop_watching(self) -> None:
+        """Another layer reports gradients from now on."""
+
     def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
         """An update in terms of the host's optimizer; None if the slot is not stepped there."""
 
@@ -156,6 +159,7 @@ class HostStepper(HostPart):
 
     def connect(self, source: GradientSource) -> None:
         self._source = source
+        self._owner.stop_watching()
 
     # -- buckets and their memory -----------------------------------------------------------------
 

@@ -172,8 +172,8 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
                     "may not meet those of backward; use 'overlap'"
                 )
 
-    def _seats_changed(self) -> None:
-        super()._seats_changed()
+    def _assignments_changed(self) -> None:
+        super()._assignments_changed()
         self._routes: _Routes | None = None
 
     def _placed(self) -> None:
@@ -228,22 +228,22 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
             self._routes = _Routes(
                 updates.slots,
                 {place: self._selection(place, updates.slots) for place in self._subs},
-                all(self._seat(slot).resident for slot in updates.slots),
+                all(self._assigned(slot).resident for slot in updates.slots),
             )
         if not self._routes.have_outputs:
             updates = replace(updates, outputs=self._outputs(updates))
         return {place: chosen.take(updates) for place, chosen in self._routes.by_place.items()}
 
     def _selection(self, place: Place, slots: Sequence[Slot]) -> UpdateSelection:
-        indices = [index for index, slot in enumerate(slots) if self._seat(slot).place == place]
-        theirs = [Slot(slots[i].group, self._seat(slots[i]).index) for i in indices]
-        return UpdateSelection(indices, theirs, len(slots))
+        indices = [index for index, slot in enumerate(slots) if self._assigned(slot).place == place]
+        sub_slots = [Slot(slots[i].group, self._assigned(slots[i]).index) for i in indices]
+        return UpdateSelection(indices, sub_slots, len(slots))
 
     def _outputs(self, updates: SlotUpdates) -> Sequence[Tensor | None]:
         """What receives the stepped values: where this optimizer made the copies that are stepped,
         the parameters."""
         return [
-            output if self._seat(slot).resident else local_tensor(self._param(slot))
+            output if self._assigned(slot).resident else local_tensor(self._param(slot))
             for slot, output in zip(updates.slots, updates.outputs, strict=True)
         ]
 
@@ -253,21 +253,25 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
         """See :class:`~mp_optim.placement.host_step.HostOwner`."""
         self.step_mark.touch()
 
+    def stop_watching(self) -> None:
+        """See :class:`~mp_optim.placement.host_step.HostOwner`."""
+        self._hooks = None  # which go with it
+
     def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
         """See :class:`~mp_optim.placement.host_step.HostOwner`."""
-        seat = self._seat(update.slot)
-        if seat.place == "device":
+        assigned = self._assigned(update.slot)
+        if assigned.place == "device":
             return None
-        output = update.output if seat.resident else local_tensor(self._param(update.slot))
-        return update._replace(slot=Slot(update.slot.group, seat.index), output=output)
+        output = update.output if assigned.resident else local_tensor(self._param(update.slot))
+        return update._replace(slot=Slot(update.slot.group, assigned.index), output=output)
 
     def _watch(self) -> None:
-        """Notice gradients of the parameters held here; main params of a wrapper have none."""
+        """Notice gradients of the parameters held here."""
         if self._hooks is not None:
             self._watched = list(iter_slots(self.param_groups))
             self._hooks.follow(
                 [param for _, param in self._watched],
-                [self._seat(slot).place == "host" for slot, _ in self._watched],
+                [self._assigned(slot).place == "host" for slot, _ in self._watched],
             )
 
     def _on_own_grad(self, index: int) -> None:
