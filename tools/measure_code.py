@@ -39,6 +39,23 @@ _LAYOUT = {
 }
 _KERNELS = ("native", "triton", "apex", "transformer_engine", "torch_fused")
 """Backends that have kernels for a rule because they want to, in names of their files."""
+_FOREIGN = {
+    "__create_chunk_list__",
+    "__get_tensor_shard__",
+    "config",
+    "dtype",
+    "grad_dtype",
+    "host",
+    "main_param",
+    "name",
+    "port",
+    "shape",
+    "size",
+    "use_distributed_optimizer",
+    "wait",
+}
+"""Attributes that objects of torch, Megatron and Hugging Face are asked for, and that classes of the
+package happen to have too."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -150,7 +167,7 @@ def crowded(modules: list[Module]) -> Iterator[str]:
 def probes(modules: list[Module]) -> Iterator[str]:
     """Where ``hasattr``, or ``getattr`` with a default, asks for an attribute that a class of the
     package has: what could be declared is probed instead."""
-    declared = set().union(*(_attributes(module.tree) for module in modules))
+    declared = set().union(*(_attributes(module.tree) for module in modules)) - _FOREIGN
     for module in modules:
         for node in ast.walk(module.tree):
             name = _probed(node)

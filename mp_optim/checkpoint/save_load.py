@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -277,12 +277,20 @@ def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, A
     return index, common
 
 
+@runtime_checkable
+class CheckedScheduler(Protocol):
+    """A scheduler that says what is wrong with saved state before any of it is loaded, as
+    :class:`mp_optim.OptimizerParamScheduler` does; torch's do not."""
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
 def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -> None:
     if scheduler is None:
         return
     if common["scheduler"] is None:
         raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")
-    if hasattr(scheduler, "check_state_dict"):
+    if isinstance(scheduler, CheckedScheduler):
         scheduler.check_state_dict(common["scheduler"])
 
 

@@ -39,6 +39,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     """
 
     param_groups: ParamGroups
+    grad_scaler: Any = None
+    """The loss scale, of an optimizer that has one."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._state_view = SlotStateView(

@@ -25,6 +25,7 @@ class NamedOptimizer(Protocol):
     """What is needed of an optimizer."""
 
     param_groups: ParamGroups
+    grad_scaler: Any
 
     def slots(self) -> list[Slot]: ...
     def slot_name(self, slot: Slot) -> str: ...
@@ -84,7 +85,7 @@ def import_state(
             given.pop(MASTER, None)
         state[groups[slot.group]["params"][slot.position]] = given
     loaded: dict[str, Any] = {"param_groups": groups, "state": state}
-    scaler = getattr(optimizer, "grad_scaler", None)
+    scaler = optimizer.grad_scaler
     if scaler is not None:
         loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
     optimizer.restore(loaded, convert=convert)
@@ -173,7 +174,7 @@ def export_state(optimizer: NamedOptimizer) -> ForeignState:
         )
         for index, group in enumerate(optimizer.param_groups)
     ]
-    scaler = getattr(optimizer, "grad_scaler", None)
+    scaler = optimizer.grad_scaler
     return ForeignState(tuple(groups), state, None if scaler is None else scaler.state_dict())
 
 
