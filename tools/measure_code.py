@@ -54,8 +54,8 @@ _FOREIGN = {
     "use_distributed_optimizer",
     "wait",
 }
-"""Attributes that objects of torch, Megatron and Hugging Face are asked for, and that classes of the
-package happen to have too."""
+"""Attributes that objects of torch, Megatron and Hugging Face are asked for, and that classes of
+the package happen to have too."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

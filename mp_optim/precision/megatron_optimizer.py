@@ -59,7 +59,7 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
         grad_scaler: MegatronGradScaler | None,
     ) -> None:
         self.config = config
-        self.grad_scaler = grad_scaler
+        self.grad_scaler: MegatronGradScaler | None = grad_scaler
         self.watch = StandstillWatch()
         self._steps = StepLoop(self)
         super().__init__(params, defaults)
