@@ -62,6 +62,22 @@ class TensorLists:
     noise: list[Noise] | None = None
     source: Mapping[str, Sequence[Tensor]] | None = None
 
+    def take(self, indices: Sequence[int]) -> TensorLists:
+        """Some of the tensors."""
+
+        def some(values: Sequence[Any]) -> list[Any]:
+            return [values[index] for index in indices]
+
+        source = self.source
+        return TensorLists(
+            some(self.main),
+            some(self.grad),
+            {key: some(tensors) for key, tensors in self.state.items()},
+            some(self.output),
+            None if self.noise is None else some(self.noise),
+            None if source is None else {key: some(each) for key, each in source.items()},
+        )
+
     def in_place(self) -> TensorLists:
         """The lists with present values brought to where they are stepped."""
         if self.source is None:

@@ -11,7 +11,7 @@ import importlib
 
 import torch
 
-from mp_optim.update.backends.multi_tensor import MOST_ELEMENTS, Kind, MultiTensorBackend, take
+from mp_optim.update.backends.multi_tensor import MOST_ELEMENTS, Kind, MultiTensorBackend
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import mark_written, piece_elements, publish
 from mp_optim.update.kernel_args import AdamScalars, LambScalars, TensorLists
@@ -64,10 +64,10 @@ class ApexBackend(MultiTensorBackend):
             small = [index for index, main in enumerate(part.main) if main.numel() <= MOST_ELEMENTS]
             large = [index for index, main in enumerate(part.main) if main.numel() > MOST_ELEMENTS]
             for indices in _together(part, small) if kind else []:
-                self._lamb_launch(take(part, indices), scalars, multiplier)
+                self._lamb_launch(part.take(indices), scalars, multiplier)
             mark_written(part)
             if rest := (large if kind else [*small, *large]):
-                ReferenceBackend.lamb(self, take(part, rest), scalars, multiplier)
+                ReferenceBackend.lamb(self, part.take(rest), scalars, multiplier)
 
     def _lamb_launch(self, batch: TensorLists, scalars: LambScalars, multiplier: float) -> None:
         """The kernel writes the direction over the gradient, so it gets a copy. A clip limit of 0

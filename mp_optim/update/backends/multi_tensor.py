@@ -20,7 +20,7 @@ from mp_optim.update.chunking import batches, mark_written, publish
 from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
-__all__ = ["CHUNK", "MOST_ELEMENTS", "MultiTensorBackend", "check_launch", "current_device", "take"]
+__all__ = ["CHUNK", "MOST_ELEMENTS", "MultiTensorBackend", "check_launch", "current_device"]
 
 CHUNK = 2048 * 32
 """Elements that one block of threads works on."""
@@ -96,17 +96,6 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def take(lists: TensorLists, indices: Sequence[int]) -> TensorLists:
-    """Some tensors of the lists."""
-    return TensorLists(
-        [lists.main[i] for i in indices],
-        [lists.grad[i] for i in indices],
-        {key: [tensors[i] for i in indices] for key, tensors in lists.state.items()},
-        [lists.output[i] for i in indices],
-        None if lists.noise is None else [lists.noise[i] for i in indices],
-    )
-
-
 def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:
     """The kinds that occur, and which tensors are of each; empty tensors are of none."""
     found: dict[Kind, list[int]] = {}
@@ -147,7 +136,7 @@ class MultiTensorBackend(ReferenceBackend):
     def split(self, lists: TensorLists) -> Iterator[tuple[Kind | None, TensorLists]]:
         """Parts of the lists that are of one kind each; None for what goes to ``reference``."""
         for kind, indices in kinds_of(lists):
-            part = lists if len(indices) == len(lists.main) else take(lists, indices)
+            part = lists if len(indices) == len(lists.main) else lists.take(indices)
             yield (kind if self.takes(part, kind) else None), part
 
     def launch(

@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from torch.autograd.graph import increment_version
 
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends import native_library as lib
+from mp_optim.update.backends.launch_kinds import FLOATS, Kind, parts_of
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.codecs import Noise, is_blocked
+from mp_optim.update.codecs import Noise
 from mp_optim.update.kernel_args import (
     MAIN,
     REMAINDER,
@@ -114,29 +115,6 @@ def _threads() -> int:
     return getattr(_here, "threads", None) or _host_threads or torch.get_num_threads()
 
 
-class _Kind(NamedTuple):
-    """Dtypes that the tensors of one call share, by the names of ``MpTensors``; None where there is
-    no tensor."""
-
-    grad: torch.dtype
-    main: torch.dtype | None = None
-    remainder: torch.dtype | None = None
-    moment1: torch.dtype | None = None
-    moment2: torch.dtype | None = None
-    output: torch.dtype | None = None
-
-    def is_read(self) -> bool:
-        """Whether the kernels read such tensors."""
-        mains, outputs = _MAINS.get(self.remainder, (None, ()))
-        return (
-            self.grad in _GRADS
-            and self.main == mains
-            and (self.output is None or self.output in outputs)
-            and self.moment1 in _FIRST
-            and self.moment2 in _SECOND
-        )
-
-
 _CODES = {
     None: 0,
     torch.float32: 1,
@@ -146,14 +124,6 @@ _CODES = {
     torch.uint8: 5,
     torch.int16: 6,
 }
-_GRADS = (torch.float32, torch.bfloat16, torch.float16)
-_MAINS: dict[torch.dtype | None, tuple[torch.dtype, tuple[torch.dtype, ...]]] = {
-    None: (torch.float32, _GRADS),
-    torch.int16: (torch.bfloat16, (torch.bfloat16,)),
-    torch.int8: (torch.bfloat16, (torch.bfloat16,)),
-}
-_FIRST = (None, torch.float32, torch.bfloat16, torch.float16, torch.int8)
-_SECOND = (None, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
 
 class _Table:
@@ -161,7 +131,7 @@ class _Table:
 
     def __init__(
         self,
-        kind: _Kind,
+        kind: Kind,
         lists: Mapping[str, Sequence[Tensor]],
         noise: Sequence[Noise] | None = None,
     ) -> None:
@@ -226,7 +196,7 @@ class NativeBackend(ReferenceBackend):
         values: ctypes.Structure,
         otherwise: Callable[[TensorLists], None],
     ) -> None:
-        for _, kind, part in _by_kind(lists, moments):
+        for _, kind, part in parts_of(lists, moments):
             if kind is None:
                 otherwise(part.in_place())
             else:
@@ -236,7 +206,7 @@ class NativeBackend(ReferenceBackend):
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
-        for indices, kind, part in _by_kind(lists, _MOMENTS):
+        for indices, kind, part in parts_of(lists, _MOMENTS):
             if kind is None:
                 found = super().lamb_moments(part.in_place(), scalars, multiplier)
             else:
@@ -248,7 +218,7 @@ class NativeBackend(ReferenceBackend):
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         values = lib.Lamb(multiplier=1.0, **_fields(scalars, "lr", "adapts"))
-        for indices, kind, part in _by_kind(lists, _MOMENTS):
+        for indices, kind, part in parts_of(lists, _MOMENTS):
             mine = array("f", [ratios[index] for index in indices])
             if kind is None:
                 super().lamb_apply(part, scalars, mine)
@@ -273,13 +243,13 @@ class NativeBackend(ReferenceBackend):
 
     def _sum_alike(self, tensors: CachedTensorList) -> Tensor:
         """Sums of squares of tensors of one dtype."""
-        if tensors[0].dtype not in _GRADS:
+        if tensors[0].dtype not in FLOATS:
             return super().sum_of_squares(tensors)
         if not tensors.contiguous:
             tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
         self._call(
-            "mp_measure", _Table(_Kind(tensors[0].dtype), {"grad": tensors}), sums.data_ptr(), None
+            "mp_measure", _Table(Kind(tensors[0].dtype), {"grad": tensors}), sums.data_ptr(), None
         )
         return sums
 
@@ -300,35 +270,6 @@ def _mark_written(lists: TensorLists) -> None:
 
 def _fields(scalars: Any, *without: str) -> dict[str, Any]:
     return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
-
-
-def _by_kind(
-    lists: TensorLists, moments: tuple[str, ...]
-) -> list[tuple[Sequence[int], _Kind | None, TensorLists]]:
-    """Parts of the lists whose tensors share dtypes; None is what the kernels do not read."""
-    if not lists.main:
-        return []
-    columns = _columns(lists, moments)
-    columns["output"] = _outputs(lists)
-    complete = len(columns["output"]) in (0, len(lists.output))
-    dtypes = {name: CachedTensorList.of(tensors).dtypes for name, tensors in columns.items()}
-    if complete and all(len(found) <= 1 for found in dtypes.values()):
-        known: dict[str, Any] = {name: next(iter(found)) for name, found in dtypes.items() if found}
-        kind = _Kind(**known)
-        return [(range(len(lists.main)), _kind(kind, lists, moments), lists)]
-    columns["output"] = lists.output
-    names = list(columns)
-    rows = [
-        tuple(None if tensor is None else tensor.dtype for tensor in row)
-        for row in zip(*columns.values(), strict=True)
-    ]
-    parts: list[tuple[Sequence[int], _Kind | None, TensorLists]] = []
-    for row in dict.fromkeys(rows):
-        indices = [index for index, other in enumerate(rows) if other == row]
-        part = _take(lists, indices)
-        kinds: dict[str, Any] = dict(zip(names, row, strict=True))
-        parts.append((indices, _kind(_Kind(**kinds), part, moments), part))
-    return parts
 
 
 def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:
@@ -355,33 +296,7 @@ def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
     return columns | ({"remainder": lists.state[REMAINDER]} if REMAINDER in lists.state else {})
 
 
-def _take(lists: TensorLists, indices: Sequence[int]) -> TensorLists:
-    def some(values: Sequence[Any]) -> list[Any]:
-        return [values[index] for index in indices]
-
-    return TensorLists(
-        some(lists.main),
-        some(lists.grad),
-        {key: some(found) for key, found in lists.state.items()},
-        some(lists.output),
-        None if lists.noise is None else some(lists.noise),
-        None if lists.source is None else {key: some(found) for key, found in lists.source.items()},
-    )
-
-
-def _kind(kind: _Kind, lists: TensorLists, moments: tuple[str, ...]) -> _Kind | None:
-    """The kind, if the kernels read such lists."""
-    pairs = zip(moments, (kind.moment1, kind.moment2), strict=False)
-    scaled = all(
-        (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
-        for name, dtype in pairs
-    )
-    noise = lists.noise or []
-    alike = len({item.seed for item in noise}) <= 1 and not any(item.start for item in noise)
-    return kind if kind.is_read() and scaled and alike else None
-
-
-def _table(lists: TensorLists, kind: _Kind, moments: tuple[str, ...]) -> _Table:
+def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> _Table:
     columns = _columns(lists, moments)
     columns |= {
         f"scale{1 + at}": lists.state[scale_key(name)]

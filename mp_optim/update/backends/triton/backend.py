@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mp_optim.slots import CachedTensorList
+from mp_optim.update.backends.launch_kinds import Kind, Part, parts_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton.kernels import lamb, rules, sums
-from mp_optim.update.backends.triton.kinds import Kind, Part, parts_of
 from mp_optim.update.backends.triton.launcher import (
     RATE,
     Launcher,

@@ -244,7 +244,7 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOIS
 
 
 @triton.jit
-def read_main(pointer, rests, offsets, count, REST: tl.constexpr, MASKED: tl.constexpr):
+def read_main(pointer, rests, offsets, count, REMAINDER: tl.constexpr, MASKED: tl.constexpr):
     """FP32 main params, joined with their remainders if there are any."""
     raw = fetch(pointer, offsets, count, MASKED)
     if rests is None:
@@ -252,7 +252,7 @@ def read_main(pointer, rests, offsets, count, REST: tl.constexpr, MASKED: tl.con
     else:
         high = raw.to(tl.int32) << 16
         low = fetch(rests, offsets, count, MASKED).to(tl.int32)
-        if REST == tl.int8:
+        if REMAINDER == tl.int8:
             low = low << 8
         value = tl.where((high & MAGNITUDE) != 0, high + low, high).to(tl.float32, bitcast=True)
     return value
@@ -267,7 +267,7 @@ def write_main(
     offsets,
     count,
     words,
-    REST: tl.constexpr,
+    REMAINDER: tl.constexpr,
     OUTPUT: tl.constexpr,
     NOISY: tl.constexpr,
     MASKED: tl.constexpr,
@@ -277,21 +277,21 @@ def write_main(
         put(pointer, value, offsets, count, MASKED)
         shown = value
     else:
-        high, low = split(value, words, REST, NOISY)
+        high, low = split(value, words, REMAINDER, NOISY)
         put(pointer, high.to(tl.int16), offsets, count, MASKED)
-        put(rests, low.to(REST), offsets, count, MASKED)
+        put(rests, low.to(REMAINDER), offsets, count, MASKED)
         shown = (high << 16).to(tl.float32, bitcast=True)
     if outputs is not None:
         put(outputs, narrowed(shown, OUTPUT), offsets, count, MASKED)
 
 
 @triton.jit
-def split(value, words, REST: tl.constexpr, NOISY: tl.constexpr):
+def split(value, words, REMAINDER: tl.constexpr, NOISY: tl.constexpr):
     """Upper 16 bits, rounded to nearest with ties away from zero, and what is missing; both
     int32."""
     bits = value.to(tl.int32, bitcast=True)
     is_nan = (bits & MAGNITUDE) > INFINITY
-    if REST == tl.int8:
+    if REMAINDER == tl.int8:
         if NOISY:
             added = (mix(words ^ GOLDEN) & 0xFF).to(tl.int32)
         else:
@@ -300,6 +300,6 @@ def split(value, words, REST: tl.constexpr, NOISY: tl.constexpr):
     bits = tl.where(is_nan, 0x7FC00000, bits)
     high = (bits + 0x8000) >> 16
     low = bits - (high << 16)
-    if REST == tl.int8:
+    if REMAINDER == tl.int8:
         low = low >> 8
     return high, low

@@ -41,7 +41,8 @@ def rows_added(total, value, offsets, count, ROWS: tl.constexpr, MASKED: tl.cons
 @triton.jit
 def lamb_moments(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests,
                  moments1, moments2, scales1, scales2, outputs, sums, HAS_DECAY: tl.constexpr,
-                 HAS_L2: tl.constexpr, GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+                 HAS_L2: tl.constexpr, GRAD: tl.constexpr, MAIN: tl.constexpr,
+                 REMAINDER: tl.constexpr,
                  MOMENT1: tl.constexpr, MOMENT2: tl.constexpr, OUTPUT: tl.constexpr,
                  NOISY: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
                  CHUNK: tl.constexpr, ROWS: tl.constexpr):
@@ -60,7 +61,7 @@ def lamb_moments(owners, firsts, sizes, streams, numbers, multiplier, skip, grad
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, GRAD, ALIGNED)
     main = place(mains, tensor, start, MAIN, ALIGNED)
-    rest = place(rests, tensor, start, REST, ALIGNED)
+    rest = place(rests, tensor, start, REMAINDER, ALIGNED)
     first = place(moments1, tensor, start, MOMENT1, ALIGNED)
     second = place(moments2, tensor, start, MOMENT2, ALIGNED)
     scale1 = place(scales1, tensor, start // BLOCK, tl.float32, False)
@@ -69,13 +70,15 @@ def lamb_moments(owners, firsts, sizes, streams, numbers, multiplier, skip, grad
         p_sum, u_sum = _moments_chunk( count, start, tensor, streams, seed, scale, grad, main, rest,
                                       first, second, scale1, scale2, beta1, grad_weight, beta2,
                                       one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2,
-                                      HAS_DECAY, HAS_L2, GRAD, REST, MOMENT1, MOMENT2, NOISY, CHUNK
+                                      HAS_DECAY, HAS_L2, GRAD, REMAINDER, MOMENT1, MOMENT2, NOISY,
+                                      CHUNK
                                       // 1024, False)
     else:
         p_sum, u_sum = _moments_chunk( count, start, tensor, streams, seed, scale, grad, main, rest,
                                       first, second, scale1, scale2, beta1, grad_weight, beta2,
                                       one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2,
-                                      HAS_DECAY, HAS_L2, GRAD, REST, MOMENT1, MOMENT2, NOISY, CHUNK
+                                      HAS_DECAY, HAS_L2, GRAD, REMAINDER, MOMENT1, MOMENT2, NOISY,
+                                      CHUNK
                                       // 1024, True)
     tl.store(sums + 2 * tl.program_id(0).to(tl.int64), p_sum)
     tl.store(sums + 2 * tl.program_id(0).to(tl.int64) + 1, u_sum)
@@ -85,7 +88,7 @@ def lamb_moments(owners, firsts, sizes, streams, numbers, multiplier, skip, grad
 def _moments_chunk(count, start, tensor, streams, seed, multiplier, grad, main, rest, first, second,
                    scale1, scale2, beta1, grad_weight, beta2, one_minus_beta2, eps, inv_bias1,
                    inv_sqrt_bias2, decay, l2, HAS_DECAY: tl.constexpr, HAS_L2: tl.constexpr,
-                   GRAD: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr,
+                   GRAD: tl.constexpr, REMAINDER: tl.constexpr, MOMENT1: tl.constexpr,
                    MOMENT2: tl.constexpr, NOISY: tl.constexpr, BLOCKS: tl.constexpr,
                    MASKED: tl.constexpr):
     """Two rows of 128 of each block of 1024 at a time, so that its eight rows are added in
@@ -95,7 +98,7 @@ def _moments_chunk(count, start, tensor, streams, seed, multiplier, grad, main, 
     for at in range(0, 1024, BLOCK):
         blocks, offsets = tile(at, BLOCKS, 1024)
         words = random_words(streams, tensor, seed, start, offsets, NOISY)
-        p = read_main(main, rest, offsets, count, REST, MASKED)
+        p = read_main(main, rest, offsets, count, REMAINDER, MASKED)
         g = gradient(grad, p, offsets, count, multiplier, l2, GRAD, HAS_L2, MASKED)
         m = read_moment(first, scale1, blocks, offsets, count, MOMENT1, False, MASKED)
         v = read_moment(second, scale2, blocks, offsets, count, MOMENT2, True, MASKED)
@@ -115,7 +118,8 @@ def _moments_chunk(count, start, tensor, streams, seed, multiplier, grad, main, 
 @triton.jit
 def lamb_apply(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests,
                moments1, moments2, scales1, scales2, outputs, ratios, HAS_DECAY: tl.constexpr,
-               GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr,
+               GRAD: tl.constexpr, MAIN: tl.constexpr, REMAINDER: tl.constexpr,
+               MOMENT1: tl.constexpr,
                MOMENT2: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr,
                ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
                ROWS: tl.constexpr):
@@ -128,7 +132,7 @@ def lamb_apply(owners, firsts, sizes, streams, numbers, multiplier, skip, grads,
     decay = number(numbers, 8)
     ratio = tl.load(ratios + tensor)
     main = place(mains, tensor, start, MAIN, ALIGNED)
-    rest = place(rests, tensor, start, REST, ALIGNED)
+    rest = place(rests, tensor, start, REMAINDER, ALIGNED)
     first = place(moments1, tensor, start, MOMENT1, ALIGNED)
     second = place(moments2, tensor, start, MOMENT2, ALIGNED)
     scale1 = place(scales1, tensor, start // BLOCK, tl.float32, False)
@@ -137,25 +141,27 @@ def lamb_apply(owners, firsts, sizes, streams, numbers, multiplier, skip, grads,
     whole = count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
         _apply_tile(at, count, start, tensor, streams, seed, ratio, main, rest, first, second,
-                    scale1, scale2, output, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY, REST,
+                    scale1, scale2, output, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY,
+                    REMAINDER,
                     MOMENT1, MOMENT2, OUTPUT, NOISY, ROWS, False)
     if whole < count:
         _apply_tile(whole, count, start, tensor, streams, seed, ratio, main, rest, first, second,
-                    scale1, scale2, output, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY, REST,
+                    scale1, scale2, output, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY,
+                    REMAINDER,
                     MOMENT1, MOMENT2, OUTPUT, NOISY, ROWS, True)
 
 
 @triton.jit
 def _apply_tile(at, count, start, tensor, streams, seed, ratio, main, rest, first, second, scale1,
                 scale2, output, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY: tl.constexpr,
-                REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
+                REMAINDER: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
                 OUTPUT: tl.constexpr, NOISY: tl.constexpr, ROWS: tl.constexpr,
                 MASKED: tl.constexpr):
     blocks, offsets = tile(at, ROWS, BLOCK)
     words = random_words(streams, tensor, seed, start, offsets, NOISY)
-    p = read_main(main, rest, offsets, count, REST, MASKED)
+    p = read_main(main, rest, offsets, count, REMAINDER, MASKED)
     m = read_moment(first, scale1, blocks, offsets, count, MOMENT1, False, MASKED)
     v = read_moment(second, scale2, blocks, offsets, count, MOMENT2, True, MASKED)
     u = direction(p, m, v, eps, inv_bias1, inv_sqrt_bias2, decay, HAS_DECAY)
     p = p - u * ratio
-    write_main(p, main, rest, output, offsets, count, words, REST, OUTPUT, NOISY, MASKED)
+    write_main(p, main, rest, output, offsets, count, words, REMAINDER, OUTPUT, NOISY, MASKED)

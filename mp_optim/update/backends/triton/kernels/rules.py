@@ -26,7 +26,7 @@ def denominator(v, eps, inv_sqrt_bias2):
 @triton.jit
 def adam(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
          moments2, scales1, scales2, outputs, HAS_DECAY: tl.constexpr, HAS_L2: tl.constexpr,
-         GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr,
+         GRAD: tl.constexpr, MAIN: tl.constexpr, REMAINDER: tl.constexpr, MOMENT1: tl.constexpr,
          MOMENT2: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr,
          ALIGNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
@@ -43,7 +43,7 @@ def adam(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, GRAD, ALIGNED)
     main = place(mains, tensor, start, MAIN, ALIGNED)
-    rest = place(rests, tensor, start, REST, ALIGNED)
+    rest = place(rests, tensor, start, REMAINDER, ALIGNED)
     first = place(moments1, tensor, start, MOMENT1, ALIGNED)
     second = place(moments2, tensor, start, MOMENT2, ALIGNED)
     scale1 = place(scales1, tensor, start // BLOCK, tl.float32, False)
@@ -53,12 +53,13 @@ def adam(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     for at in range(0, whole, ROWS * BLOCK):
         _adam_tile(at, count, start, tensor, streams, seed, scale, grad, main, rest, first, second,
                    scale1, scale2, output, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
-                   step_size, inv_sqrt_bias2, decay, l2, HAS_DECAY, HAS_L2, GRAD, REST, MOMENT1,
+                   step_size, inv_sqrt_bias2, decay, l2, HAS_DECAY, HAS_L2, GRAD, REMAINDER,
+                   MOMENT1,
                    MOMENT2, OUTPUT, NOISY, ROWS, False)
     if whole < count:
         _adam_tile(whole, count, start, tensor, streams, seed, scale, grad, main, rest, first,
                    second, scale1, scale2, output, beta1, one_minus_beta1, beta2, one_minus_beta2,
-                   eps, step_size, inv_sqrt_bias2, decay, l2, HAS_DECAY, HAS_L2, GRAD, REST,
+                   eps, step_size, inv_sqrt_bias2, decay, l2, HAS_DECAY, HAS_L2, GRAD, REMAINDER,
                    MOMENT1, MOMENT2, OUTPUT, NOISY, ROWS, True)
 
 
@@ -66,11 +67,12 @@ def adam(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
 def _adam_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, rest, first, second,
                scale1, scale2, output, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
                step_size, inv_sqrt_bias2, decay, l2, HAS_DECAY: tl.constexpr, HAS_L2: tl.constexpr,
-               GRAD: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
+               GRAD: tl.constexpr, REMAINDER: tl.constexpr, MOMENT1: tl.constexpr,
+               MOMENT2: tl.constexpr,
                OUTPUT: tl.constexpr, NOISY: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr):
     blocks, offsets = tile(at, ROWS, BLOCK)
     words = random_words(streams, tensor, seed, start, offsets, NOISY)
-    p = read_main(main, rest, offsets, count, REST, MASKED)
+    p = read_main(main, rest, offsets, count, REMAINDER, MASKED)
     g = gradient(grad, p, offsets, count, multiplier, l2, GRAD, HAS_L2, MASKED)
     m = read_moment(first, scale1, blocks, offsets, count, MOMENT1, False, MASKED)
     v = read_moment(second, scale2, blocks, offsets, count, MOMENT2, True, MASKED)
@@ -82,13 +84,13 @@ def _adam_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, 
     p = p - u
     write_moment(m, first, scale1, blocks, offsets, count, words, MOMENT1, False, NOISY, MASKED)
     write_moment(v, second, scale2, blocks, offsets, count, words, MOMENT2, True, NOISY, MASKED)
-    write_main(p, main, rest, output, offsets, count, words, REST, OUTPUT, NOISY, MASKED)
+    write_main(p, main, rest, output, offsets, count, words, REMAINDER, OUTPUT, NOISY, MASKED)
 
 
 @triton.jit
 def sgd(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
         moments2, scales1, scales2, outputs, HAS_DECAY: tl.constexpr, NESTEROV: tl.constexpr,
-        FIRST: tl.constexpr, GRAD: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+        FIRST: tl.constexpr, GRAD: tl.constexpr, MAIN: tl.constexpr, REMAINDER: tl.constexpr,
         MOMENT1: tl.constexpr, MOMENT2: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr,
         ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
@@ -100,7 +102,7 @@ def sgd(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains,
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, GRAD, ALIGNED)
     main = place(mains, tensor, start, MAIN, ALIGNED)
-    rest = place(rests, tensor, start, REST, ALIGNED)
+    rest = place(rests, tensor, start, REMAINDER, ALIGNED)
     first = place(moments1, tensor, start, MOMENT1, ALIGNED)
     scale1 = place(scales1, tensor, start // BLOCK, tl.float32, False)
     output = place(outputs, tensor, start, OUTPUT, ALIGNED)
@@ -108,22 +110,23 @@ def sgd(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains,
     for at in range(0, whole, ROWS * BLOCK):
         _sgd_tile(at, count, start, tensor, streams, seed, scale, grad, main, rest, first, scale1,
                   output, lr, momentum, one_minus_dampening, decay, HAS_DECAY, NESTEROV, FIRST,
-                  GRAD, REST, MOMENT1, OUTPUT, NOISY, ROWS, False)
+                  GRAD, REMAINDER, MOMENT1, OUTPUT, NOISY, ROWS, False)
     if whole < count:
         _sgd_tile(whole, count, start, tensor, streams, seed, scale, grad, main, rest, first,
                   scale1, output, lr, momentum, one_minus_dampening, decay, HAS_DECAY, NESTEROV,
-                  FIRST, GRAD, REST, MOMENT1, OUTPUT, NOISY, ROWS, True)
+                  FIRST, GRAD, REMAINDER, MOMENT1, OUTPUT, NOISY, ROWS, True)
 
 
 @triton.jit
 def _sgd_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, rest, first, scale1,
               output, lr, momentum, one_minus_dampening, decay, HAS_DECAY: tl.constexpr,
-              NESTEROV: tl.constexpr, FIRST: tl.constexpr, GRAD: tl.constexpr, REST: tl.constexpr,
+              NESTEROV: tl.constexpr, FIRST: tl.constexpr, GRAD: tl.constexpr,
+              REMAINDER: tl.constexpr,
               MOMENT1: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr, ROWS: tl.constexpr,
               MASKED: tl.constexpr):
     blocks, offsets = tile(at, ROWS, BLOCK)
     words = random_words(streams, tensor, seed, start, offsets, NOISY)
-    p = read_main(main, rest, offsets, count, REST, MASKED)
+    p = read_main(main, rest, offsets, count, REMAINDER, MASKED)
     g = gradient(grad, p, offsets, count, multiplier, decay, GRAD, HAS_DECAY, MASKED)
     if first is not None:
         if FIRST:
@@ -137,13 +140,13 @@ def _sgd_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, r
         else:
             g = b
     p = p - g * lr
-    write_main(p, main, rest, output, offsets, count, words, REST, OUTPUT, NOISY, MASKED)
+    write_main(p, main, rest, output, offsets, count, words, REMAINDER, OUTPUT, NOISY, MASKED)
 
 
 @triton.jit
 def lion(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
          moments2, scales1, scales2, outputs, HAS_DECAY: tl.constexpr, GRAD: tl.constexpr,
-         MAIN: tl.constexpr, REST: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
+         MAIN: tl.constexpr, REMAINDER: tl.constexpr, MOMENT1: tl.constexpr, MOMENT2: tl.constexpr,
          OUTPUT: tl.constexpr, NOISY: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
          CHUNK: tl.constexpr, ROWS: tl.constexpr):
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
@@ -157,7 +160,7 @@ def lion(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, GRAD, ALIGNED)
     main = place(mains, tensor, start, MAIN, ALIGNED)
-    rest = place(rests, tensor, start, REST, ALIGNED)
+    rest = place(rests, tensor, start, REMAINDER, ALIGNED)
     first = place(moments1, tensor, start, MOMENT1, ALIGNED)
     scale1 = place(scales1, tensor, start // BLOCK, tl.float32, False)
     output = place(outputs, tensor, start, OUTPUT, ALIGNED)
@@ -165,22 +168,22 @@ def lion(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     for at in range(0, whole, ROWS * BLOCK):
         _lion_tile(at, count, start, tensor, streams, seed, scale, grad, main, rest, first, scale1,
                    output, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay, HAS_DECAY,
-                   GRAD, REST, MOMENT1, OUTPUT, NOISY, ROWS, False)
+                   GRAD, REMAINDER, MOMENT1, OUTPUT, NOISY, ROWS, False)
     if whole < count:
         _lion_tile(whole, count, start, tensor, streams, seed, scale, grad, main, rest, first,
                    scale1, output, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay,
-                   HAS_DECAY, GRAD, REST, MOMENT1, OUTPUT, NOISY, ROWS, True)
+                   HAS_DECAY, GRAD, REMAINDER, MOMENT1, OUTPUT, NOISY, ROWS, True)
 
 
 @triton.jit
 def _lion_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, rest, first, scale1,
                output, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay,
-               HAS_DECAY: tl.constexpr, GRAD: tl.constexpr, REST: tl.constexpr,
+               HAS_DECAY: tl.constexpr, GRAD: tl.constexpr, REMAINDER: tl.constexpr,
                MOMENT1: tl.constexpr, OUTPUT: tl.constexpr, NOISY: tl.constexpr, ROWS: tl.constexpr,
                MASKED: tl.constexpr):
     blocks, offsets = tile(at, ROWS, BLOCK)
     words = random_words(streams, tensor, seed, start, offsets, NOISY)
-    p = read_main(main, rest, offsets, count, REST, MASKED)
+    p = read_main(main, rest, offsets, count, REMAINDER, MASKED)
     g = gradient(grad, p, offsets, count, multiplier, decay, GRAD, False, MASKED)
     m = read_moment(first, scale1, blocks, offsets, count, MOMENT1, False, MASKED)
     blend = m * beta1 + g * one_minus_beta1
@@ -191,4 +194,4 @@ def _lion_tile(at, count, start, tensor, streams, seed, multiplier, grad, main, 
     p = p - sign * lr
     m = m * beta2 + g * one_minus_beta2
     write_moment(m, first, scale1, blocks, offsets, count, words, MOMENT1, False, NOISY, MASKED)
-    write_main(p, main, rest, output, offsets, count, words, REST, OUTPUT, NOISY, MASKED)
+    write_main(p, main, rest, output, offsets, count, words, REMAINDER, OUTPUT, NOISY, MASKED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,31 +12,36 @@ from mp_optim.slots import CachedTensorList
 from mp_optim.update.codecs import is_blocked
 from mp_optim.update.kernel_args import REMAINDER, TensorLists, scale_key
 
-__all__ = ["Kind", "Part", "parts_of"]
+__all__ = ["FLOATS", "Kind", "Part", "parts_of"]
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAINS = ((torch.float32, None), (torch.bfloat16, torch.int16), (torch.bfloat16, torch.int8))
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that kernels read."""
+_OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype | None, ...]] = {
+    (torch.float32, None): (None, *FLOATS),
+    (torch.bfloat16, torch.int16): (None, torch.bfloat16),
+    (torch.bfloat16, torch.int8): (None, torch.bfloat16),
+}
+"""Dtypes of outputs, by those of main params and remainders."""
 
 
 class Kind(NamedTuple):
     """Dtypes that the tensors of a launch share; None where there is no tensor."""
 
     grad: torch.dtype
-    main: torch.dtype
-    rest: torch.dtype | None
-    moment1: torch.dtype | None
-    moment2: torch.dtype | None
-    output: torch.dtype | None
+    main: torch.dtype | None = None
+    remainder: torch.dtype | None = None
+    moment1: torch.dtype | None = None
+    moment2: torch.dtype | None = None
+    output: torch.dtype | None = None
 
     @property
     def is_supported(self) -> bool:
         """Whether there are kernels for it."""
         return (
-            self.grad in _FLOATS
-            and (self.main, self.rest) in _MAINS
-            and self.moment1 in (None, *_FLOATS, torch.int8)
-            and self.moment2 in (None, *_FLOATS, torch.uint8)
-            and self.output in (None, *_FLOATS)
+            self.grad in FLOATS
+            and self.moment1 in (None, *FLOATS, torch.int8)
+            and self.moment2 in (None, *FLOATS, torch.uint8)
+            and self.output in _OUTPUTS.get((self.main, self.remainder), ())
         )
 
 
@@ -61,15 +66,15 @@ def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
         *(None if name is None else lists.state[name] for name in names),
         lists.output,
     ]
-    found = [_dtypes(column) for column in columns]
-    if all(len(dtypes) == 1 for dtypes in found):
-        kind = Kind(*(next(iter(dtypes)) for dtypes in found))  # type: ignore[arg-type]  # grad and main are lists
+    dtypes = [_dtypes(column) for column in columns]
+    if all(len(each) == 1 for each in dtypes):
+        kind = Kind(*(next(iter(each)) for each in dtypes))  # type: ignore[arg-type]  # grad is a list
         return [Part(range(len(lists.main)), _supported(kind, lists, moments), lists)]
     rows = [Kind(*(_dtype(column, at) for column in columns)) for at in range(len(lists.main))]  # type: ignore[arg-type]
     parts = []
     for kind in dict.fromkeys(rows):
         indices = [at for at, other in enumerate(rows) if other == kind]
-        part = _take(lists, indices)
+        part = lists.take(indices)
         parts.append(Part(indices, _supported(kind, part, moments), part))
     return parts
 
@@ -98,16 +103,3 @@ def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind
     noise = lists.noise or []
     alike = len({item.seed for item in noise}) <= 1 and not any(item.start for item in noise)
     return kind if kind.is_supported and scaled and alike else None
-
-
-def _take(lists: TensorLists, indices: Sequence[int]) -> TensorLists:
-    def some(values: Sequence[Any]) -> list[Any]:
-        return [values[index] for index in indices]
-
-    return TensorLists(
-        some(lists.main),
-        some(lists.grad),
-        {key: some(found) for key, found in lists.state.items()},
-        some(lists.output),
-        None if lists.noise is None else some(lists.noise),
-    )
