@@ -9,6 +9,7 @@ are connected by position only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class MainParams:
         return slot_name(self._param_groups, slot)
 
     def _params(self) -> list[Tensor]:
-        return [param for _, param in iter_slots(self._param_groups)]
+        return list(chain.from_iterable(group["params"] for group in self._param_groups))
 
     def _param(self, slot: Slot) -> Tensor:
         param: Tensor = self._param_groups[slot.group]["params"][slot.position]
