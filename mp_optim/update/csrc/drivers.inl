@@ -51,10 +51,11 @@ struct Tail {
     }
 };
 
-// Calls body(run of whole chunks, index of its first element): for the whole blocks of a run, then for what is left.
+// Calls body(run of whole chunks, index of its first element): for the whole chunks of a run (with scales, the whole
+// blocks), then for what is left.
 template <class Body>
 MP_INLINE void for_whole_chunks(const Run& run, Body body) {
-    const int64_t whole = run.numel / kScaled * kScaled;
+    const int64_t unit = run.scale1 || run.scale2 ? kScaled : kChunk, whole = run.numel / unit * unit;
     if (whole) {
         Run part = run;
         part.numel = whole;
