@@ -3,7 +3,7 @@ optimizer need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Saved
 from mp_optim.slots import ParamGroups, Slot
 from mp_optim.slots.names import canonical_names, prefixed
+from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.state_dict import with_params
 
 __all__ = [
@@ -52,6 +53,7 @@ class SlotStateful(Protocol):
     param_groups: ParamGroups
 
     def slots(self) -> list[Slot]: ...
+    def state_of(self, slot: Slot) -> SlotState: ...
     def slot_name(self, slot: Slot) -> str: ...
     def slot_state(self, slot: Slot) -> dict[str, Any]: ...
     def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
@@ -140,6 +142,25 @@ def entries_of(
         for key, value in state.items():
             entries[_entry(key, optimizer.slot_name(slot))] = value
     return entries
+
+
+def unallocated(
+    optimizer: SlotStateful | None, saved: Mapping[str, Saved], present: Collection[str]
+) -> dict[str, Tensor]:
+    """New tensors for saved state of optimizers that allocate theirs when they step first."""
+    if optimizer is None:
+        return {}
+    slots = [slot for slot in optimizer.slots() if optimizer.state_of(slot).takes_any()]
+    names = {optimizer.slot_name(slot) for slot in slots}
+    return {
+        name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        for name, entry in saved.items()
+        if name.startswith(STATE) and name not in present and _fqn(name) in names
+    }
+
+
+def _fqn(name: str) -> str:
+    return name.removeprefix(STATE).split(".", 1)[1]
 
 
 def in_saved_form(

@@ -37,6 +37,7 @@ from mp_optim.checkpoint.entries import (
     params_of,
     plain_of,
     state_by_index,
+    unallocated,
     wanted_groups,
 )
 from mp_optim.checkpoint.garbage import uncollected
@@ -246,6 +247,7 @@ def load(
         for name, entry in index.entries.items()
         if optimizer is not None or name.startswith(MODEL)
     }
+    own |= unallocated(optimizer, saved, own)
     tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
     planned: list[Reading] = []

@@ -129,6 +129,9 @@ class ShardState(LayeredState):
     def _shown(self, state: State) -> State:
         return {key: self._shard.expose(key, value) for key, value in state.items()}
 
+    def takes_any(self) -> bool:
+        return self._shard.shown_whole and self.below.takes_any()
+
     def fit(self, saved: State, convert: bool) -> State:
         return self.below.fit(self._shard.localize_state(saved), convert)
 

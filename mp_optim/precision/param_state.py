@@ -78,6 +78,9 @@ class UntrainedState(LayeredState):
     def is_required(self) -> bool:
         return False
 
+    def takes_any(self) -> bool:
+        return False
+
     def fit(self, saved: State, convert: bool) -> State:
         return saved
 
@@ -123,6 +126,10 @@ class ParamState(LayeredState):
     def tensors(self) -> State:
         is_sharded = isinstance(self._bound.param, DTensor)
         return self._in_layout(self.without_blocks() if is_sharded else self.below.tensors())
+
+    def takes_any(self) -> bool:
+        """Not of a DTensor: how a tensor of another shape is split is not known."""
+        return not isinstance(self._bound.param, DTensor) and self.below.takes_any()
 
     def full_precision(self) -> State:
         return self._in_layout(self.below.full_precision())

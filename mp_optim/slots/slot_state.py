@@ -39,6 +39,10 @@ class SlotState(ABC):
         """Whether a saved state without any for this slot is incomplete."""
         return bool(self.tensors())
 
+    def takes_any(self) -> bool:
+        """Whether nothing is allocated yet, and whatever was saved would be taken as it is."""
+        return False
+
     # -- loading: fit, check, then load -----------------------------------------------------------
 
     def fit(self, saved: State, convert: bool) -> State:
@@ -93,6 +97,9 @@ class LayeredState(SlotState):
 
     def is_required(self) -> bool:
         return self.below.is_required()
+
+    def takes_any(self) -> bool:
+        return self.below.takes_any()
 
     def fit(self, saved: State, convert: bool) -> State:
         return self.below.fit(saved, convert)

@@ -3,7 +3,8 @@ state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,15 @@ class ForeignOptimizer(SlotOptimizer):
         super().__init__([{"params": [empty_host_tensor()]}], dict(optimizer.defaults))
         self.param_groups = optimizer.param_groups
         self._bound = [list(group["params"]) for group in self.param_groups]
+        self._counted: set[str] = set()
+
+    def _step(self, closure: Closure | None = None) -> Any:
+        """The foreign step. What it adds to its param groups (some count steps there) is state."""
+        before = [group.keys() - self._counted for group in self.param_groups]
+        result = self.optimizer.step(closure)
+        for keys, group in zip(before, self.param_groups, strict=True):
+            self._counted |= group.keys() - keys
+        return result
 
     def _rebind(self) -> None:
         """Move the state of replaced tensors. All are taken out first: tensors may have swapped
@@ -59,13 +69,14 @@ class ForeignOptimizer(SlotOptimizer):
 
     def state_of(self, slot: Slot) -> SlotState:
         param = self._param(slot)
-        return ForeignSlotState(self.optimizer, self.slot_name(slot), param, slot.group)
+        group = self.param_groups[slot.group]
+        return ForeignSlotState(self.optimizer, self.slot_name(slot), param, group, self._counted)
 
     @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """The foreign optimizer's own step."""
         self._rebind()
-        return self.optimizer.step(closure)
+        return self._step(closure)
 
     @in_own_modes
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
@@ -82,7 +93,7 @@ class ForeignOptimizer(SlotOptimizer):
             main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
         with self.step_mark.step(self):
             self.step_mark.touch()
-            self.optimizer.step()
+            self._step()
             for update, main in zip(updates, mains, strict=True):
                 main.grad = None
                 if update.output is not None:
@@ -93,25 +104,33 @@ class ForeignSlotState(SlotState):
     """A slot's state in an optimizer that is keyed by tensors, under the tensor at the slot."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, name: str, param: Tensor, group: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        name: str,
+        param: Tensor,
+        group: dict[str, Any],
+        counted: set[str],
     ) -> None:
-        self._optimizer, self._name, self._param, self._group = optimizer, name, param, group
+        self._optimizer, self._name, self._param = optimizer, name, param
+        self._group, self._counted = group, counted
 
     def tensors(self) -> State:
-        """The foreign state's tensors, and its numbers as tensors; empty before the first step."""
-        state = self._optimizer.state.get(self._param, {})
-        return {
-            key: value
-            if isinstance(value, Tensor)
-            else torch.tensor(value, dtype=torch.float64, device="cpu")
-            for key, value in state.items()
-            if isinstance(value, Tensor | int | float)
-        }
+        """The foreign state's tensors, and its numbers as tensors; empty before the first step.
+        What is in a list has a key of its own, ``key[0]``, and so has what the optimizer counts in
+        the param group, ``group:key``."""
+        state = dict(_flat(self._optimizer.state.get(self._param, {})))
+        if state:
+            counts = {_GROUP + key: self._group[key] for key in self._counted & self._group.keys()}
+            state |= dict(_flat(counts))
+        return state
 
     def is_required(self) -> bool:
         """Never: a foreign optimizer allocates state when it steps a parameter for the first
         time."""
         return False
+
+    def takes_any(self) -> bool:
+        return not self.tensors()
 
     def check(self, state: State) -> None:
         """State that the foreign optimizer has not allocated yet fits anything, and a slot it has
@@ -128,22 +147,78 @@ class ForeignSlotState(SlotState):
             self._optimizer.state.pop(self._param, None)
             return
         live = self._optimizer.state.get(self._param, {})
-        loaded = {
-            key: self._in_form_of(live.get(key, value), key, value) for key, value in state.items()
-        }
-        self._optimizer.state[self._param] = {**live, **loaded}
+        leaves = dict(_leaves(live))
+        loaded: dict[str, Any] = {}
+        for key, value in state.items():
+            present = leaves.get(key, _present_form(key, value))
+            loaded[key] = self._in_form_of(present, key, value)
+        for key in [key for key in loaded if key.startswith(_GROUP)]:
+            self._counted.add(key.removeprefix(_GROUP))
+            self._group[key.removeprefix(_GROUP)] = loaded.pop(key)
+        self._optimizer.state[self._param] = {**live, **_nested(loaded)}
 
     def _in_form_of(self, live: Any, key: str, saved: Any) -> Any:
-        """A copy of a saved value: a number where the foreign optimizer keeps a number, a tensor
-        on the parameter's device where it keeps a tensor."""
-        group = self._optimizer.param_groups[self._group]
-        step_on_device = group.get("fused") or group.get("capturable")
+        """A copy of a saved value: a number where the foreign optimizer keeps a number, an empty
+        list where it keeps one, a tensor on the parameter's device where it keeps a tensor."""
+        if isinstance(live, list):
+            return []
+        step_on_device = self._group.get("fused") or self._group.get("capturable")
         stays = not isinstance(saved, Tensor) or (key == "step" and not step_on_device)
         if stays:
             copy = as_tensor(saved).detach().clone()
         else:
             copy = saved.detach().to(self._param.device, copy=True)
         return copy if isinstance(live, Tensor) else type(live)(copy.item())
+
+
+_GROUP = "group:"
+_ITEM = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]")
+
+
+def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Tensors, numbers and empty lists, and what is in lists, by key."""
+    for key, value in state.items():
+        if isinstance(value, list | tuple) and value:
+            yield from _leaves({f"{key}[{index}]": item for index, item in enumerate(value)})
+        elif isinstance(value, Tensor | int | float | list):
+            yield key, value
+
+
+def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The same, all as tensors. An empty list is a tensor of bytes without elements."""
+    for key, value in _leaves(state):
+        if isinstance(value, Tensor):
+            yield key, value
+        elif isinstance(value, list):
+            yield key, torch.empty(0, dtype=torch.uint8, device="cpu")
+        else:
+            yield key, torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _present_form(key: str, saved: Any) -> Any:
+    """What a foreign optimizer, which has not allocated its state yet, would keep where this was
+    saved: :func:`_flat` the other way round. Torch's own ``step`` is a tensor."""
+    if not isinstance(saved, Tensor) or key == "step":
+        return saved
+    if saved.dtype == torch.uint8 and saved.shape == (0,):
+        return []
+    if saved.dtype == torch.float64 and saved.dim() == 0:
+        return int(saved) if saved == saved.round() else float(saved)
+    return saved
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """State with its lists, from what is in them."""
+    nested: dict[str, Any] = {}
+    lists: dict[str, dict[int, Any]] = {}
+    for key, value in leaves.items():
+        if item := _ITEM.fullmatch(key):
+            lists.setdefault(item["list"], {})[int(item["index"])] = value
+        else:
+            nested[key] = value
+    if lists:
+        nested |= _nested({key: [at[i] for i in sorted(at)] for key, at in lists.items()})
+    return nested
 
 
 def as_slot_optimizer(optimizer: torch.optim.Optimizer) -> SlotOptimizer:

@@ -79,7 +79,6 @@ def test_it_steps_main_params_as_if_it_were_alone(dtype, placed):
     assert not any(same_bits(a.detach(), b) for a, b in zip(params, params_of(dtype), strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="tensors in lists are not shown as state yet")
 def test_a_checkpoint_holds_all_of_its_state(tmp_path):
     model = nn.ParameterList(params_of(torch.bfloat16))
     optimizer = wrapped(list(model), torch.bfloat16)
