@@ -115,8 +115,7 @@ def _check_plain(buffer: io.BytesIO, common: Any) -> None:
     if unsafe:
         raise ValueError(
             "extra, the scheduler's state and what the model's state dict holds beside tensors may "
-            "be "
-            "numbers, strings, tensors and containers of them, nothing else; they hold "
+            "be numbers, strings, tensors and containers of them, nothing else; they hold "
             f"{sorted(unsafe)}"
         )
 

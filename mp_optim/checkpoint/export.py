@@ -89,8 +89,7 @@ def _check_names(own: set[str], every: set[str]) -> None:
     if own != every:
         raise ValueError(
             f"parameters {sorted(every - own)[:10]} are not on this rank: export the main params "
-            "of ranks "
-            "that hold the same parameters (process_group=)"
+            "of ranks that hold the same parameters (process_group=)"
         )
 
 

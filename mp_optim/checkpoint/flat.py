@@ -52,8 +52,7 @@ def boxes(shape: Sequence[int], start: int, count: int) -> list[Box]:
     if not 0 <= start <= start + count <= math.prod(shape):
         raise ValueError(
             f"elements [{start}, {start + count}) are not inside a tensor of shape {tuple(shape)}, "
-            "which "
-            f"has {math.prod(shape)}"
+            f"which has {math.prod(shape)}"
         )
     if math.prod(shape) == 0:
         return [Box((0,) * len(shape), tuple(shape), 0)]
@@ -117,8 +116,7 @@ class FlatShard(Tensor):
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(
                 f"local has shape {tuple(local.shape)} and strides {local.stride()}: a flat range "
-                "is one "
-                "contiguous dimension"
+                "is one contiguous dimension"
             )
         boxes(global_shape, start, local.numel())
         shard: FlatShard = Tensor._make_wrapper_subclass(
@@ -192,8 +190,7 @@ class FlatShard(Tensor):
                 return view
         raise ValueError(
             f"{index.fqn}: elements [{self.start}, {self.start + self.local.numel()}) of a tensor "
-            "of "
-            f"shape {tuple(self.shape)} have no box at {index.offset}"
+            f"of shape {tuple(self.shape)} have no box at {index.offset}"
         )
 
     # -- what torch asks --------------------------------------------------------------------------

@@ -197,8 +197,7 @@ def check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
             if not numbers or box.start + box.length > sizes.get(box.file, -1):
                 raise ValueError(
                     f"{name} lies at bytes {box.start} to {box.start + box.length} of "
-                    f"{box.file!r}, which "
-                    "are not there"
+                    f"{box.file!r}, which are not there"
                 )
 
 

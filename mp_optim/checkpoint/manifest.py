@@ -112,8 +112,7 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
     if FileSum(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
         raise ValueError(
             f"{folder} is damaged: the checksums of {[name]} are not those of its {MANIFEST}; "
-            "nothing was "
-            "loaded"
+            "nothing was loaded"
         )
     return content
 

@@ -204,8 +204,7 @@ def _compare(
         low, high = sorted((other, what), key=lambda one: one[3])
         raise ValueError(
             f"{name} is {_said(low)} on rank {low[3]} and {_said(high)} on rank {high[3]}; "
-            "different "
-            "things need different names"
+            "different things need different names"
         )
 
 
@@ -220,8 +219,7 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> N
     if covered != wanted:
         raise ValueError(
             f"{name} of shape {shape}: the ranks hold parts of {covered} elements together, not "
-            f"{wanted}; "
-            "is one of its ranks not among those that save?"
+            f"{wanted}; is one of its ranks not among those that save?"
         )
     if len(places) < 2:
         return

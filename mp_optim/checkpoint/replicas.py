@@ -111,9 +111,7 @@ def _compare(digests_of_ranks: Sequence[Mapping[str, bytes]]) -> None:
             if digest != expected:
                 raise ValueError(
                     f"{name}: ranks {other} and {rank} hold different values under this name, of "
-                    "which one would be "
-                    "lost. Give experts names of their own on every rank; save parts of tensors "
-                    "(tensor parallelism "
-                    "without DTensor) with process_group= the ranks that hold copies, each under a "
-                    "path of its own"
+                    "which one would be lost. Give experts names of their own on every rank; save "
+                    "parts of tensors (tensor parallelism without DTensor) with process_group= the "
+                    "ranks that hold copies, each under a path of its own"
                 )

@@ -137,10 +137,8 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: buffers hold "
                 "parameters in row-major order and would change its memory format; do it yourself "
-                "with "
-                "param.data = param.data.contiguous() "
-                "(model.to(memory_format=torch.contiguous_format)), "
-                "or freeze the parameter"
+                "with param.data = param.data.contiguous() "
+                "(model.to(memory_format=torch.contiguous_format)), or freeze the parameter"
             )
         if param.numel():
             spans.append(
@@ -151,8 +149,7 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
         if device == other_device and start < end:
             raise ValueError(
                 f"{name} and {other} are two parameters that share memory, which separate places "
-                "in a "
-                "bucket would end; tie them by using one Parameter in both modules"
+                "in a bucket would end; tie them by using one Parameter in both modules"
             )
 
 

@@ -148,10 +148,9 @@ class GradReducer:
         if self._reduced[index] and self.settings.keep_grads:
             raise RuntimeError(
                 f"{entry.name} got a gradient after the gradients of this step were reduced: call "
-                "zero_grad() after "
-                "step(); with several backward passes per step and overlap_grad_reduce=True, run "
-                "all but the last "
-                "under no_sync(); checkpoint activations with use_reentrant=False"
+                "zero_grad() after step(); with several backward passes per step and "
+                "overlap_grad_reduce=True, run all but the last under no_sync(); checkpoint "
+                "activations with use_reentrant=False"
             )
         if grad is None:
             return
@@ -159,8 +158,7 @@ class GradReducer:
         if grad.layout != torch.strided:
             raise TypeError(
                 f"{entry.name}: gradient has layout {grad.layout}; dense gradients are reduced "
-                "(build the "
-                "embedding with sparse=False)"
+                "(build the embedding with sparse=False)"
             )
         if not adds_to_main_grad(entry.param):
             bucket.local_grad(entry).add_(grad)

@@ -43,8 +43,7 @@ def buckets_of(
         if not getattr(chunk.ddp_config, "use_distributed_optimizer", False):
             raise ValueError(
                 "the model's ddp_config has use_distributed_optimizer=False, its buffers are not "
-                "cut for "
-                "ranks; set it as in OptimizerConfig"
+                "cut for ranks; set it as in OptimizerConfig"
             )
         for buffer in _buffers(chunk):
             for megatron_bucket in buffer.buckets:
@@ -56,8 +55,7 @@ def buckets_of(
     if missing:
         raise ValueError(
             f"{missing[0]} is in no buffer of the model's DistributedDataParallel; wrap the module "
-            "that "
-            "holds it, or freeze it"
+            "that holds it, or freeze it"
         )
     return buckets
 
@@ -78,8 +76,7 @@ def _bucket(
     if buffer.data_parallel_group.size() != ranks or megatron_bucket.param_data.numel() % ranks:
         raise ValueError(
             f"{name_of[id(members[0])]}: its buffer is cut for {buffer.data_parallel_group.size()} "
-            "ranks, "
-            f"process_groups has {ranks}; pass the groups that the model was wrapped with"
+            f"ranks, process_groups has {ranks}; pass the groups that the model was wrapped with"
         )
     starts = {
         id(param): buffer.param_index_map[param][0] - megatron_bucket.offset for param in members
@@ -128,8 +125,7 @@ class MegatronReducer:
         """Raises RuntimeError: the modules' hooks are on the parameter that was there before."""
         raise RuntimeError(
             f"{entry.name} was replaced after Megatron's DistributedDataParallel put its hooks on "
-            "it; "
-            "wrap the model again"
+            "it; wrap the model again"
         )
 
     def finish(self) -> None:

@@ -127,8 +127,7 @@ class DistributedOptimizer(CompositeOptimizer):
         if self.parts:
             raise ValueError(
                 "a DistributedOptimizer's buckets are made once: build a new optimizer for all "
-                "groups, "
-                "and give it this one's state with mp_optim.checkpoint"
+                "groups, and give it this one's state with mp_optim.checkpoint"
             )
         super().add_param_group(param_group)
 

@@ -106,9 +106,8 @@ class ParamGatherer:
         if self._waited_for is not None and id(entry.param) not in self._waited_for:
             raise RuntimeError(
                 f"{entry.name} was used without calling the module that holds it, so nothing "
-                "waited for its new "
-                "values: set overlap_param_gather=False, or call optimizer.finish_param_sync() "
-                "before forward"
+                "waited for its new values: set overlap_param_gather=False, or call "
+                "optimizer.finish_param_sync() before forward"
             )
 
     def remove(self) -> None:

@@ -90,8 +90,7 @@ class ParamShard:
             raise ValueError(
                 f"{self.name}.{key}: saved elements [{saved.start}, {saved_stop}) of "
                 f"{tuple(saved.shape)}, this rank owns [{self.start}, {self.stop}) of "
-                f"{tuple(self.shape)}; load "
-                "other layouts with mp_optim.checkpoint"
+                f"{tuple(self.shape)}; load other layouts with mp_optim.checkpoint"
             )
         return saved.local.view(self.tensor.shape)
 

@@ -152,10 +152,9 @@ def _megatrons(
     if config.data_parallel_sharding_strategy != "optim" or config.grad_reduce_op != "avg":
         raise ValueError(
             f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}, "
-            "grad_reduce_op="
-            f"{config.grad_reduce_op!r}: Megatron's DistributedDataParallel keeps gradients and "
-            "scales "
-            "them itself; leave both at their defaults, or pass the bare module"
+            f"grad_reduce_op={config.grad_reduce_op!r}: Megatron's DistributedDataParallel keeps "
+            "gradients and scales them itself; leave both at their defaults, or pass the bare "
+            "module"
         )
     for chunk in chunks:
         if not is_megatron_ddp(chunk):

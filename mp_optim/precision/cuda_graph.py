@@ -53,8 +53,7 @@ def graph_for(device: torch.device) -> Callable[[], Graph]:
     if device.type != "cuda":
         raise ValueError(
             f"optimizer_cuda_graph=True: the model's parameters are on {device.type}, where there "
-            "are no "
-            "CUDA graphs; move the model to a GPU, or set optimizer_cuda_graph=False"
+            "are no CUDA graphs; move the model to a GPU, or set optimizer_cuda_graph=False"
         )
     make: Callable[[], Any] = lambda: CudaGraph(device)  # noqa: E731
     return make

@@ -38,8 +38,7 @@ class Float16OptimizerWithFloat16Params(WrappedOptimizer):
         if config.fp16 and grad_scaler is None:
             raise ValueError(
                 "grad_scaler=None with fp16=True: pass a ConstantGradScaler or DynamicGradScaler, "
-                "or let "
-                "get_megatron_optimizer build one from the config"
+                "or let get_megatron_optimizer build one from the config"
             )
         super().__init__(
             optimizer, config, grad_scaler, init_state_fn, process_groups=process_groups

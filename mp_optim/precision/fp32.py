@@ -18,12 +18,10 @@ class FP32Optimizer(WrappedOptimizer):
         if param.dtype == torch.float64:
             raise TypeError(
                 f"{self.slot_name(slot)} is float64: parameters are stepped in FP32; convert the "
-                "model "
-                "with .float(), or freeze it"
+                "model with .float(), or freeze it"
             )
         if param.dtype != torch.float32:
             raise TypeError(
                 f"{self.slot_name(slot)} is {param.dtype}: FP32Optimizer takes float32 parameters; "
-                "set "
-                "bf16=True or fp16=True in OptimizerConfig for a 16-bit model"
+                "set bf16=True or fp16=True in OptimizerConfig for a 16-bit model"
             )

@@ -211,8 +211,7 @@ class DynamicGradScaler(MegatronGradScaler):
             )
             raise ValueError(
                 f"grad_scaler: {lacks}; was it saved with a constant loss scale, or without one? "
-                "To go on "
-                "with the present loss scale, load with convert=True"
+                "To go on with the present loss scale, load with convert=True"
             )
         for key, rule in _SCALER_STATE.items():
             check_setting(f"grad_scaler.{key}", state_dict[key], rule)

@@ -73,8 +73,7 @@ def check_capturable(stack: Capturable) -> None:
     if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
         _refuse(
             f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on "
-            f"{device}; "
-            "build it there (device=)"
+            f"{device}; build it there (device=)"
         )
     if stack.has_quantized_params:
         _refuse("parameters in 8 bits are quantised outside of the kernels")
@@ -188,8 +187,7 @@ class GraphedStep:
             if self._changes >= MOST_CHANGES:
                 self._given_up = (
                     f"gradients lay elsewhere, or were others, in {self._changes} steps in a row; "
-                    "keep "
-                    "their memory (zero_grad(set_to_none=False), or main_grad)"
+                    "keep their memory (zero_grad(set_to_none=False), or main_grad)"
                 )
         self._last, self._steady = key, self._steady + 1
         self.eager = self._given_up or (

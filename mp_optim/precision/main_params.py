@@ -125,9 +125,8 @@ class MainParams:
     def _check_trainable(self, slot: Slot, param: Tensor) -> None:
         if param.is_inference():
             raise TypeError(
-                f"{self._name(slot)} was made inside torch.inference_mode(), so nothing can "
-                "train it; "
-                "build the model outside of it"
+                f"{self._name(slot)} was made inside torch.inference_mode(), so nothing can train "
+                "it; build the model outside of it"
             )
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:

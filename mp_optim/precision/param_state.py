@@ -115,9 +115,8 @@ class ParamState(LayeredState):
                 stored,
                 bound.name,
                 bound.stepped,
-                f"state of {bound.name}: master_param is missing, so its full-precision value "
-                "is lost; to start from the model's values, add them to the state dict under that "
-                "key",
+                f"state of {bound.name}: master_param is missing, so its full-precision value is "
+                "lost; to start from the model's values, add them to the state dict under that key",
             )
             if bound.has_master
             else stored

@@ -92,10 +92,7 @@ class Agreement:
         if others:
             raise ValueError(
                 f"{len(others)} parameters are not the ones that their loaded remainders belong "
-                "to: "
-                f"{names_in_words(others)}. Load the model's weights that were saved with this "
-                "state, all "
-                "of them; or, to go on from the weights that are there, without the extra bits, "
-                "load with "
-                "convert=True or call reload_model_params()"
+                f"to: {names_in_words(others)}. Load the model's weights that were saved with this "
+                "state, all of them; or, to go on from the weights that are there, without the "
+                "extra bits, load with convert=True or call reload_model_params()"
             )

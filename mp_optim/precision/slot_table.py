@@ -216,8 +216,7 @@ class SlotTable:
             )
             raise ValueError(
                 f"{name} is on the meta device, without values: call model.to_empty(device=...) "
-                "and "
-                "initialise or load the weights, then build the optimizer"
+                "and initialise or load the weights, then build the optimizer"
             )
         if grads.strided and grads.dtypes <= _GRADIENT_DTYPES:
             return
@@ -229,8 +228,7 @@ class SlotTable:
         if grad.dtype in FLOAT8_DTYPES:
             raise TypeError(
                 f"{name_of(self.slots[index])}: gradient is {grad.dtype}; set "
-                "grad_dtype=torch.bfloat16 on "
-                "the parameter"
+                "grad_dtype=torch.bfloat16 on the parameter"
             )
         raise TypeError(
             f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "

@@ -77,14 +77,11 @@ class StandstillWatch:
         ):
             raise RuntimeError(
                 f"the loss scale is {scale:g}, and the gradients of this step were not scaled by "
-                "it: nobody asked for "
-                "it since the last step, so dividing by it would leave next to nothing. Call "
-                "optimizer.scale_loss(loss).backward(). Where a framework calls backward itself "
-                "(HF Trainer, "
-                "Lightning, accelerate), set loss_scale=1.0 in OptimizerConfig, or use bf16; with "
-                "torch.amp.GradScaler "
-                "leave fp16 off. If they were scaled otherwise, take the scale from "
-                "optimizer.get_loss_scale() once a "
+                "it: nobody asked for it since the last step, so dividing by it would leave next "
+                "to nothing. Call optimizer.scale_loss(loss).backward(). Where a framework calls "
+                "backward itself (HF Trainer, Lightning, accelerate), set loss_scale=1.0 in "
+                "OptimizerConfig, or use bf16; with torch.amp.GradScaler leave fp16 off. If they "
+                "were scaled otherwise, take the scale from optimizer.get_loss_scale() once a "
                 "step, which says so"
             )
         self._ranks_scaled = ranks is not None
@@ -108,17 +105,15 @@ class StandstillWatch:
         count = sum(len(group["params"]) for group in stack.param_groups)
         unknown = (
             f"The model has {len(untrained)} trainable parameters that the optimizer does not "
-            "know: "
-            f"{_listed(untrained)}. "
+            f"know: {_listed(untrained)}. "
             if untrained
             else ""
         )
         warn(
             f"none of the optimizer's {count} parameters has a gradient in this step, so nothing "
-            f"is trained. {unknown}"
-            "Was backward() called? Was the model replaced or wrapped after the optimizer was "
-            "built (peft, deepcopy, "
-            "fully_shard)? Build the optimizer last, from the model that is trained"
+            f"is trained. {unknown}Was backward() called? Was the model replaced or wrapped after "
+            "the optimizer was built (peft, deepcopy, fully_shard)? Build the optimizer last, from "
+            "the model that is trained"
         )
 
     def see_verdict(self, stack: Watched, verdict: Verdict | DeviceVerdict) -> None:

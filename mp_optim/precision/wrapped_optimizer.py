@@ -140,10 +140,8 @@ class WrappedOptimizer(MegatronOptimizer):
             lost = params[names.index(None)]
             raise ValueError(
                 f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model "
-                "that the "
-                "optimizer was built for, so it has no name here; give (name, parameter) pairs, "
-                "such as "
-                "list(module.named_parameters())"
+                "that the optimizer was built for, so it has no name here; give (name, parameter) "
+                "pairs, such as list(module.named_parameters())"
             )
         return {**group, "params": list(zip(names, params, strict=True))}
 

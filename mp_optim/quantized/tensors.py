@@ -63,8 +63,7 @@ def check_quantized(name: str, param: Tensor) -> None:
     if not isinstance(scale, Tensor):
         raise ValueError(
             f"{name} is {param.dtype} and has no scale: set param.fp8_scale to an FP32 tensor, so "
-            "that "
-            "param.float() * fp8_scale are its values"
+            "that param.float() * fp8_scale are its values"
         )
     if scale.dtype != torch.float32 or scale.device != param.device:
         raise ValueError(
@@ -79,8 +78,7 @@ def check_quantized(name: str, param: Tensor) -> None:
         raise ValueError(
             f"{name}.fp8_scale has shape {tuple(scale.shape)}: it must be () for one scale, or of "
             f"{param.ndim} dimensions, each at most the parameter's {tuple(param.shape)}: the "
-            "number of "
-            "blocks along it"
+            "number of blocks along it"
         )
 
 

@@ -89,8 +89,7 @@ def quantize_weights(
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise RuntimeError(
             f"torch {torch.__version__} has no Tensor.grad_dtype, so gradients of float8 "
-            "parameters "
-            "would be float8 too; install a newer torch"
+            "parameters would be float8 too; install a newer torch"
         )
     wanted = select or _is_matrix
     chosen = [

@@ -293,8 +293,7 @@ def _at_other_places(doings: dict[int, str]) -> str:
     where = "; ".join(f"{_numbered(ranks)} was {doing}" for doing, ranks in ranks_of.items())
     return (
         f", at different places: {where}; did one of them call step(), backward() or zero_grad() "
-        "more often than "
-        "the others?"
+        "more often than the others?"
     )
 
 

@@ -59,11 +59,10 @@ class StepMark:
         """Raise BrokenOffError if a step was broken off."""
         if self._touched:
             raise BrokenOffError(
-                f"{doing}: an earlier step or load of this optimizer was broken off half-way"
-                f"{self._why and f' by {self._why}'}, so that some parameters have taken it and "
-                "others have not. Load "
-                "the last checkpoint, model and optimizer (load_state_dict makes the optimizer "
-                "usable again)"
+                f"{doing}: an earlier step or load of this optimizer was broken off "
+                f"half-way{self._why and f' by {self._why}'}, so that some parameters have taken "
+                "it and others have not. Load the last checkpoint, model and optimizer "
+                "(load_state_dict makes the optimizer usable again)"
             )
 
     @contextmanager

@@ -102,8 +102,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """
         raise TypeError(
             f"{type(self).__name__} cannot be copied or pickled; build another one for the copied "
-            "model "
-            "and give it load_state_dict(optimizer.state_dict())"
+            "model and give it load_state_dict(optimizer.state_dict())"
         )
 
     @property  # type: ignore[override]
@@ -184,10 +183,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         if written := self.restore(state_dict, convert=convert):
             warn(
                 f"{len(written)} parameters did not have the values of the loaded main params, and "
-                "were "
-                f"written from them: {names_in_words(written)}. Were all of the model's weights "
-                "loaded? "
-                "(Where they are loaded after the optimizer's state, load them before it.)"
+                f"were written from them: {names_in_words(written)}. Were all of the model's "
+                "weights loaded? (Where they are loaded after the optimizer's state, load them "
+                "before it.)"
             )
 
     @in_own_modes

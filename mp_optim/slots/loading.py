@@ -67,9 +67,8 @@ class StateLoad:
             raise ValueError(
                 f"the saved state has none for {len(missing)} of {len(self._match.index_of)} "
                 f"parameters: {names_in_words(missing)}. Was it saved before the first step of an "
-                "optimizer that "
-                "has no state until then, or with these parameters frozen? Load a complete one, or "
-                "none"
+                "optimizer that has no state until then, or with these parameters frozen? Load a "
+                "complete one, or none"
             )
         return matched
 

@@ -103,8 +103,7 @@ def check_form(state_dict: Any) -> None:
             if key in group and len(group[key]) != len(group["params"]):
                 raise ValueError(
                     f"param_groups[{index}] of the state dict has {len(group['params'])} params "
-                    "and "
-                    f"{len(group[key])} {key}"
+                    f"and {len(group[key])} {key}"
                 )
     groups = state_dict["param_groups"]
     for what, key in (("parameter", "params"), ("name", "param_names")):
@@ -117,8 +116,7 @@ def check_form(state_dict: Any) -> None:
     if unknown:
         raise ValueError(
             f"the state dict has state for {names_in_words(sorted(map(str, unknown)))}, which no "
-            "param "
-            "group of it names"
+            "param group of it names"
         )
 
 

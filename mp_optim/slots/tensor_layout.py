@@ -47,13 +47,11 @@ def splits(placement: Placement, name: str = "a parameter") -> bool:
     if isinstance(placement, Partial) or placement.is_partial():
         raise ValueError(
             f"{name}: placement {placement}: a Partial parameter has no value to step; "
-            "redistribute it to "
-            "Shard or Replicate first"
+            "redistribute it to Shard or Replicate first"
         )
     raise ValueError(
         f"{name}: placement {placement!r} ({type(placement).__name__}): how it splits a parameter "
-        "is not "
-        "known here; redistribute it to Shard or Replicate first"
+        "is not known here; redistribute it to Shard or Replicate first"
     )
 
 

@@ -35,8 +35,7 @@ def from_apex(
     if [len(group) for group in masters] != counts:
         raise ValueError(
             f"masters of {[len(group) for group in masters]} parameters for groups of {counts} "
-            "(apex's "
-            "add_param_group adds no masters)"
+            "(apex's add_param_group adds no masters)"
         )
     copies = {
         name: tensor

@@ -115,8 +115,7 @@ def to_deepspeed(
     if missing:
         raise ValueError(
             "a universal checkpoint has step, fp32, exp_avg and exp_avg_sq of every parameter; "
-            "missing "
-            f"{missing}"
+            f"missing {missing}"
         )
     root = Path(folder) / "zero"
     for name in foreign.names:

@@ -70,9 +70,8 @@ def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
     if "param_groups" not in inner or "state" not in inner:
         raise ValueError(
             f"no state of Megatron's Float16 or FP32 optimizer: it has {sorted(map(str, inner))}. "
-            "The "
-            "distributed optimizer's is a shard of each parameter: save it with "
-            "--ckpt-format torch_dist and without --use-distributed-optimizer first"
+            "The distributed optimizer's is a shard of each parameter: save it with --ckpt-format "
+            "torch_dist and without --use-distributed-optimizer first"
         )
     return inner
 
@@ -90,8 +89,7 @@ def _part(
         if len(halves) != len(tensors):
             raise ValueError(
                 f"param group {index} has {len(tensors)} FP32 copies for {len(halves)} 16-bit "
-                "parameters; "
-                "name those that the model keeps in FP32 in fp32_names="
+                "parameters; name those that the model keeps in FP32 in fp32_names="
             )
         copies.update(zip(halves, tensors, strict=True))
     return ForeignState(

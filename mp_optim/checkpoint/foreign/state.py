@@ -83,8 +83,7 @@ def names_of_groups(
         if not all("param_names" in group for group in groups if group["params"]):
             raise ValueError(
                 f"the state has no param_names; pass names= for its groups of {counts} parameters, "
-                "in the "
-                "order in which its optimizer was given them"
+                "in the order in which its optimizer was given them"
             )
         names = [name for group in groups for name in group.get("param_names", ())]
     if len(names) != sum(counts):
@@ -109,8 +108,7 @@ def positional_state(
     if not {"param_groups", "state"} <= state_dict.keys():
         raise ValueError(
             f"no state dict of an optimizer: it has {sorted(map(str, state_dict))}, not "
-            "param_groups and "
-            "state; is it under one of these keys?"
+            "param_groups and state; is it under one of these keys?"
         )
     groups, states = state_dict["param_groups"], state_dict["state"]
     common = states.get("common_step", step)
@@ -138,8 +136,7 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
     if given[STEP] is None:
         raise ValueError(
             f"the state of {name} has no step, and neither has its group; pass step=, the number "
-            "of steps "
-            "taken (Adam's bias correction depends on it)"
+            "of steps taken (Adam's bias correction depends on it)"
         )
     odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
     if odd:

@@ -124,8 +124,7 @@ def _fitting(
         if not main_from_model:
             raise ValueError(
                 f"{name} is {param.dtype}, and the state has no FP32 value of it; to start from "
-                "the "
-                "model's values, pass main_from_model=True"
+                "the model's values, pass main_from_model=True"
             )
         given[MASTER] = param.detach().float()
     return given
