@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Saved
-from mp_optim.slots import ParamGroups, Slot
+from mp_optim.slots import Slot
+from mp_optim.slots.loading import Loadable
 from mp_optim.slots.names import canonical_names, prefixed
-from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.state_dict import with_params
 
 __all__ = [
@@ -47,18 +47,12 @@ _OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
 Models = nn.Module | Sequence[nn.Module]
 
 
-class SlotStateful(Protocol):
+class SlotStateful(Loadable, Protocol):
     """What is needed of an optimizer: slots with names and state."""
 
-    param_groups: ParamGroups
-
     def slots(self) -> list[Slot]: ...
-    def state_of(self, slot: Slot) -> SlotState: ...
-    def slot_name(self, slot: Slot) -> str: ...
-    def slot_state(self, slot: Slot) -> dict[str, Any]: ...
     def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def check_plain(self, state_dict: Mapping[str, Any], *, convert: bool = False) -> Any: ...
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None: ...
 
 

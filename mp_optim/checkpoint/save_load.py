@@ -55,6 +55,7 @@ from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entr
 from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots.loading import check_plain
 
 __all__ = ["load", "save", "verify", "versions"]
 
@@ -304,8 +305,10 @@ def _check_groups(
         return
     if common["optimizer"] is None:
         raise ValueError(f"{version} holds a model and no optimizer; load it with optimizer=None")
-    optimizer.check_plain(
-        {**common["optimizer"], "param_groups": _own_groups(optimizer, common)}, convert=convert
+    check_plain(
+        optimizer,
+        {**common["optimizer"], "param_groups": _own_groups(optimizer, common)},
+        convert=convert,
     )
 
 

@@ -109,9 +109,9 @@ class CompositeOptimizer(MegatronOptimizer):
         for part, part_slot in self._parts_of(slot):
             part.follow_model(part_slot)
 
-    def check_remainders(self, slot: Slot | None = None) -> None:
+    def make_current(self, slot: Slot | None = None) -> None:
         for part, part_slot in self._parts_of(slot):
-            part.check_remainders(part_slot)
+            part.make_current(part_slot)
 
     def _parts_of(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
         return [(part, None) for part in self.parts] if slot is None else [self.locate(slot)]

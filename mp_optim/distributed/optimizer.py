@@ -194,6 +194,10 @@ class DistributedOptimizer(CompositeOptimizer):
             self.shards.follow_model()
             self._model.look()
 
+    def make_current(self, slot: Slot | None = None) -> None:
+        self.follow_model(slot)
+        super().make_current(slot)
+
     def state_of(self, slot: Slot) -> SlotState:
         return ShardState(super().state_of(slot), self._model.shards[slot], self.param(slot))
 

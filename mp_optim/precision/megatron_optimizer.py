@@ -224,7 +224,7 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
             BrokenOffError: the last step or load was broken off half-way.
         """
         self.step_mark.check("named_main_params")
-        self._make_current()
+        self.make_current()
         return ((self.slot_name(slot), self.main_param(slot)) for slot in self.slots())
 
     @abstractmethod
@@ -257,10 +257,6 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
         if self.grad_scaler is not None:
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
         return state_dict
-
-    def check_beside(self, state_dict: Mapping[str, Any], convert: bool) -> None:
-        if self.grad_scaler is not None and (state_dict.get("grad_scaler") or not convert):
-            self.grad_scaler.check_state_dict(state_dict.get("grad_scaler"))
 
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         if self.grad_scaler is not None and state_dict.get("grad_scaler"):

@@ -153,8 +153,7 @@ class WrappedOptimizer(MegatronOptimizer):
         self.backward_link.finish()
         self._push_settings()
         self.inner.check_groups()
-        self.follow_model()
-        self.check_remainders()
+        self.make_current()
         self.backward_link.follow(self._table.params)
         indices, grads = self._table.grads(self.slot_name)
         if not all(self._table.bound):
@@ -218,7 +217,8 @@ class WrappedOptimizer(MegatronOptimizer):
     def follow_model(self, slot: Slot | None = None) -> None:
         self._mains.follow(slot)
 
-    def check_remainders(self, slot: Slot | None = None) -> None:
+    def make_current(self, slot: Slot | None = None) -> None:
+        self._mains.follow(slot)
         self._mains.check_remainders(slot)
 
     def state_of(self, slot: Slot) -> SlotState:
@@ -235,7 +235,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")
-        self._make_current(slot)
+        self.make_current(slot)
         return self._mains.main_param(slot)
 
     def has_separate_main(self, slot: Slot) -> bool:

@@ -15,16 +15,9 @@ from mp_optim.process.caller_warnings import warn
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, slot_name
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.loading import StateLoad
+from mp_optim.slots.loading import restore
 from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.state_dict import (
-    CHECKSUMS,
-    GroupMatch,
-    check_form,
-    match_groups,
-    names_in_words,
-    plain_groups,
-)
+from mp_optim.slots.state_dict import CHECKSUMS, names_in_words, plain_groups
 
 __all__ = ["Closure", "SlotKeyedOptimizer"]
 
@@ -68,12 +61,12 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     def slot_state(self, slot: Slot) -> State:
         """The live state tensors of a slot, allocated if they did not exist. Never copies."""
-        self._make_current(slot)
+        self.make_current(slot)
         return self.state_of(slot).tensors()
 
     def full_slot_state(self, slot: Slot) -> State:
         """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
-        self._make_current(slot)
+        self.make_current(slot)
         return self.state_of(slot).full_precision()
 
     def load_slot_state(self, slot: Slot, state: State) -> None:
@@ -81,11 +74,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         mis-shaped."""
         self.follow_model(slot)
         self.state_of(slot).load(state)
-
-    def _make_current(self, slot: Slot | None = None) -> None:
-        """Before state is read, of one slot or of all."""
-        self.follow_model(slot)
-        self.check_remainders(slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Allocate the state of some slots together."""
@@ -180,7 +168,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
                 dtype does not fit, a setting, step or loss scale is out of range, or bits would be
                 lost.
         """
-        if written := self.restore(state_dict, convert=convert):
+        if written := restore(self, state_dict, convert=convert):
             warn(
                 f"{len(written)} parameters did not have the values of the loaded main params, and "
                 f"were written from them: {names_in_words(written)}. Were all of the model's "
@@ -188,65 +176,24 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
                 "before it.)"
             )
 
-    @in_own_modes
-    def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:
-        """As :meth:`load_state_dict`; returns the names of the parameters that were written,
-        instead of warning."""
-        check_form(state_dict)
-        state_dict = dict(state_dict)
-        if self.step_mark.is_set:
-            self.recover()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            hooked = pre_hook(self, state_dict)
-            state_dict = state_dict if hooked is None else hooked
-        check_form(state_dict)
-        self.follow_model()
-        load = StateLoad(
-            self, self.check_plain(state_dict, convert=convert), state_dict["state"], convert
-        )
-        load.check()
-        self.step_mark.touch()
-        load.write()
-        self.load_beside(state_dict)
-        written = load.write_model()
-        self.step_mark.clear()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-        return written
-
-    def check_plain(self, state_dict: Mapping[str, Any], *, convert: bool = False) -> GroupMatch:
-        """What can be said of a state dict without its state: which parameters and settings go
-        where.
-
-        Raises:
-            ValueError: parameters are missing on either side, or a setting or the loss scale is out
-                of range.
-        """
-        match = match_groups(self.param_groups, state_dict["param_groups"])
-        for index, (group, saved) in enumerate(zip(self.param_groups, match.settings, strict=True)):
-            try:
-                self.check_settings({**group, **saved})
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"param group {index} of the saved state: {error}") from error
-        self.check_beside(state_dict, convert)
-        return match
-
     # -- what loading asks of a subclass ----------------------------------------------------------
 
     def follow_model(self, slot: Slot | None = None) -> None:
         """Make what is stepped agree with what it stands for, where something else writes that."""
 
-    def check_remainders(self, slot: Slot | None = None) -> None:
-        """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
-        that it was not saved with, naming the parameters."""
+    def make_current(self, slot: Slot | None = None) -> None:
+        """Before state is read, of one slot or of all: follow the model.
+
+        Raises:
+            ValueError: a loaded remainder lies beside a parameter that it was not saved with,
+                naming the parameters.
+        """
+        self.follow_model(slot)
 
     def check_settings(self, group: dict[str, Any]) -> None:
         """Raise ValueError naming a setting of a param group, and its value, if it cannot be
         stepped with."""
         check_schedule(group)
-
-    def check_beside(self, state_dict: Mapping[str, Any], convert: bool) -> None:
-        """Raise ValueError if what a state dict holds beside slots does not fit; write nothing."""
 
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         """Load what a state dict holds beside slots."""

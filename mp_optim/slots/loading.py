@@ -7,11 +7,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.identity import ParamGroups, Slot
+from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.state_dict import GroupMatch, names_in_words
+from mp_optim.slots.state_dict import GroupMatch, check_form, match_groups, names_in_words
 
-__all__ = ["StateLoad"]
+__all__ = ["Loadable", "StateLoad", "check_plain", "restore"]
 
 _KEPT_BYTES = 64 << 20
 """Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
@@ -22,11 +24,67 @@ class Loadable(Protocol):
     """What is asked of the optimizer."""
 
     param_groups: ParamGroups
+    grad_scaler: Any
+    step_mark: StepMark
+    _optimizer_load_state_dict_pre_hooks: Any
+    _optimizer_load_state_dict_post_hooks: Any
 
     def slot_name(self, slot: Slot) -> str: ...
     def slot_state(self, slot: Slot) -> State: ...
     def state_of(self, slot: Slot) -> SlotState: ...
     def load_slot_state(self, slot: Slot, state: State) -> None: ...
+    def load_beside(self, state_dict: Mapping[str, Any]) -> None: ...
+    def check_settings(self, group: dict[str, Any]) -> None: ...
+    def follow_model(self) -> None: ...
+    def recover(self) -> None: ...
+
+
+@in_own_modes
+def restore(optimizer: Loadable, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:
+    """As ``load_state_dict``; returns the names of the parameters that were written, instead of
+    warning."""
+    check_form(state_dict)
+    state_dict = dict(state_dict)
+    if optimizer.step_mark.is_set:
+        optimizer.recover()
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        hooked = pre_hook(optimizer, state_dict)
+        state_dict = state_dict if hooked is None else hooked
+    check_form(state_dict)
+    optimizer.follow_model()
+    match = check_plain(optimizer, state_dict, convert=convert)
+    load = StateLoad(optimizer, match, state_dict["state"], convert)
+    load.check()
+    optimizer.step_mark.touch()
+    load.write()
+    optimizer.load_beside(state_dict)
+    written = load.write_model()
+    optimizer.step_mark.clear()
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+    return written
+
+
+def check_plain(
+    optimizer: Loadable, state_dict: Mapping[str, Any], *, convert: bool = False
+) -> GroupMatch:
+    """What can be said of a state dict without its state: which parameters and settings go where.
+
+    Raises:
+        ValueError: parameters are missing on either side, or a setting or the loss scale is out of
+            range.
+    """
+    match = match_groups(optimizer.param_groups, state_dict["param_groups"])
+    pairs = zip(optimizer.param_groups, match.settings, strict=True)
+    for index, (group, saved) in enumerate(pairs):
+        try:
+            optimizer.check_settings({**group, **saved})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"param group {index} of the saved state: {error}") from error
+    scaler, scale = optimizer.grad_scaler, state_dict.get("grad_scaler")
+    if scaler is not None and (scale or not convert):
+        scaler.check_state_dict(scale)
+    return match
 
 
 class StateLoad:

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from mp_optim.checkpoint.foreign.state import MASTER, STEP, ForeignGroup, ForeignState
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import ParamGroups, Slot, local_tensor
+from mp_optim.slots import Slot, local_tensor
+from mp_optim.slots.loading import Loadable, restore
 from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
 from mp_optim.slots.state_dict import plain_groups
@@ -21,19 +22,13 @@ __all__ = ["export_state", "import_state"]
 _REMAINDER = "remainder"
 
 
-class NamedOptimizer(Protocol):
+class NamedOptimizer(Loadable, Protocol):
     """What is needed of an optimizer."""
 
-    param_groups: ParamGroups
-    grad_scaler: Any
-
     def slots(self) -> list[Slot]: ...
-    def slot_name(self, slot: Slot) -> str: ...
-    def slot_state(self, slot: Slot) -> dict[str, Any]: ...
     def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]: ...
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None: ...
-    def restore(self, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]: ...
 
 
 @in_own_modes
@@ -88,7 +83,7 @@ def import_state(
     scaler = optimizer.grad_scaler
     if scaler is not None:
         loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
-    optimizer.restore(loaded, convert=convert)
+    restore(optimizer, loaded, convert=convert)
     optimizer.reload_model_params(
         whole
     )  # FP32 parameters that are stepped elsewhere have a copy outside the state
