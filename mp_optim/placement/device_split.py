@@ -1,4 +1,4 @@
-"""DeviceSplitOptimizer: which of two optimizers has which slot; main params and state through both.
+"""DeviceSplitOptimizer: two optimizers, one for each place; main params and state through both.
 
 Keyed by position. Tensors in ``param_groups`` may be replaced at any time: before each step the
 sub-optimizers are handed whatever sits at each slot now.
@@ -6,28 +6,31 @@ sub-optimizers are handed whatever sits at each slot now.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from mp_optim.placement.buckets import HostSlot
-from mp_optim.placement.plan import plan_offload
+from mp_optim.placement.assignments import Assignment, Assignments
 from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import Slot, all_same, follow, iter_slots, local_tensor, same_memory
+from mp_optim.slots import (
+    ParamGroups,
+    Slot,
+    all_same,
+    follow,
+    iter_slots,
+    local_tensor,
+    same_memory,
+)
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.optimizer import SlotOptimizer
-from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.slot_state import SlotState
-from mp_optim.slots.tensor_layout import part_of, split_dims
+from mp_optim.slots.tensor_layout import part_of
 from mp_optim.update import as_slot_optimizer
 from mp_optim.update.foreign import ForeignOptimizer
 from mp_optim.update.main_param_state import WithMainParam
@@ -35,29 +38,6 @@ from mp_optim.update.main_param_state import WithMainParam
 __all__ = ["DeviceSplitOptimizer"]
 
 _NOT_PUSHED = ("params", "param_names", "fqns")
-
-
-@dataclass
-class _Assignment:
-    """Where one slot is stepped.
-
-    Attributes:
-        place: on the device of its parameter, or on the host.
-        index: position in the same group of that place's sub-optimizer.
-        share: elements a rank holds of it, rounded up: the same number on every rank.
-        model_dtype: of the model's parameter; its gradient is expected to have it, too.
-        main: the copy that is stepped, if it is not the parameter itself.
-        resident: the tensor in ``param_groups`` is itself the one to step.
-        bound: the tensor seen in ``param_groups`` at the last step.
-    """
-
-    place: Place
-    index: int
-    share: int
-    model_dtype: torch.dtype
-    resident: bool
-    main: Tensor | None = None
-    bound: Tensor | None = None
 
 
 class DeviceSplitOptimizer(SlotOptimizer):
@@ -87,93 +67,33 @@ class DeviceSplitOptimizer(SlotOptimizer):
         pin_params: bool,
     ) -> None:
         self.offload_fraction = offload_fraction
-        self._classes, self._fp32 = classes, in_fp32
-        self._kwargs = {**settings, **construction}
-        self._remainders = bool(self._kwargs.get("store_param_remainders", False))
-        self._assignments: list[list[_Assignment]] = []
+        self._fp32 = in_fp32
+        self._remainders = bool({**settings, **construction}.get("store_param_remainders", False))
+        self._assignments = Assignments()
         self._subs: dict[Place, SlotOptimizer] = {}
-        self._assignments_changed()
+        self._bound: list[Tensor] | None = None
         super().__init__(params, dict(settings))
-        device = self._only_accelerator()
+        device = _only_accelerator(self.param_groups)
         self._can_pin = device.type not in ("cpu", "meta")
         self._transfer = transfer if transfer is not None else transfer_for(device)
-        self._assign_groups(self.param_groups)
+        self._assignments.assign(self.param_groups, offload_fraction, self._stepped_dtype)
         allocate = partial(self._transfer.empty_host, pin=pin_params and self._can_pin)
-        self._host_mains = Block(self._host_main_bytes(), allocate)
-        self._subs = {place: self._build(place) for place in self._classes}
-        self._adopt_defaults()
-        self.use_mark(self.step_mark)
-
-    # -- what stepping has to know --------------------------------------------------------------
-
-    def _assignments_changed(self) -> None:
-        """Forget what was made for the slots as they were."""
-        self._bound: list[Tensor] | None = None
-
-    def _placed(self) -> None:
-        """Groups were added."""
-
-    def _state_exposed(self, slot: Slot) -> None:
-        """The caller gets live state tensors of a slot of the host's optimizer."""
-
-    # -- placement ------------------------------------------------------------------------------
-
-    def _only_accelerator(self) -> torch.device:
-        devices = {str(local_tensor(p).device) for _, p in iter_slots(self.param_groups)}
-        found = sorted(devices - {"cpu", "meta"})
-        if len(found) > 1:
-            raise ValueError(
-                f"parameters lie on several accelerators {found}; build one optimizer per device"
-            )
-        return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
-
-    def _assign_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Plan the places of new groups, together, and say where each slot is stepped."""
-        shares = [_share(p) for group in groups for p in group["params"]]
-        trainable = [p.requires_grad for group in groups for p in group["params"]]
-        hosted = plan_offload(
-            [size if trains else 0 for size, trains in zip(shares, trainable, strict=True)],
-            self.offload_fraction,
-        )
-        running = 0
-        for group in groups:
-            counts: dict[Place, int] = {"device": 0, "host": 0}
-            assignments = []
-            for param in group["params"]:
-                place: Place = "host" if running in hosted else "device"
-                resident = place == "device" and self._stepped_dtype(param.dtype) == param.dtype
-                assignments.append(
-                    _Assignment(place, counts[place], shares[running], param.dtype, resident)
-                )
-                counts[place] += 1
-                running += 1
-            self._assignments.append(assignments)
-
-    def _host_main_bytes(self) -> int:
-        return sum(
+        host_bytes = sum(
             aligned_bytes(local_tensor(p).numel(), self.main_dtype(p.dtype))
             for slot, p in iter_slots(self.param_groups)
-            if self._assigned(slot).place == "host"
+            if self.place(slot) == "host"
         )
+        self._host_mains = Block(host_bytes, allocate)
+        for place, kind in classes.items():
+            groups = [self._sub_group(index, place) for index in range(len(self.param_groups))]
+            self._subs[place] = as_slot_optimizer(kind(groups, **settings, **construction))
+        self._tell_subs(range(len(self.param_groups)))
+        self.use_mark(self.step_mark)
 
-    def _assigned(self, slot: Slot) -> _Assignment:
-        return self._assignments[slot.group][slot.position]
+    # -- places and sub-optimizers ----------------------------------------------------------------
 
     def place(self, slot: Slot) -> Place:
-        return self._assigned(slot).place
-
-    def _host_slots(self) -> list[HostSlot]:
-        """Slots of the host's optimizer, in the order in which backward is expected to reach them:
-        the last first."""
-        slots = []
-        for slot, param in iter_slots(self.param_groups):
-            assigned = self._assigned(slot)
-            if assigned.place == "host":
-                numel, there = local_tensor(param).numel(), Slot(slot.group, assigned.index)
-                slots.append(HostSlot(there, assigned.share, numel, assigned.model_dtype))
-        return slots[::-1]
-
-    # -- sub-optimizers -------------------------------------------------------------------------
+        return self._assignments[slot].place
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -187,75 +107,42 @@ class DeviceSplitOptimizer(SlotOptimizer):
         return self._subs[place]
 
     def _sub_group(self, index: int, place: Place) -> dict[str, Any]:
-        group = self.param_groups[index]
-        here = [self._assignments[index][i].place == place for i in range(len(group["params"]))]
-        names = group.get("param_names")
-        sub = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
-        sub["params"] = [
-            local_tensor(p) for p, mine in zip(group["params"], here, strict=True) if mine
-        ]
-        if names:
-            sub["fqns"] = [name for name, mine in zip(names, here, strict=True) if mine]
+        """A group as the optimizer of a place is given it."""
+        group, sub = self.param_groups[index], _settings(self.param_groups[index])
+        of_group = enumerate(self._assignments.of_group(index))
+        here = [position for position, assigned in of_group if assigned.place == place]
+        sub["params"] = [local_tensor(group["params"][position]) for position in here]
+        if names := group.get("param_names"):
+            sub["fqns"] = [names[position] for position in here]
         return sub
 
-    def _build(self, place: Place) -> SlotOptimizer:
-        groups = [self._sub_group(index, place) for index in range(len(self.param_groups))]
-        sub = as_slot_optimizer(self._classes[place](groups, **self._kwargs))
-        for index in range(len(self.param_groups)):
-            self._set_parts(sub, index, place)
-        return sub
-
-    def _set_parts(self, sub: SlotOptimizer, index: int, place: Place) -> None:
-        """Tell a sub-optimizer, which has local tensors, what they are parts of."""
-        for assigned, param in zip(
-            self._assignments[index], self.param_groups[index]["params"], strict=True
-        ):
-            if assigned.place == place:
-                sub.set_part(Slot(index, assigned.index), part_of(param))
-
-    def _adopt_defaults(self) -> None:
-        """Show the hyperparameters the sub-optimizers filled in, so that they can be changed here.
+    def _tell_subs(self, indices: Collection[int]) -> None:
+        """After new groups: tell sub-optimizers, which have local tensors, what those are parts of;
+        show the hyperparameters that they filled in, so that they can be changed here.
 
         Raises:
             ValueError: the two classes' defaults differ, so that a parameter's rule would depend on
                 its place.
         """
-        filled = [
-            {
-                k: v
-                for k, v in sub.param_groups[-1].items()
-                if k not in (*_NOT_PUSHED, *self.param_groups[-1])
-            }
-            for sub in self._subs.values()
-        ]
-        for key in filled[0].keys() & filled[1].keys():
-            if filled[0][key] != filled[1][key]:
-                raise ValueError(
-                    f"{key} is {filled[0][key]!r} by default on the device and {filled[1][key]!r} "
-                    "on the "
-                    f"host; pass {key}="
-                )
-        for sub in self._subs.values():
-            for mine, theirs in zip(self.param_groups, sub.param_groups, strict=True):
-                for key, value in theirs.items():
-                    if key not in _NOT_PUSHED:
-                        mine.setdefault(key, value)
+        for index in indices:
+            params = self.param_groups[index]["params"]
+            for assigned, param in zip(self._assignments.of_group(index), params, strict=True):
+                self._subs[assigned.place].set_part(assigned.sub_slot, part_of(param))
+        _adopt_defaults(self.param_groups, list(self._subs.values()))
+        self._bound = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are placed on their own, by the same fraction and policy."""
         super().add_param_group(param_group)
-        if (
-            not self._subs
-        ):  # torch's constructor is adding the first groups; they are planned together
+        if not self._subs:
+            # torch's constructor is adding the first groups; they are planned together
             return
         index = len(self.param_groups) - 1
-        self._assign_groups([self.param_groups[index]])
+        groups = [self.param_groups[index]]
+        self._assignments.assign(groups, self.offload_fraction, self._stepped_dtype)
         for place, sub in self._subs.items():
             sub.add_param_group(self._sub_group(index, place))
-            self._set_parts(sub, index, place)
-        self._adopt_defaults()
-        self._assignments_changed()
-        self._placed()
+        self._tell_subs([index])
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)
@@ -266,17 +153,17 @@ class DeviceSplitOptimizer(SlotOptimizer):
         for sub in self._subs.values():
             sub.recover()
 
+    def memory_moved(self) -> None:
+        for sub in self._subs.values():
+            sub.memory_moved()
+
     def check_groups(self) -> None:
-        self._push_settings()
+        _push_settings(self.param_groups, self._subs.values())
         for sub in self._subs.values():
             sub.check_groups()
 
-    def _push_settings(self) -> None:
-        """Hand current hyperparameters to the sub-optimizers."""
-        for index, group in enumerate(self.param_groups):
-            settings = {key: value for key, value in group.items() if key not in _NOT_PUSHED}
-            for sub in self._subs.values():
-                sub.param_groups[index].update(settings)
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self._subs["device"].check_settings(group)
 
     # -- main params ----------------------------------------------------------------------------
 
@@ -285,11 +172,8 @@ class DeviceSplitOptimizer(SlotOptimizer):
 
     def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
-        return (
-            self.main_dtype(dtype)
-            if self._fp32 and dtype in (torch.float16, torch.bfloat16)
-            else dtype
-        )
+        is_copied = self._fp32 and dtype in (torch.float16, torch.bfloat16)
+        return self.main_dtype(dtype) if is_copied else dtype
 
     def main_param(self, slot: Slot) -> Tensor:
         sub, sub_slot = self._in_sub(slot)
@@ -304,119 +188,139 @@ class DeviceSplitOptimizer(SlotOptimizer):
         sub.written_outside(sub_slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
-        super().reserve_main_params(
-            [(slot, source) for slot, source in coming if self._assigned(slot).place == "device"]
-        )
+        super().reserve_main_params([pair for pair in coming if self.place(pair[0]) == "device"])
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         """Main param, born where it is stepped: on the host it never exists in FP32 on the
         device."""
-        assigned = self._assigned(slot)
-        assigned.resident, assigned.main = True, None
-        self._assignments_changed()
-        if assigned.place == "device":
+        self._bound = None
+        if self._assignments.make_resident(slot).place == "device":
             return super().new_main_param(slot, source)
-        main = self._on_host(source, self.main_dtype(source.dtype))
+        main = self._copy(source, "host", self.main_dtype(source.dtype))
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
 
-    def _on_host(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+    @in_own_modes
+    def _copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
+        """What is stepped for a tensor at a place."""
+        if place == "device":
+            return source.to(dtype)
         block = self._host_mains.with_room(aligned_bytes(source.numel(), dtype))
         return block.take(source.shape, dtype).copy_(source)
 
-    @in_own_modes
-    def _new_copy(self, assigned: _Assignment, param: Tensor) -> Tensor:
-        dtype = self._stepped_dtype(param.dtype)
-        return self._on_host(param, dtype) if assigned.place == "host" else param.to(dtype)
-
     def _stepped(self, slot: Slot) -> Tensor:
         """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
-        assigned = self._assigned(slot)
+        assigned = self._assignments[slot]
         param: Tensor = self.param_groups[slot.group]["params"][slot.position]
         if assigned.resident:
             return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
         if assigned.main is None:
-            assigned.main = self._new_copy(assigned, local)
+            assigned.main = self._copy(local, assigned.place, self._stepped_dtype(local.dtype))
         elif param is not assigned.bound:
             follow(assigned.main, local, self.slot_name(slot))
-            self._subs[assigned.place].written_outside(Slot(slot.group, assigned.index))
+            self._subs[assigned.place].written_outside(assigned.sub_slot)
         assigned.bound = param
         return assigned.main
 
     def bind_tensors(self) -> None:
         """Hand current tensors and hyperparameters to the sub-optimizers."""
-        self._push_settings()
+        _push_settings(self.param_groups, self._subs.values())
         params = [param for group in self.param_groups for param in group["params"]]
         if self._bound is not None and all_same(params, self._bound):
             return
-        for index in range(len(self.param_groups)):
-            for position, assigned in enumerate(self._assignments[index]):
-                sub_params = self._subs[assigned.place].param_groups[index]["params"]
-                before, stepped = sub_params[assigned.index], self._stepped(Slot(index, position))
-                if before is not stepped and not same_memory(before, stepped):
-                    sub_params[assigned.index] = stepped
-        # Only of this package's own tensors is the memory known to stay where it is.
-        residents = [
-            p for slot, p in iter_slots(self.param_groups) if self._assigned(slot).resident
-        ]
-        self._bound = params if all(map(_is_own, residents)) else None
+        stays = True
+        for slot, param in iter_slots(self.param_groups):
+            assigned = self._assignments[slot]
+            sub_params, position = self._sub_params(assigned), assigned.sub_slot.position
+            before, stepped = sub_params[position], self._stepped(slot)
+            if before is not stepped and not same_memory(before, stepped):
+                sub_params[position] = stepped
+            # Only of this package's own tensors is the memory known to stay where it is.
+            stays = stays and (_is_own(param) or not assigned.resident)
+        self._bound = params if stays else None
 
     def reload_model_params(self) -> None:
         """Take the parameters' present values into the copies kept here."""
         for slot, param in iter_slots(self.param_groups):
-            if self._assigned(slot).main is not None or param.dtype != torch.float32:
+            if self._assignments[slot].main is not None or param.dtype != torch.float32:
                 self.set_main_param(slot, local_tensor(param))
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _param(self, slot: Slot) -> Tensor:
-        """What is in the param groups."""
-        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
-        return param
+    def _sub_params(self, assigned: Assignment) -> list[Tensor]:
+        """The list that has the tensor to step in the sub-optimizer."""
+        params: list[Tensor] = self._subs[assigned.place].param_groups[assigned.sub_slot.group][
+            "params"
+        ]
+        return params
 
     def _in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
-        assigned = self._assigned(slot)
-        sub = self._subs[assigned.place]
-        sub.param_groups[slot.group]["params"][assigned.index] = self._stepped(slot)
-        sub_slot = Slot(slot.group, assigned.index)
-        if assigned.place == "host":
-            self._state_exposed(sub_slot)
-        return sub, sub_slot
-
-    def _own_master(self, slot: Slot) -> Tensor | None:
-        """The copy, if it says more than the parameter does."""
-        main = self._assigned(slot).main
-        param = self.param_groups[slot.group]["params"][slot.position]
-        return main if main is not None and main.dtype != param.dtype else None
+        """The optimizer that has a slot, made current, and what it calls the slot. The caller gets
+        at live tensors by it."""
+        assigned = self._assignments[slot]
+        self._sub_params(assigned)[assigned.sub_slot.position] = self._stepped(slot)
+        return self._subs[assigned.place], assigned.sub_slot
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for place, sub in self._subs.items():
-            mine = [slot for slot in slots if self._assigned(slot).place == place]
-            sub.allocate_state([self._in_sub(slot)[1] for slot in mine])
+            sub.allocate_state(
+                [self._in_sub(slot)[1] for slot in slots if self.place(slot) == place]
+            )
 
     def state_of(self, slot: Slot) -> SlotState:
         sub, sub_slot = self._in_sub(slot)
-        state, main, name = sub.state_of(sub_slot), self._own_master(slot), self.slot_name(slot)
-        if main is None:
-            return state
+        state, main, name = (
+            sub.state_of(sub_slot),
+            self._assignments[slot].main,
+            self.slot_name(slot),
+        )
+        if (
+            main is None
+            or main.dtype == self.param_groups[slot.group]["params"][slot.position].dtype
+        ):
+            return state  # the parameter says as much as the copy
         missing = f"state of {name}: master_param ({main.dtype}) is missing"
         return WithMainParam(state, name, main, missing)
 
-    def check_settings(self, group: dict[str, Any]) -> None:
-        self._subs["device"].check_settings(group)
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_PUSHED}
+
+
+def _push_settings(groups: ParamGroups, subs: Iterable[SlotOptimizer]) -> None:
+    """Hand current hyperparameters to the sub-optimizers."""
+    for index, group in enumerate(groups):
+        settings = _settings(group)
+        for sub in subs:
+            sub.param_groups[index].update(settings)
+
+
+def _adopt_defaults(groups: ParamGroups, subs: Sequence[SlotOptimizer]) -> None:
+    """Show the hyperparameters that the two sub-optimizers filled in."""
+    device, host = (_settings(sub.param_groups[-1]) for sub in subs)
+    for key in (device.keys() & host.keys()) - groups[-1].keys():
+        if device[key] != host[key]:
+            raise ValueError(
+                f"{key} is {device[key]!r} by default on the device and {host[key]!r} on the "
+                f"host; pass {key}="
+            )
+    for sub in subs:
+        for group, of_sub in zip(groups, sub.param_groups, strict=True):
+            for key, value in _settings(of_sub).items():
+                group.setdefault(key, value)
+
+
+def _only_accelerator(groups: ParamGroups) -> torch.device:
+    devices = {str(local_tensor(param).device) for _, param in iter_slots(groups)}
+    found = sorted(devices - {"cpu", "meta"})
+    if len(found) > 1:
+        raise ValueError(
+            f"parameters lie on several accelerators {found}; build one optimizer per device"
+        )
+    return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
 
 
 def _is_own(tensor: Tensor) -> bool:
     """Whether a tensor to step is one of this package's, not a model's parameter."""
     return type(tensor) is Tensor and not tensor.requires_grad
-
-
-def _share(param: Tensor) -> int:
-    """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks
-    differ in it."""
-    if not isinstance(param, DTensor):
-        share = shard_info(param).offload_share
-        return param.numel() if share is None else share
-    ranks = math.prod(map(param.device_mesh.size, split_dims(param)))
-    return math.ceil(param.numel() / ranks)

@@ -7,7 +7,7 @@ the one before on their way up. Gradients and parameters travel in the dtype the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -55,9 +55,6 @@ class HostOwner(Protocol):
 
     def bind_tensors(self) -> None:
         """Make the host's optimizer have the tensors and settings of now."""
-
-    def mark_writing(self) -> None:
-        """Main params and state are about to be written."""
 
     def stop_watching(self) -> None:
         """Another layer reports gradients from now on."""
@@ -168,10 +165,13 @@ class HostStepper(HostPart):
         self.discard()
         self._cut(slots)
 
-    def reconfigure(self, transfer: Transfer, settings: HostStepSettings) -> None:
-        """Have tensors travel another way, or in other buckets."""
+    def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
+        """Have tensors travel another way from now on, or in other buckets; nothing may be on its
+        way."""
         self.discard()
-        self.transfer, self.settings = transfer, settings
+        self.transfer = transfer
+        if bucket_bytes is not None:
+            self.settings = replace(self.settings, bucket_bytes=bucket_bytes)
         self._cut(list(self._slots.values()))
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,41 +12,19 @@ from torch import Tensor
 from mp_optim.placement.cores import occupy, worker_threads
 from mp_optim.placement.device_split import DeviceSplitOptimizer
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
-from mp_optim.placement.host_step import HostBytes, HostStepper, HostStepSettings
+from mp_optim.placement.host_step import HostStepper, HostStepSettings
 from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.speculative_step import SpeculativeHostStepper
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.transfer import Transfer
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import (
-    Slot,
-    SlotUpdate,
-    SlotUpdates,
-    UpdateSelection,
-    current_grad,
-    iter_slots,
-    local_tensor,
-    update_of,
-)
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, current_grad, iter_slots, update_of
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import Closure, SlotOptimizer
 from mp_optim.update import FusedAdam, RuleOptimizer, global_grad_norm
 
 __all__ = ["HybridDeviceOptimizer"]
-
-
-class _Routes(NamedTuple):
-    """What the slots of a step come to; kept as long as they are the same.
-
-    Attributes:
-        by_place: the slots of each sub-optimizer.
-        have_outputs: every update says itself what receives the stepped value.
-    """
-
-    slots: Sequence[Slot]
-    by_place: dict[Place, UpdateSelection]
-    have_outputs: bool
 
 
 class HybridDeviceOptimizer(DeviceSplitOptimizer):
@@ -124,69 +101,62 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
             pin_cpu_params and self._can_pin,
             speculation or SpeculationSettings(),
         )
+        host, slots = self._subs["host"], self._assignments.host_slots(self.param_groups)
+        stepped = (host, slots, self, self._transfer, settings, self.timeline)
         set_up = partial(occupy, worker_threads(host_threads), host_cores)
-        self._check_mode(offload_mode)
-        self.stepper = self._stepper(offload_mode, settings, set_up)
-        self._hooks: GradHooks | None = None
-        self._watched: list[tuple[Slot, Tensor]] = []
-        if self.stepper.works_in_backward:
-            self._hooks = GradHooks(self._on_own_grad)
-            self._watch()
-
-    def _stepper(
-        self, mode: str, settings: HostStepSettings, set_up: Callable[[], None]
-    ) -> HostStepper:
-        host, slots = self._subs["host"], self._host_slots()
-        common = (host, slots, self, self._transfer, settings, self.timeline)
-        if mode == "sync":
-            return HostStepper(*common)
-        kind = OverlappedHostStepper if mode == "overlap" else SpeculativeHostStepper
-        return kind(*common, set_up)
+        self.stepper: HostStepper
+        if offload_mode == "sync":
+            self.stepper = HostStepper(*stepped)
+        elif offload_mode == "overlap":
+            self.stepper = OverlappedHostStepper(*stepped, set_up)
+        elif offload_mode == "speculative":
+            self._check_can_speculate(cpu_optimizer_cls)
+            self.stepper = SpeculativeHostStepper(*stepped, set_up)
+        else:
+            raise ValueError(
+                f"offload_mode={offload_mode!r}: must be one of ['sync', 'overlap', 'speculative']"
+            )
+        self._own_grads = _OwnGrads(self) if self.stepper.works_in_backward else None
 
     @property
     def host(self) -> HostStepper:
         return self.stepper
 
-    def _check_mode(self, mode: str) -> None:
-        if mode not in ("sync", "overlap", "speculative"):
-            raise ValueError(
-                f"offload_mode={mode!r}: must be one of ['sync', 'overlap', 'speculative']"
-            )
+    def _check_can_speculate(self, kind: type[torch.optim.Optimizer]) -> None:
         host = self._subs["host"]
-        if mode != "speculative":
-            return
         if not isinstance(host, RuleOptimizer):
             raise ValueError(
-                f"offload_mode='speculative': {self._classes['host'].__name__} cannot step into "
-                "other memory than it steps from; use one of this package's optimizers, or "
-                "'overlap'"
+                f"offload_mode='speculative': {kind.__name__} cannot step into other memory than "
+                "it steps from; use one of this package's optimizers, or 'overlap'"
             )
-        self._check_collectives(host)
-
-    def _check_collectives(self, host: RuleOptimizer) -> None:
         for slot, param in iter_slots(self.param_groups):
-            if host.is_collective(update_of(slot, self.slot_name(slot), param, param)):
+            name = self.slot_name(slot)
+            if host.is_collective(update_of(slot, name, param, param)):
                 raise ValueError(
-                    f"offload_mode='speculative': {type(host).__name__} steps "
-                    f"{self.slot_name(slot)}, which is split over ranks, by a collective, which "
-                    "may not meet those of backward; use 'overlap'"
+                    f"offload_mode='speculative': {type(host).__name__} steps {name}, which is "
+                    "split over ranks, by a collective, which may not meet those of backward; use "
+                    "'overlap'"
                 )
 
-    def _assignments_changed(self) -> None:
-        super()._assignments_changed()
-        self._routes: _Routes | None = None
-
-    def _placed(self) -> None:
-        self.stepper.cut_buckets(self._host_slots())
-        self._watch()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._subs:  # else torch's constructor is at work
+            self._cut_buckets()
+            self._watch()
 
     def recover(self) -> None:
         super().recover()
         # With other back buffers: half a swap may have left two tensors with one memory.
-        self.stepper.cut_buckets(self._host_slots())
+        self._cut_buckets()
 
-    def _state_exposed(self, slot: Slot) -> None:
-        self.stepper.state_exposed(slot)
+    def _cut_buckets(self) -> None:
+        self.stepper.cut_buckets(self._assignments.host_slots(self.param_groups))
+
+    def _in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
+        sub, sub_slot = super()._in_sub(slot)
+        if self.place(slot) == "host":
+            self.stepper.state_exposed(sub_slot)
+        return sub, sub_slot
 
     # -- stepping -------------------------------------------------------------------------------
 
@@ -214,7 +184,7 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
         for sub in self._subs.values():
             sub.check_groups()
         with self.step_mark.step(self):
-            by_place = self._by_place(SlotUpdates.of(updates))
+            by_place = self._assignments.by_place(SlotUpdates.of(updates), self.param_groups)
 
             def step_device() -> None:
                 if by_place["device"]:
@@ -222,84 +192,46 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
 
             self.stepper.step(by_place["host"], grad_norm, step_device)
 
-    def _by_place(self, updates: SlotUpdates) -> dict[Place, SlotUpdates]:
-        """The updates of each sub-optimizer, in terms of its slots."""
-        if self._routes is None or self._routes.slots is not updates.slots:
-            self._routes = _Routes(
-                updates.slots,
-                {place: self._selection(place, updates.slots) for place in self._subs},
-                all(self._assigned(slot).resident for slot in updates.slots),
-            )
-        if not self._routes.have_outputs:
-            updates = replace(updates, outputs=self._outputs(updates))
-        return {place: chosen.take(updates) for place, chosen in self._routes.by_place.items()}
-
-    def _selection(self, place: Place, slots: Sequence[Slot]) -> UpdateSelection:
-        indices = [index for index, slot in enumerate(slots) if self._assigned(slot).place == place]
-        sub_slots = [Slot(slots[i].group, self._assigned(slots[i]).index) for i in indices]
-        return UpdateSelection(indices, sub_slots, len(slots))
-
-    def _outputs(self, updates: SlotUpdates) -> Sequence[Tensor | None]:
-        """What receives the stepped values: where this optimizer made the copies that are stepped,
-        the parameters."""
-        return [
-            output if self._assigned(slot).resident else local_tensor(self._param(slot))
-            for slot, output in zip(updates.slots, updates.outputs, strict=True)
-        ]
-
-    # -- gradients that get ready during backward -------------------------------------------------
-
-    def mark_writing(self) -> None:
-        """See :class:`~mp_optim.placement.host_step.HostOwner`."""
-        self.step_mark.touch()
-
-    def stop_watching(self) -> None:
-        """See :class:`~mp_optim.placement.host_step.HostOwner`."""
-        self._hooks = None  # which go with it
-
-    def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
-        """See :class:`~mp_optim.placement.host_step.HostOwner`."""
-        assigned = self._assigned(update.slot)
-        if assigned.place == "device":
-            return None
-        output = update.output if assigned.resident else local_tensor(self._param(update.slot))
-        return update._replace(slot=Slot(update.slot.group, assigned.index), output=output)
-
-    def _watch(self) -> None:
-        """Notice gradients of the parameters held here."""
-        if self._hooks is not None:
-            self._watched = list(iter_slots(self.param_groups))
-            self._hooks.follow(
-                [param for _, param in self._watched],
-                [self._assigned(slot).place == "host" for slot, _ in self._watched],
-            )
-
-    def _on_own_grad(self, index: int) -> None:
-        slot, param = self._watched[index]
-        grad = current_grad(param)
-        if self._param(slot) is not param:
-            return  # a wrapper has put its main param there, and reports the gradients itself
-        if grad is not None and final_in_backward(param):
-            self.stepper.on_grad_ready(update_of(slot, self.slot_name(slot), param, grad))
-
-    # -- memory -----------------------------------------------------------------------------------
-
-    def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
-        """Have tensors travel another way from now on, or in other buckets; nothing may be on its
-        way."""
-        self._transfer = transfer
-        settings = self.stepper.settings
-        if bucket_bytes is not None:
-            settings = replace(settings, bucket_bytes=bucket_bytes)
-        self.stepper.reconfigure(transfer, settings)
-
-    def memory_moved(self) -> None:
-        for sub in self._subs.values():
-            sub.memory_moved()
-
     def verdict_device(self) -> torch.device | None:
         return None if self.stepper.has_slots else self._subs["device"].verdict_device()
 
-    def host_bytes(self) -> HostBytes:
-        """Host memory that stepping holds beside main params and state."""
-        return self.stepper.host_bytes()
+    # -- gradients that get ready during backward -------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._own_grads is not None:
+            self._own_grads.follow()
+
+    def stop_watching(self) -> None:
+        """See :class:`~mp_optim.placement.host_step.HostOwner`."""
+        self._own_grads = None  # its hooks go with it
+
+    def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
+        """See :class:`~mp_optim.placement.host_step.HostOwner`."""
+        return self._assignments.on_host(update, self.param_groups)
+
+
+class _OwnGrads:
+    """Reports the gradients of an optimizer's own parameters to its stepper, as long as nothing
+    wraps it."""
+
+    def __init__(self, optimizer: HybridDeviceOptimizer) -> None:
+        self._optimizer = optimizer
+        self._hooks = GradHooks(self._on_grad)
+        self._watched: list[tuple[Slot, Tensor]] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Notice gradients of the parameters that the optimizer has now."""
+        optimizer = self._optimizer
+        self._watched = list(iter_slots(optimizer.param_groups))
+        wanted = [optimizer.place(slot) == "host" for slot, _ in self._watched]
+        self._hooks.follow([param for _, param in self._watched], wanted)
+
+    def _on_grad(self, index: int) -> None:
+        (slot, param), optimizer = self._watched[index], self._optimizer
+        grad = current_grad(param)
+        if optimizer.param_groups[slot.group]["params"][slot.position] is not param:
+            return  # a wrapper has put its main param there, and reports the gradients itself
+        if grad is not None and final_in_backward(param):
+            update = update_of(slot, optimizer.slot_name(slot), param, grad)
+            optimizer.stepper.on_grad_ready(update)

@@ -143,7 +143,7 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         """Swap the buffers, and send the parameters up."""
         if not launches:
             return
-        self._owner.mark_writing()
+        self._host.step_mark.touch()
         with self.timeline.stage("publish", step.label):
             for launch in launches:
                 self._back[step.bucket].swap(launch.keys)

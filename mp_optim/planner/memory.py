@@ -206,7 +206,7 @@ def _reserves(
     part: WrappedOptimizer, hybrid: HybridDeviceOptimizer
 ) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and how much host memory is taken when stepping begins."""
-    held = hybrid.host_bytes()
+    held = hybrid.stepper.host_bytes()
     yield "host", "staging", held.staging
     yield "pinned" if part.config.pin_cpu_params else "host", "double_buffers", held.back_mains
     yield "host", "double_buffers", held.back_state

@@ -66,7 +66,7 @@ def build_mode(
         optimizer = get_megatron_optimizer(config, model, expert_predicate=is_expert)
     for hybrid in hybrids(optimizer):
         transfer = AdversarialTransfer() if adversarial else ImmediateTransfer()
-        hybrid.use_transfer(transfer, bucket_bytes)
+        hybrid.stepper.use_transfer(transfer, bucket_bytes)
     return model, optimizer
 
 

@@ -186,7 +186,7 @@ def _ride(optimizer: MegatronOptimizer, bus: Bus) -> None:
     """Send copies over a simulated bus."""
     for part in optimizer.chained_optimizers:
         assert isinstance(part.inner, HybridDeviceOptimizer)
-        part.inner.use_transfer(bus)
+        part.inner.stepper.use_transfer(bus)
 
 
 def measure(setting: Setting, lengths: Sequence[float], rounds: int) -> Section:

@@ -65,8 +65,8 @@ def test_a_run_holds_the_bytes_that_were_planned(
     optimizer = get_megatron_optimizer(config, model)
     (hybrid,) = hybrids(optimizer)
     transfer = CountingTransfer()
-    hybrid.use_transfer(transfer, bucket_bytes)
-    planned = hybrid.host_bytes()
+    hybrid.stepper.use_transfer(transfer, bucket_bytes)
+    planned = hybrid.stepper.host_bytes()
     if bucket_bytes == 64 << 20:
         rank = plan(model, config)
         staging = rank.pinned_host.staging + rank.pageable_host.staging
@@ -75,5 +75,5 @@ def test_a_run_holds_the_bytes_that_were_planned(
     take_steps = partial(step, model, optimizer)
     for _ in range(4):
         take_steps()
-    assert transfer.held == sum(planned) == sum(hybrid.host_bytes())
+    assert transfer.held == sum(planned) == sum(hybrid.stepper.host_bytes())
     assert (planned.back_mains > 0) == (mode == "speculative")

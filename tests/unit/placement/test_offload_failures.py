@@ -264,7 +264,7 @@ def test_two_thousand_steps_leave_nothing_behind():
             model, optimizer = build_mode(
                 "speculative", experts=False, fraction=1.0, clip_grad=0.0, seed=build
             )
-            hybrids(optimizer)[0].use_transfer(Counted())
+            hybrids(optimizer)[0].stepper.use_transfer(Counted())
             for step in range(steps):
                 optimizer.zero_grad()
                 (model.dense.float().sum() * (step + 1) + model.bias.float().sum()).backward()

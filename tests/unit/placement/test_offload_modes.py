@@ -44,7 +44,7 @@ WINDOW = SpeculationSettings().window
 
 
 def back_buffer_bytes(hybrid):
-    held = hybrid.host_bytes()
+    held = hybrid.stepper.host_bytes()
     return held.back_mains + held.back_state
 
 
@@ -340,7 +340,7 @@ def test_what_backward_left_behind_is_handed_over():
     )
     optimizer = get_megatron_optimizer(config, model)
     (stepper,) = steppers(optimizer)
-    hybrids(optimizer)[0].use_transfer(ImmediateTransfer(), bucket_bytes=4800)
+    hybrids(optimizer)[0].stepper.use_transfer(ImmediateTransfer(), bucket_bytes=4800)
     assert len(stepper.buckets) == 3
     for step in range(3):
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ def test_adversarial_transfers_give_the_same_bits(precision, overlap):
     model, optimizer = build(precision, 0.7, overlap_cpu_optimizer_d2h_h2d=overlap)
     assert hybrids(optimizer)
     for hybrid in hybrids(optimizer):
-        hybrid.use_transfer(AdversarialTransfer(), bucket_bytes=256)
+        hybrid.stepper.use_transfer(AdversarialTransfer(), bucket_bytes=256)
     assert_same((train(model, optimizer, STEPS), final(model)), expected)
 
 
