@@ -37,7 +37,6 @@ _MOMENTS_IN_8_BITS = (
     "exp_avg_sq_dtype='uint8'"
 )
 _OTHER_RULES = (
-    ("adafactor", _NO_RULE),
     ("shampoo", _NO_RULE),
     ("soap", _NO_RULE),
     ("adamw8bit", _MOMENTS_IN_8_BITS),

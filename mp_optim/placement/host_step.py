@@ -64,7 +64,17 @@ class HostOwner(Protocol):
 
 
 class HostBytes(NamedTuple):
-    """Host memory beside main params and state, in bytes.
+    """Host memory beside main params and state, in bytes: what a stepper will hold, with gradients
+    in the model's dtype. The run and the planner (which builds the stack on the meta device) both
+    ask :meth:`HostStepper.host_bytes`; wider gradients let staging grow in the first step.
+
+    A bucket holds gradients and parameters in the model's dtype, each tensor rounded up to 64
+    bytes, up to ``bucket_bytes``; one larger parameter is a bucket by itself.
+
+    - ``sync``: the largest bucket; with ``overlap_cpu_optimizer_d2h_h2d`` three times that; never
+      more than all buckets.
+    - ``overlap``: all buckets.
+    - ``speculative``: all buckets, and main params and moments once more (the back buffer).
 
     Attributes:
         staging: for gradients and parameters on their way.

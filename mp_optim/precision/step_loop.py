@@ -56,7 +56,16 @@ class StepLoop:
 
     def record(self, verdict: Verdict | DeviceVerdict) -> None:
         """Take a verdict as the last one, after the one before it is settled, and count its
-        step."""
+        step.
+
+        NOTE: these are the counters of a stack, and who has them. Here: ``steps``, and
+        ``skipped_steps`` (of a device verdict only when it is settled). The step numbers of slots
+        are the rule's: a step that the host skips never reaches it; one that the device may skip is
+        counted as taken, and ``RuleOptimizer.settle`` takes it back; a speculated one is counted
+        when it is published; the rehearsal of a CUDA graph, in ``_Attempt``, only if it comes to
+        a replay. Loss scale and hysteresis are the grad scaler's, skips in a row the
+        ``StandstillWatch``'s, missed predictions ``SpeculativeHostStepper``'s.
+        """
         self.settle()
         self._last = verdict
         self.counts["steps"] += 1

@@ -155,7 +155,12 @@ class RuleOptimizer(RuleState):
         updates: SlotUpdates,
     ) -> None:
         """Carry out the rule for tensors that share device, group, step and multiplier, which is a
-        tensor only if ``backend.takes_device_multipliers`` and not :attr:`needs_numbers`."""
+        tensor only if ``backend.takes_device_multipliers`` and not :attr:`needs_numbers`.
+
+        A rule with kernels calls its backend's method. One without does it all here: multiplies the
+        gradients, reads moments and main params in FP32 and stores the new ones (
+        :mod:`mp_optim.update.stored_values`), which also writes remainders and outputs.
+        """
 
     def is_collective(self, update: SlotUpdate) -> bool:
         """Whether stepping a slot is a collective of the ranks that hold its parts, so that all
@@ -405,7 +410,7 @@ class RuleOptimizer(RuleState):
         thread may do it."""
         launch, lists = planned.launch, planned.lists
         backend, _ = self.backend_for(launch.device)
-        if not getattr(backend, "reads_source", False):
+        if not backend.reads_source:
             lists = lists.in_place()
         multiplier = (
             launch.multiplier.values

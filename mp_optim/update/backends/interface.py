@@ -33,7 +33,15 @@ class Backend(Protocol):
     device."""
 
     capturable: bool
-    """Whether a CUDA graph can hold its steps, and replay them with other numbers."""
+    """Whether a CUDA graph can hold its steps, and replay them with other numbers: then it has
+    ``rehearse()`` and ``record()`` too (``mp_optim/precision/graph_step.py``)."""
+
+    reads_source: bool
+    """Whether it reads present values from ``TensorLists.source`` and writes new ones elsewhere, so
+    that a step into a back buffer needs no copy first."""
+
+    limits: str
+    """What it hands to ``reference``, for reports; empty if nothing."""
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier) -> None: ...
 

@@ -12,17 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mp_optim.update.chunking import batches, publish
-from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, split_
+from mp_optim.update.chunking import batches
 from mp_optim.update.kernel_args import (
-    REMAINDER,
     AdamScalars,
     LambScalars,
     LionScalars,
     SgdScalars,
     TensorLists,
-    scale_key,
 )
+from mp_optim.update.stored_values import read_mains, read_moment, write_mains, write_moment
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 __all__ = ["ReferenceBackend"]
@@ -38,48 +36,6 @@ def _gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -
     if l2 != 0.0:
         torch._foreach_add_(grads, torch._foreach_mul(mains, l2))
     return grads
-
-
-def _read(batch: TensorLists, name: str) -> Lists:
-    """FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
-    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
-    return [
-        decode(stored, scale, name == SECOND)
-        for stored, scale in zip(batch.state[name], scales, strict=True)
-    ]
-
-
-def _write(batch: TensorLists, name: str, values: Lists) -> None:
-    """Store FP32 values of a moment."""
-    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
-    for value, stored, scale, noise in zip(
-        values, batch.state[name], scales, _noise(batch), strict=True
-    ):
-        encode_(value, stored, scale, name == SECOND, noise)
-
-
-def _noise(batch: TensorLists) -> Sequence[Noise | None]:
-    return [None] * len(batch.main) if batch.noise is None else batch.noise
-
-
-def _read_mains(batch: TensorLists) -> Lists:
-    """FP32 main params: the tensors themselves, or copies joined with their remainders."""
-    if REMAINDER not in batch.state:
-        return batch.main
-    return [
-        join(main, remainder)
-        for main, remainder in zip(batch.main, batch.state[REMAINDER], strict=True)
-    ]
-
-
-def _write_mains(batch: TensorLists, values: Lists) -> None:
-    """Store FP32 main params and write the outputs."""
-    if REMAINDER in batch.state:
-        for value, main, rest, noise in zip(
-            values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True
-        ):
-            split_(value, main, rest, noise)
-    publish(batch)
 
 
 def _moments(m: Lists, v: Lists, grads: Lists, s: AdamScalars | LambScalars, weight: float) -> None:
@@ -102,8 +58,8 @@ def _denominators(v: Lists, s: AdamScalars | LambScalars) -> Lists:
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
     """u = (m * (1/bias1)) / denominator + decay * p, of the moments as they are stored."""
-    u = torch._foreach_mul(_read(batch, "exp_avg"), s.inv_bias1)
-    torch._foreach_div_(u, _denominators(_read(batch, "exp_avg_sq"), s))
+    u = torch._foreach_mul(read_moment(batch, "exp_avg"), s.inv_bias1)
+    torch._foreach_div_(u, _denominators(read_moment(batch, "exp_avg_sq"), s))
     if s.decay != 0.0:
         torch._foreach_add_(u, torch._foreach_mul(mains, s.decay))
     return list(u)
@@ -115,10 +71,16 @@ class ReferenceBackend:
     name = "reference"
     takes_device_multipliers = False
     capturable = False
+    reads_source = False
+    limits = ""
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            p, m, v = _read_mains(batch), _read(batch, "exp_avg"), _read(batch, "exp_avg_sq")
+            p, m, v = (
+                read_mains(batch),
+                read_moment(batch, "exp_avg"),
+                read_moment(batch, "exp_avg_sq"),
+            )
             _moments(
                 m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.one_minus_beta1
             )
@@ -127,9 +89,9 @@ class ReferenceBackend:
             if scalars.decay != 0.0:
                 torch._foreach_sub_(p, torch._foreach_mul(p, scalars.decay))
             torch._foreach_sub_(p, updates)
-            _write(batch, "exp_avg", m)
-            _write(batch, "exp_avg_sq", v)
-            _write_mains(batch, p)
+            write_moment(batch, "exp_avg", m)
+            write_moment(batch, "exp_avg_sq", v)
+            write_mains(batch, p)
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
         """Both phases of LAMB, for tensors that are whole parameters."""
@@ -140,12 +102,16 @@ class ReferenceBackend:
         found: list[Tensor] = []
         for cut in batches(lists):
             batch = cut.lists
-            p, m, v = _read_mains(batch), _read(batch, "exp_avg"), _read(batch, "exp_avg_sq")
+            p, m, v = (
+                read_mains(batch),
+                read_moment(batch, "exp_avg"),
+                read_moment(batch, "exp_avg_sq"),
+            )
             _moments(
                 m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.grad_weight
             )
-            _write(batch, "exp_avg", m)
-            _write(batch, "exp_avg_sq", v)
+            write_moment(batch, "exp_avg", m)
+            write_moment(batch, "exp_avg_sq", v)
             squares = sum_of_squares([*p, *_directions(batch, p, scalars)])
             owners += cut.owners
             found.append(squares.view(2, -1).T)
@@ -163,27 +129,27 @@ class ReferenceBackend:
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         for cut in batches(lists):
             batch = cut.lists
-            p = _read_mains(batch)
+            p = read_mains(batch)
             u = _directions(batch, p, scalars)
             torch._foreach_mul_(u, [ratios[owner] for owner in cut.owners])
             torch._foreach_sub_(p, u)
-            _write_mains(batch, p)
+            write_mains(batch, p)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            p = _read_mains(batch)
+            p = read_mains(batch)
             grads = _gradients(batch, p, multiplier, scalars.decay)
             if "momentum_buffer" in batch.state:
-                buffers = _read(batch, "momentum_buffer")
+                buffers = read_moment(batch, "momentum_buffer")
                 grads = self._momentum(buffers, grads, scalars)
-                _write(batch, "momentum_buffer", buffers)
+                write_moment(batch, "momentum_buffer", buffers)
             torch._foreach_mul_(grads, scalars.lr)
             torch._foreach_sub_(p, grads)
-            _write_mains(batch, p)
+            write_mains(batch, p)
 
     def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            p, m = _read_mains(batch), _read(batch, "exp_avg")
+            p, m = read_mains(batch), read_moment(batch, "exp_avg")
             grads = _gradients(batch, p, multiplier, 0.0)
             blend = torch._foreach_mul(m, scalars.beta1)
             torch._foreach_add_(blend, torch._foreach_mul(grads, scalars.one_minus_beta1))
@@ -194,8 +160,8 @@ class ReferenceBackend:
             torch._foreach_sub_(p, steps)
             torch._foreach_mul_(m, scalars.beta2)
             torch._foreach_add_(m, torch._foreach_mul(grads, scalars.one_minus_beta2))
-            _write(batch, "exp_avg", m)
-            _write_mains(batch, p)
+            write_moment(batch, "exp_avg", m)
+            write_mains(batch, p)
 
     @staticmethod
     def _momentum(buffers: Lists, grads: Lists, s: SgdScalars) -> Lists:

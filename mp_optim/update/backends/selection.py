@@ -200,7 +200,7 @@ def _chosen(name: str, device: torch.device) -> tuple[Backend, str]:
             else f"{name} has other bits, so placement shows in the results"
         )
         return other, f"{name} kernels run on {where.type}; {same}"
-    limits = getattr(backend, "limits", "")
+    limits = backend.limits
     return backend, "; ".join(
         filter(None, (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits))
     )

@@ -1,0 +1,58 @@
+"""FP32 values of what a rule steps, however they are stored: for rules in torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mp_optim.slots.state_keys import REMAINDER, scale_key
+from mp_optim.update.chunking import publish
+from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, split_
+from mp_optim.update.kernel_args import TensorLists
+
+__all__ = ["read_mains", "read_moment", "write_mains", "write_moment"]
+
+Lists = list[Tensor]
+
+
+def read_moment(batch: TensorLists, name: str) -> Lists:
+    """FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
+    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
+    return [
+        decode(stored, scale, name == SECOND)
+        for stored, scale in zip(batch.state[name], scales, strict=True)
+    ]
+
+
+def write_moment(batch: TensorLists, name: str, values: Lists) -> None:
+    """Store FP32 values of a moment."""
+    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
+    for value, stored, scale, noise in zip(
+        values, batch.state[name], scales, _noise(batch), strict=True
+    ):
+        encode_(value, stored, scale, name == SECOND, noise)
+
+
+def _noise(batch: TensorLists) -> Sequence[Noise | None]:
+    return [None] * len(batch.main) if batch.noise is None else batch.noise
+
+
+def read_mains(batch: TensorLists) -> Lists:
+    """FP32 main params: the tensors themselves, or copies joined with their remainders."""
+    if REMAINDER not in batch.state:
+        return batch.main
+    return [
+        join(main, remainder)
+        for main, remainder in zip(batch.main, batch.state[REMAINDER], strict=True)
+    ]
+
+
+def write_mains(batch: TensorLists, values: Lists) -> None:
+    """Store FP32 main params and write the outputs."""
+    if REMAINDER in batch.state:
+        for value, main, rest, noise in zip(
+            values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True
+        ):
+            split_(value, main, rest, noise)
+    publish(batch)
