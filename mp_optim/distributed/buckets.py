@@ -183,17 +183,10 @@ def make_buckets(
         sizes = [params[index].numel() for index in members]
         plans = plan_whole(sizes, ranks) if whole else plan_flat(sizes, ranks, bucket_size)
         grad_dtype = torch.float32 if grads_in_fp32 else dtype
-        buckets += [
-            _filled(
-                plan,
-                [params[i] for i in members],
-                [names[i] for i in members],
-                rank,
-                grad_dtype,
-                keep_grads,
-            )
-            for plan in plans
-        ]
+        own_params = [params[index] for index in members]
+        own_names = [names[index] for index in members]
+        for plan in plans:
+            buckets.append(_filled(plan, own_params, own_names, rank, grad_dtype, keep_grads))
     return buckets
 
 

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
-from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, DescriptionRow
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.measure import NormKey
@@ -62,6 +61,7 @@ class CompositeOptimizer(MegatronOptimizer):
         self.parts.extend(parts)
         for part in self.parts:
             part.grad_scaler = self.grad_scaler
+            self.early_work.links += part.early_work.links
         self.use_mark(self.step_mark)
 
     @abstractmethod
@@ -188,9 +188,6 @@ class CompositeOptimizer(MegatronOptimizer):
             part.restore_from_cpu()
 
     # -- communication ----------------------------------------------------------------------------
-
-    def _links(self) -> list[BackwardOverlap]:
-        return [link for part in self.parts for link in part._links()]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,11 @@ class DistributedOptimizer(CompositeOptimizer):
         self._group: ProcessGroup = process_groups.dp
         self._guard = naming_missing_ranks(self._group)
         super().__init__([with_names(group) for group in param_groups], {}, config, grad_scaler)
-        self._check_construction(model_chunks)
+        in_forward = [slot for _, slot, _ in in_forward_order(self.param_groups, model_chunks)]
+        lines = statements.of_construction(config, self.param_groups, in_forward)
+        with self._guard("comparing the ranks' models and configs"):
+            check_agreement(self._group, lines, "an optimizer")
+            learn_addresses(self._group)
         self._model = ShardedParams(
             self.param_groups, config, self._group, model_chunks, divisor, self._guard
         )
@@ -98,14 +103,6 @@ class DistributedOptimizer(CompositeOptimizer):
         self.grad_reducer.on_reduced = lambda bucket: self.shards.gradients_ready(
             self._model.tensors_in(bucket)
         )
-
-    def _check_construction(self, chunks: Sequence[nn.Module]) -> None:
-        """Compare with the other ranks."""
-        in_forward = [slot for _, slot, _ in in_forward_order(self.param_groups, chunks)]
-        lines = statements.of_construction(self.config, self.param_groups, in_forward)
-        with self._guard("comparing the ranks' models and configs"):
-            check_agreement(self._group, lines, "an optimizer")
-            learn_addresses(self._group)
 
     def _adopt_settings(self) -> None:
         """Show the hyperparameters that the rule filled in, and the sharded main params where
@@ -167,16 +164,14 @@ class DistributedOptimizer(CompositeOptimizer):
         """Reduce the gradients, and compare hyperparameters with the other ranks."""
         self.finish_grad_sync()
         trained = self._model.hand_out_grads()
+        step, rounds = self._steps.counts["steps"] + 1, self.grad_reducer.rounds
+        lines = partial(statements.of_step, self.param_groups, step, rounds, self._model.frozen)
         with self._guard("comparing hyperparameters"):
-            check_number(self._group, self._statements_of_step, self.device, "an optimizer")
+            check_number(self._group, lines, self.device, "an optimizer")
         for group, of_shards in zip(self.param_groups, self.shards.param_groups, strict=True):
             of_shards.update(group_settings(group))
         owned = self.shards.collect_grads()
         return ReducedGrads(self, self._model, self._group, self._guard, trained, owned)
-
-    def _statements_of_step(self) -> list[str]:
-        step, rounds = self._steps.counts["steps"] + 1, self.grad_reducer.rounds
-        return statements.of_step(self.param_groups, step, rounds, self._model.frozen)
 
     def verdict_device(self) -> torch.device | None:
         """None: ranks that have to compare numbers every step wait for the device all the same."""

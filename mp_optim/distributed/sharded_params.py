@@ -83,16 +83,11 @@ class ShardedParams:
         guard: Callable[[str], Any],
     ) -> Transport:
         trained = in_forward_order(self._param_groups, chunks)
-        transport = make_transport(
-            [param for *_, param in trained],
-            [slot_name(self._param_groups, slot) for _, slot, _ in trained],
-            [place for place, *_ in trained],
-            config,
-            group,
-            chunks,
-            divisor or group.size(),
-            guard,
-        )
+        params = [param for *_, param in trained]
+        names = [slot_name(self._param_groups, slot) for _, slot, _ in trained]
+        places = [place for place, *_ in trained]
+        divisor = divisor or group.size()
+        transport = make_transport(params, names, places, config, group, chunks, divisor, guard)
         slot_of = {id(param): slot for _, slot, param in trained}
         for index, bucket in enumerate(transport.buckets):
             for entry in bucket.entries:

@@ -3,8 +3,7 @@ they get ready."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +18,7 @@ from mp_optim.slots.host_part import HostPart
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update.kernel_args import fp32
 
-__all__ = ["BackwardOverlap", "OverlapControls"]
+__all__ = ["BackwardOverlap", "EarlyWork"]
 
 
 class Wrapper(Protocol):
@@ -153,78 +152,41 @@ class BackwardOverlap:
         return fp32(float(inverse))
 
 
-class OverlapControls:
-    """What a precision wrapper offers to loops that accumulate or reduce gradients. Without
-    ``offload_mode``, or with ``sync``, it does nothing."""
+class EarlyWork:
+    """What the parts of a stack may begin during backward. Without ``offload_mode``, or with
+    ``sync``, it does nothing.
 
-    backward_link: BackwardOverlap
+    Attributes:
+        links: of the wrappers.
+    """
 
-    @property
-    def chained_optimizers(self) -> Sequence[OverlapControls]:
-        """The parts."""
-        raise NotImplementedError
-
-    def _links(self) -> list[BackwardOverlap]:
-        return [part.backward_link for part in self.chained_optimizers]
-
-    def _hosts(self) -> list[HostPart]:
-        return [link.host for link in self._links() if link.host is not None]
+    def __init__(self) -> None:
+        self.links: list[BackwardOverlap] = []
 
     @property
-    def is_last_microbatch(self) -> bool:
-        """Whether gradients that get ready are complete, so that ``offload_mode`` may begin to work
-        on them. Otherwise that work is done again after the micro-batches that follow: right, but
-        not hidden."""
-        return all(host.is_last_microbatch for host in self._hosts())
+    def hosts(self) -> list[HostPart]:
+        """What works during backward."""
+        return [link.host for link in self.links if link.host is not None]
 
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, value: bool) -> None:
-        for host in self._hosts():
-            host.is_last_microbatch = value
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For all micro-batches but the last: nothing is begun during backward."""
-        before, self.is_last_microbatch = self.is_last_microbatch, False
-        try:
-            yield
-        finally:
-            self.is_last_microbatch = before
-
-    def gradients_ready(self, params: Iterable[Tensor] | None = None) -> None:
-        """The gradients of these parameters (by default all) are what will be stepped:
-        ``offload_mode`` may begin.
-
-        To be called by the loop that reduces gradients over ranks; in a job of one rank, and with
-        FSDP2, backward itself says it.
-        """
-        chosen = None if params is None else list(params)
-        for link in self._links():
-            link.ready(chosen)
-
-    def finish_early_work(self) -> None:
-        """Wait for what was begun during backward.
+    def finish(self) -> None:
+        """Wait for what was begun.
 
         Raises:
             WorkerError: it failed, in any part. All of it is dropped; nothing was stepped.
         """
         try:
-            for link in self._links():
+            for link in self.links:
                 link.finish()
         except WorkerError:
-            self.discard_early_work()
+            self.discard()
             raise
 
-    def discard_early_work(self) -> None:
-        """Forget what was done during backward; ``step()`` does it again.
-
-        Needed only after gradients were written without a trace (``param.grad.data.mul_(...)``):
-        other writes are noticed by themselves.
-        """
-        for host in self._hosts():
+    def discard(self) -> None:
+        """Forget what was done."""
+        for host in self.hosts:
             host.discard()
 
     def remember_scale(self) -> None:
         """The loss scale may have changed."""
-        for link in self._links():
+        for link in self.links:
             link.remember_scale()

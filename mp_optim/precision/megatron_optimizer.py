@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.backward_overlap import OverlapControls
+from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
@@ -30,7 +31,7 @@ from mp_optim.slots.param_attributes import clear_decoupled_grad
 __all__ = ["MegatronOptimizer"]
 
 
-class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
+class MegatronOptimizer(SlotKeyedOptimizer):
     """What every stack is to its caller: a torch optimizer over the model's parameters, with a loss
     scale, that measures gradients, agrees on the norm, decides, and steps or skips.
 
@@ -47,6 +48,7 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
     Attributes:
         model_params: the whole model's, if it was built for one; names are looked up there.
         watch: notices steps that cannot have trained anything.
+        early_work: what was begun during backward.
     """
 
     model_params: ModelParams | None = None
@@ -61,6 +63,7 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
         self.config = config
         self.grad_scaler: MegatronGradScaler | None = grad_scaler
         self.watch = StandstillWatch()
+        self.early_work = EarlyWork()
         self._steps = StepLoop(self)
         super().__init__(params, defaults)
 
@@ -115,12 +118,12 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
                 loss = closure()
         self.watch.check_scaled(self)
         with self.step_mark.step(self):
-            self.finish_early_work()
+            self.early_work.finish()
             verdict = self._steps.take()
             if self.grad_scaler is not None:
                 self.step_mark.touch()
                 self.grad_scaler.update(verdict.found_inf)
-                self.remember_scale()
+                self.early_work.remember_scale()
         self.watch.see_verdict(self, verdict)
         return verdict.result if closure is None else loss
 
@@ -157,6 +160,48 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
     def finish_param_sync(self) -> None:
         """Wait until all parameters have their new values, which forward otherwise does module by
         module."""
+
+    # -- work during backward ---------------------------------------------------------------------
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether gradients that get ready are complete, so that ``offload_mode`` may begin to work
+        on them. Otherwise that work is done again after the micro-batches that follow: right, but
+        not hidden."""
+        return all(host.is_last_microbatch for host in self.early_work.hosts)
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        for host in self.early_work.hosts:
+            host.is_last_microbatch = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all micro-batches but the last: nothing is begun during backward."""
+        before, self.is_last_microbatch = self.is_last_microbatch, False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = before
+
+    def gradients_ready(self, params: Iterable[Tensor] | None = None) -> None:
+        """The gradients of these parameters (by default all) are what will be stepped:
+        ``offload_mode`` may begin.
+
+        To be called by the loop that reduces gradients over ranks; in a job of one rank, and with
+        FSDP2, backward itself says it.
+        """
+        chosen = None if params is None else list(params)
+        for link in self.early_work.links:
+            link.ready(chosen)
+
+    def discard_early_work(self) -> None:
+        """Forget what was done during backward; ``step()`` does it again.
+
+        Needed only after gradients were written without a trace (``param.grad.data.mul_(...)``):
+        other writes are noticed by themselves.
+        """
+        self.early_work.discard()
 
     # -- parameters and main params ---------------------------------------------------------------
 
@@ -261,7 +306,7 @@ class MegatronOptimizer(OverlapControls, SlotKeyedOptimizer):
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         if self.grad_scaler is not None and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-            self.remember_scale()
+            self.early_work.remember_scale()
 
     # -- what is going on -------------------------------------------------------------------------
 

@@ -296,23 +296,13 @@ class SlotTable:
         params = [self.params[index] for index in indices]
         writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
         written = [self.separate[index] and not self.quantized[index] for index in indices]
-        outputs = (
-            writable
-            if all(written)
-            else [
-                param if is_written else None
-                for param, is_written in zip(writable, written, strict=True)
-            ]
-        )
-        return _Selection(
-            indices,
-            tuple(self.slots[index] for index in indices),
-            writable,
-            outputs,
-            [self.keys[index].shard_groups for index in indices],
-            [self.streams[index] for index in indices],
-            [self.layouts[index] for index in indices],
-        )
+        pairs = zip(writable, written, strict=True)
+        outputs = writable if all(written) else [param if yes else None for param, yes in pairs]
+        slots = tuple(self.slots[index] for index in indices)
+        shard_groups = [self.keys[index].shard_groups for index in indices]
+        streams = [self.streams[index] for index in indices]
+        layouts = [self.layouts[index] for index in indices]
+        return _Selection(indices, slots, writable, outputs, shard_groups, streams, layouts)
 
 
 _GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}

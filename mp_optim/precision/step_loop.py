@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.device_verdict import DeviceVerdict, decide_on_device, form
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
@@ -31,12 +32,12 @@ class Stepped(Watched, Protocol):
     grad_scaler: MegatronGradScaler | None
     step_mark: StepMark
     watch: StandstillWatch
+    early_work: EarlyWork
 
     def collect_grads(self) -> StepGrads: ...
     def verdict_device(self) -> torch.device | None: ...
     def record(self, verdict: Verdict | DeviceVerdict) -> None: ...
     def settings_alike(self) -> list[SettingsAlike]: ...
-    def discard_early_work(self) -> None: ...
 
 
 class StepLoop:
@@ -86,7 +87,7 @@ class StepLoop:
         return self._last
 
     def _raise_disagreement(self) -> NoReturn:
-        self._stack.discard_early_work()
+        self._stack.early_work.discard()
         raise disagreement(self._stack.settings_alike())
 
     def graph_notes(self) -> tuple[str, ...]:

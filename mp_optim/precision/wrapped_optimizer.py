@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +91,9 @@ class WrappedOptimizer(MegatronOptimizer):
         self._table = self._mains.table
         self.use_mark(self.step_mark)
         self.backward_link = BackwardOverlap(
-            self, self._table, self._sum_of_squares, self._push_settings
+            self, self._table, partial(_sum_of_squares, config.fused_backend), self._push_settings
         )
+        self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
         if config.optimizer_cuda_graph:
             check_capturable(self)
@@ -113,7 +115,7 @@ class WrappedOptimizer(MegatronOptimizer):
         Raises:
             ValueError: some parameter is not there, and the other groups have names.
         """
-        super().add_param_group(self._with_model_names(param_group))
+        super().add_param_group(_with_model_names(self, param_group))
         if len(self.param_groups) <= len(self.inner.param_groups):
             return  # torch's constructor is adding the first groups
         added = self.param_groups[-1]
@@ -123,27 +125,6 @@ class WrappedOptimizer(MegatronOptimizer):
         self._mains.bind_group(len(self.param_groups) - 1)
         self._norm_groups = None
         self.backward_link.follow(self.get_parameters())  # backward may come before a step
-
-    def _with_model_names(self, group: dict[str, Any]) -> dict[str, Any]:
-        if self.model_params is None or "params" not in group:
-            return group
-        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        is_stub = not any(live["params"] for live in self.param_groups)
-        named = "param_names" in group or any(isinstance(param, tuple) for param in params)
-        names = [] if named else self.model_params.names_of(params)
-        if is_stub and None not in names:
-            for groups in (self.param_groups, self.inner.param_groups):
-                groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
-        if named or not any("param_names" in live for live in self.param_groups):
-            return {**group, "params": params}
-        if None in names:
-            lost = params[names.index(None)]
-            raise ValueError(
-                f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model "
-                "that the optimizer was built for, so it has no name here; give (name, parameter) "
-                "pairs, such as list(module.named_parameters())"
-            )
-        return {**group, "params": list(zip(names, params, strict=True))}
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -179,10 +160,6 @@ class WrappedOptimizer(MegatronOptimizer):
             self._norm_groups = norm_groups(all_keys, ranks)
         numbers = alike.numbers(self.config, self.param_groups, keys, all_keys)
         return agree(sums, zeros, ranks, self._norm_groups, numbers, alike.copies)
-
-    def _sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
-        backend, _ = choose_backend(self.config.fused_backend, grads[0].device)
-        return backend.sum_of_squares(grads)
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
@@ -296,6 +273,34 @@ class WrappedOptimizer(MegatronOptimizer):
         }
 
 
+def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """The group, with names for its parameters where the other groups have names."""
+    if wrapper.model_params is None or "params" not in group:
+        return group
+    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    is_stub = not any(live["params"] for live in wrapper.param_groups)
+    named = "param_names" in group or any(isinstance(param, tuple) for param in params)
+    names = [] if named else wrapper.model_params.names_of(params)
+    if is_stub and None not in names:
+        for groups in (wrapper.param_groups, wrapper.inner.param_groups):
+            groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
+    if named or not any("param_names" in live for live in wrapper.param_groups):
+        return {**group, "params": params}
+    if None in names:
+        lost = params[names.index(None)]
+        raise ValueError(
+            f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model that "
+            "the optimizer was built for, so it has no name here; give (name, parameter) pairs, "
+            "such as list(module.named_parameters())"
+        )
+    return {**group, "params": list(zip(names, params, strict=True))}
+
+
+def _sum_of_squares(fused_backend: str, grads: Sequence[Tensor]) -> Tensor:
+    backend, _ = choose_backend(fused_backend, grads[0].device)
+    return backend.sum_of_squares(grads)
+
+
 class WrappedGrads(StepGrads):
     """Gradients of a wrapper's parameters.
 
@@ -352,15 +357,10 @@ class WrappedGrads(StepGrads):
             config.log_num_zeros_in_grad,
             None if scaler is None else scaler.present_scale.data_ptr(),
         )
-        return (
-            settings,
-            self._indices,
-            self._table.keys_of(self._indices),
-            grads.addresses,
-            grads.sizes,
-            [grad.dtype for grad in grads],
-            [] if grads.contiguous else [grad.stride() for grad in grads],
-        )
+        keys = self._table.keys_of(self._indices)
+        dtypes = [grad.dtype for grad in grads]
+        strides = [] if grads.contiguous else [grad.stride() for grad in grads]
+        return settings, self._indices, keys, grads.addresses, grads.sizes, dtypes, strides
 
     def obstacle(self) -> str:
         params = map(local_tensor, self._wrapper.get_parameters())

@@ -85,7 +85,7 @@ class SlotOptimizer(SlotKeyedOptimizer):
         main = (
             source
             if source.dtype == dtype
-            else self._main_memory(source.shape, dtype, source.device).copy_(source)
+            else _main_memory(self._reserved, source.shape, dtype, source.device).copy_(source)
         )
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
@@ -99,12 +99,6 @@ class SlotOptimizer(SlotKeyedOptimizer):
             if source.device.type == "cpu" and source.dtype != self.main_dtype(source.dtype)
         ]
         self._reserved = iter(beside(forms) or ())
-
-    def _main_memory(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        reserved = next(self._reserved, None) if device.type == "cpu" else None
-        if reserved is not None and (reserved.shape, reserved.dtype) == (shape, dtype):
-            return reserved
-        return zeros(shape, dtype, device)
 
     def main_param(self, slot: Slot) -> Tensor:
         """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
@@ -122,3 +116,12 @@ class SlotOptimizer(SlotKeyedOptimizer):
     def memory_moved(self) -> None:
         """Main params and state were given other memory (``tensor.data = ...``); forget where it
         was."""
+
+
+def _main_memory(
+    reserved: Iterator[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    coming = next(reserved, None) if device.type == "cpu" else None
+    if coming is not None and (coming.shape, coming.dtype) == (shape, dtype):
+        return coming
+    return zeros(shape, dtype, device)

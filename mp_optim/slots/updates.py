@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
@@ -94,27 +94,15 @@ class SlotUpdates(Sequence[SlotUpdate]):
         """The same updates in this form."""
         if isinstance(updates, SlotUpdates):
             return updates
-        return cls(
-            tuple(u.slot for u in updates),
-            [u.grad for u in updates],
-            [u.multiplier for u in updates],
-            [u.output for u in updates],
-            [u.shard_groups for u in updates],
-            [u.stream for u in updates],
-            [u.layout for u in updates],
-        )
+        places = range(len(SlotUpdate._fields))
+        slots, *columns = (list(map(itemgetter(place), updates)) for place in places)
+        return cls(tuple(slots), *columns)
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
-        return SlotUpdates(
-            tuple(self.slots[i] for i in indices),
-            [self.grads[i] for i in indices],
-            [self.multipliers[i] for i in indices],
-            [self.outputs[i] for i in indices],
-            [self.shard_groups[i] for i in indices],
-            [self.streams[i] for i in indices],
-            [self.layouts[i] for i in indices] if self.layouts else (),
-        )
+        columns = (getattr(self, spec.name) for spec in fields(self))
+        slots, *others = (_at(indices, column) for column in columns)
+        return SlotUpdates(tuple(slots), *others)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -135,6 +123,10 @@ class SlotUpdates(Sequence[SlotUpdate]):
             self.streams[index],
             self.layouts[index] if self.layouts else None,
         )
+
+
+def _at(indices: Sequence[int], column: Sequence[Any]) -> Sequence[Any]:
+    return [column[index] for index in indices] if column else ()
 
 
 class UpdateSelection:

@@ -23,9 +23,10 @@ _STATE, _MODEL = "optimizer.state.", "model."
 def to_file(foreign: ForeignState, path: str | os.PathLike[str]) -> None:
     """Write it as plain data that ``torch.load(weights_only=True)`` reads."""
     scaler = foreign.grad_scaler
+    groups = [{"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups]
     content = {
         "format": _FORMAT,
-        "groups": [{"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups],
+        "groups": groups,
         "state": {name: _cloned(state) for name, state in foreign.state.items()},
         "grad_scaler": None if scaler is None else dict(scaler),
     }

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from mp_optim.checkpoint.foreign.state import MASTER, STEP, ForeignGroup, ForeignState
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import Slot, local_tensor
+from mp_optim.slots import Slot, group_settings, local_tensor
 from mp_optim.slots.loading import Loadable, restore
 from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
@@ -161,13 +161,11 @@ def export_state(optimizer: NamedOptimizer) -> ForeignState:
         state[name] = {key: _gathered(value) for key, value in found.items()}
         if found:
             state[name][MASTER] = _gathered(mains[name])
-    groups = [
-        ForeignGroup(
-            tuple(optimizer.slot_name(Slot(index, at)) for at in range(len(group["params"]))),
-            {key: value for key, value in group.items() if key not in ("params", "param_names")},
-        )
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+    groups: list[ForeignGroup] = []
+    for index, group in enumerate(optimizer.param_groups):
+        positions = range(len(group["params"]))
+        names = tuple(optimizer.slot_name(Slot(index, position)) for position in positions)
+        groups.append(ForeignGroup(names, group_settings(group)))
     scaler = optimizer.grad_scaler
     return ForeignState(tuple(groups), state, None if scaler is None else scaler.state_dict())
 
