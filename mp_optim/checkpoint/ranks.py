@@ -206,15 +206,10 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except (
-        BaseException
-    ) as error:  # others wait for this rank: they have to hear of an interrupt too
-        return None, error
+    except BaseException as error:
+        return None, error  # others wait for this rank: they have to hear of an interrupt too
 
 
 def _told(rank: int, failure: BaseException | None) -> tuple[str, int, str] | None:
-    return (
-        None
-        if failure is None
-        else (type(failure).__name__, rank, f"{type(failure).__name__}: {failure}")
-    )
+    kind = type(failure).__name__
+    return None if failure is None else (kind, rank, f"{kind}: {failure}")

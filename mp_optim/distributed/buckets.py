@@ -63,12 +63,6 @@ class Bucket:
     owned_grads: Tensor
     entries: list[Entry] = field(default_factory=list)
 
-    @property
-    def owned_params(self) -> Tensor:
-        """The shard of the parameters that this rank steps."""
-        first, last = self.plan.owned(self.rank)
-        return self.params[first:last]
-
     def local_grads(self) -> Tensor:
         """This rank's own gradients; zeros where none has arrived."""
         if self.grads is None:

@@ -80,11 +80,15 @@ _PADDING = 1.25
 rounds."""
 
 
+def _fullest(bounds: Sequence[int]) -> int:
+    """Elements of the largest shard."""
+    return max(last - first for first, last in itertools.pairwise(bounds))
+
+
 def _piece(bounds: Sequence[int]) -> int:
     """Elements of a shard that are exchanged in one round. The owner of a large one receives it
     from every rank: in one round, that would take as much memory as so many whole buckets."""
-    ranks, numel = len(bounds) - 1, bounds[-1]
-    fullest = max(last - first for first, last in itertools.pairwise(bounds))
+    ranks, numel, fullest = len(bounds) - 1, bounds[-1], _fullest(bounds)
     return fullest if fullest * ranks <= _PADDING * numel else -(-numel // (2 * ranks))
 
 
@@ -117,7 +121,7 @@ class _Exchange:
         parts, width = self._parts(start), self.grads.element_size()
         self.sent = (
             self.grads
-            if self.piece >= self._fullest
+            if self.piece >= _fullest(self.bounds)
             else torch.cat([self.grads[a:b] for a, b in parts])
         )
         start, stop = parts[self.group.rank()]
@@ -133,12 +137,8 @@ class _Exchange:
             async_op=True,
         )
 
-    @property
-    def _fullest(self) -> int:
-        return max(last - first for first, last in itertools.pairwise(self.bounds))
-
     def wait(self) -> None:
-        for start in range(0, max(1, self._fullest), self.piece):
+        for start in range(0, max(1, _fullest(self.bounds)), self.piece):
             if start:
                 self._start(start)
             if self.work is not None:
@@ -170,10 +170,7 @@ class _ToOwners:
     works: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        average = self.divisor == self.group.size()
-        if not average and self.divisor != 1:  # before the sum: 16-bit floats may not hold it
-            self.grads.div_(self.divisor)
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        op = _divided(self.grads, self.divisor, self.group)
         self.works = [
             dist.reduce(
                 self.grads[first:last],
@@ -208,16 +205,22 @@ class _Collective:
 
     def __post_init__(self) -> None:
         self.result = torch.empty_like(self.owned) if self.add else self.owned
-        average = self.divisor == self.group.size()
-        if not average and self.divisor != 1:  # before the sum: 16-bit floats may not hold it
-            self.grads.div_(self.divisor)
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        op = _divided(self.grads, self.divisor, self.group)
         self.work = _reduce_scatter(self.result, self.grads, op=op, group=self.group, async_op=True)
 
     def wait(self) -> None:
         wait_for(self.work, self.group, self.grads.device)
         if self.add and self.result is not None:
             self.owned += self.result
+
+
+def _divided(grads: Tensor, divisor: int, group: ProcessGroup) -> Any:
+    """The backend's operation; where it does not divide, the gradients are divided already."""
+    if divisor == group.size():
+        return dist.ReduceOp.AVG
+    if divisor != 1:  # before the sum: 16-bit floats may not hold it
+        grads.div_(divisor)
+    return dist.ReduceOp.SUM
 
 
 def _finish(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:

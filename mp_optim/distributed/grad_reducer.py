@@ -87,12 +87,8 @@ class GradReducer:
         guard: Callable[[str], Any],
         check_use: Callable[[Entry], None],
     ) -> None:
-        self.buckets, self.settings, self._guard, self._check_use = (
-            buckets,
-            settings,
-            guard,
-            check_use,
-        )
+        self.buckets, self.settings = buckets, settings
+        self.group, self._guard, self._check_use = settings.group, guard, check_use
         self.on_reduced: Callable[[int], None] | None = None
         self._arrived: list[set[int]] = [set() for _ in buckets]  # in this backward
         self._waiting = [False] * len(buckets)  # has gradients that were not reduced
@@ -175,11 +171,6 @@ class GradReducer:
 
     # -- reducing -------------------------------------------------------------------------------
 
-    @property
-    def group(self) -> ProcessGroup:
-        """The ranks."""
-        return self.settings.group
-
     @in_own_modes
     def launch(self, index: int) -> None:
         """Start to reduce a bucket, with whatever gradients it has."""
@@ -230,8 +221,8 @@ class GradReducer:
         for bucket in self.buckets:
             self.bytes_gathered += bucket.local_grads().nbytes
             with self._guard(f"gathering the gradients of {_named(bucket)}"):
-                works = all_gather(bucket.local_grads(), bucket.plan.bounds, self.settings.group)
-                wait_for_all(works, self.settings.group, bucket.params.device)
+                works = all_gather(bucket.local_grads(), bucket.plan.bounds, self.group)
+                wait_for_all(works, self.group, bucket.params.device)
 
     @in_own_modes
     def collect_all(self) -> bool:

@@ -32,7 +32,7 @@ from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.ranks.agreement import check_agreement, check_number
 from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
 from mp_optim.ranks.process_groups import ProcessGroups
-from mp_optim.slots import Slot, group_settings, with_names
+from mp_optim.slots import Slot, group_settings, param_at, with_names
 from mp_optim.slots.param_attributes import main_param_of, set_main_param
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.state_keys import MASTER
@@ -194,12 +194,14 @@ class DistributedOptimizer(CompositeOptimizer):
         super().make_current(slot)
 
     def state_of(self, slot: Slot) -> SlotState:
-        return ShardState(super().state_of(slot), self._model.shards[slot], self.param(slot))
+        return ShardState(
+            super().state_of(slot), self._model.shards[slot], param_at(self.param_groups, slot)
+        )
 
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")
         self.follow_model(slot)
-        main, param = super().main_param(slot), self.param(slot)
+        main, param = super().main_param(slot), param_at(self.param_groups, slot)
         if not param.requires_grad:
             return param
         shown: Tensor = self._model.shards[slot].expose(MASTER, main.detach())
@@ -262,15 +264,14 @@ class ReducedGrads(GradsOfParts):
         """Where each rank steps everything, it measures what it would own, so that the sum is made
         of the same parts as with sharding."""
         optimizer = self._optimizer
-        keys = {slot: self._owned_key(slot) for slot in optimizer.slots()}
+        keys: dict[Slot, NormKey] = {}
+        for slot in optimizer.slots():
+            keys[slot] = NormKey(optimizer.norm_key(slot).group, (self._group,))
         nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
         owned = [self._model.owned_grad(slot) for slot in self._trained]
         grads = [nothing if grad is None else grad for grad in owned]
         distinct = list(dict.fromkeys(keys.values()))
         return optimizer.shards.measure_grads(grads, [keys[s] for s in self._trained], distinct)
-
-    def _owned_key(self, slot: Slot) -> NormKey:
-        return NormKey(self._optimizer.norm_key(slot).group, (self._group,))
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)

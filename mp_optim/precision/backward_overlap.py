@@ -13,7 +13,7 @@ from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.slot_table import SlotTable
-from mp_optim.slots import ParamGroups, Slot, current_grad, local_tensor
+from mp_optim.slots import ParamGroups, Slot, current_grad, local_tensor, param_at
 from mp_optim.slots.host_part import HostPart
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update.kernel_args import fp32
@@ -85,7 +85,7 @@ class BackwardOverlap:
         table = self._table
         slot, param = table.slots[index], table.params[index]
         grad = current_grad(param)
-        now = self._wrapper.param_groups[slot.group]["params"][slot.position]
+        now = param_at(self._wrapper.param_groups, slot)
         if self.host is None or grad is None or now is not param or not table.bound[index]:
             return
         if grad.layout == torch.strided:

@@ -4,7 +4,8 @@ interface."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -55,5 +56,4 @@ def graph_for(device: torch.device) -> Callable[[], Graph]:
             f"optimizer_cuda_graph=True: the model's parameters are on {device.type}, where there "
             "are no CUDA graphs; move the model to a GPU, or set optimizer_cuda_graph=False"
         )
-    make: Callable[[], Any] = lambda: CudaGraph(device)  # noqa: E731
-    return make
+    return partial(CudaGraph, device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
 
-from mp_optim.slots import ParamGroups, Slot, iter_slots
+from mp_optim.slots import ParamGroups, Slot, iter_slots, param_at
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update.foreign import ForeignOptimizer
@@ -51,20 +50,15 @@ class Description:
     rows: tuple[DescriptionRow, ...]
     notes: tuple[str, ...] = ()
 
-    def __add__(self, other: Description) -> Description:
-        return Description(self.rows + other.rows, self.notes + other.notes)
-
     def __str__(self) -> str:
         shown = [f.name for f in fields(DescriptionRow) if f.name != "why"]
-        table = [shown, *(_cells(row, shown) for row in self.rows)]
+        table = [shown]
+        for row in self.rows:
+            table.append([_cell(getattr(row, name)) for name in shown])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
         return "\n".join([*lines, *reasons, *self.notes])
-
-
-def _cells(row: DescriptionRow, names: Sequence[str]) -> list[str]:
-    return [_cell(getattr(row, name)) for name in names]
 
 
 def _cell(value: object) -> str:
@@ -89,7 +83,7 @@ def describe(optimizer: Described) -> Description:
         backend, why = _stepper(optimizer, slot.group, place_of(slot), param.device)
         key = (slot.group, place_of(slot), str(param.dtype).removeprefix("torch."), backend, why)
         state = optimizer.inner.slot_state(slot) if optimizer.has_state(slot) else {}
-        main = optimizer.inner.param_groups[slot.group]["params"][slot.position]
+        main = param_at(optimizer.inner.param_groups, slot)
         own = main.nbytes if optimizer.has_separate_main(slot) else 0
         row = counts[key]
         row[0] += 1

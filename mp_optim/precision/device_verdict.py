@@ -8,6 +8,7 @@ to FP32, so the bits are those of :func:`~mp_optim.precision.verdict.decide`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from mp_optim.update.sums import root
 __all__ = ["DeviceVerdict", "Formed", "decide_on_device", "form"]
 
 
+@dataclass(frozen=True)
 class Formed:
     """A verdict's numbers on the device.
 
@@ -36,10 +38,10 @@ class Formed:
             (2 because ranks disagree), norms, multipliers.
     """
 
-    def __init__(
-        self, names: Sequence[str], controls: Tensor, overflow: Tensor, report: Tensor
-    ) -> None:
-        self.names, self.controls, self.overflow, self.report = names, controls, overflow, report
+    names: Sequence[str]
+    controls: Tensor
+    overflow: Tensor
+    report: Tensor
 
 
 def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> Formed:
@@ -107,13 +109,10 @@ class DeviceVerdict:
         self._told_to: Callable[[Verdict], None] | None = None
         self.found_inf = formed.overflow
         self.multipliers = {
-            name: DeviceMultiplier(row, self._skipped)
+            name: DeviceMultiplier(row, lambda: self.settle().skip)
             for name, row in zip(formed.names, formed.controls.unbind(), strict=True)
         }
         self.result = StepResult.later(lambda: self.settle().values)
-
-    def _skipped(self) -> bool:
-        return self.settle().skip
 
     def settle(self) -> Verdict:
         """The verdict in the host's numbers; waits until the device has formed it, once."""

@@ -145,17 +145,9 @@ class DynamicGradScaler(MegatronGradScaler):
             "min_scale": (min_scale, 0.0 < min_scale <= initial_scale, "in (0, initial_scale]"),
             "growth_factor": (growth_factor, growth_factor > 1.0, "greater than 1"),
             "backoff_factor": (backoff_factor, 0.0 < backoff_factor < 1.0, "between 0 and 1"),
-            "growth_interval": (
-                growth_interval,
-                growth_interval >= 1 and int(growth_interval) == growth_interval,
-                "a whole number >= 1",
-            ),
-            "hysteresis": (
-                hysteresis,
-                hysteresis >= 1 and int(hysteresis) == hysteresis,
-                "a whole number >= 1",
-            ),
         }
+        for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+            checks[name] = (count, count >= 1 and int(count) == count, "a whole number >= 1")
         for name, (value, good, rule) in checks.items():
             if not good:
                 raise ValueError(f"{name}={value!r}: must be {rule}")
@@ -179,9 +171,8 @@ class DynamicGradScaler(MegatronGradScaler):
         left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
         clean = torch.where(inf, 0, self._growth_tracker + 1)
         grows = clean >= self.growth_interval
-        scale = (
-            self._scale.double()
-        )  # a tensor for each: numbers alone would take the default dtype
+        scale = self._scale.double()
+        # a tensor for each: numbers alone would take the default dtype
         changed = torch.where(
             inf & (left == 0),
             scale * self.backoff_factor,
@@ -194,21 +185,19 @@ class DynamicGradScaler(MegatronGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Clones of the three device scalars: ``scale``, ``growth_tracker``,
         ``hysteresis_tracker``."""
-        return {
-            "scale": self._scale.clone(),
-            "growth_tracker": self._growth_tracker.clone(),
-            "hysteresis_tracker": self._hysteresis_tracker.clone(),
-        }
+        return {key: live.clone() for key, live in self._live().items()}
+
+    def _live(self) -> dict[str, Tensor]:
+        trackers = self._growth_tracker, self._hysteresis_tracker
+        return dict(zip(_SCALER_STATE, (self._scale, *trackers), strict=True))
 
     def check_state_dict(self, state_dict: Any) -> None:
-        if not isinstance(state_dict, Mapping) or (
-            missing := sorted({*_SCALER_STATE} - {*state_dict})
-        ):
-            lacks = (
-                f"it lacks {missing}"
-                if isinstance(state_dict, Mapping)
-                else f"it is {state_dict!r}"
-            )
+        lacks = ""
+        if not isinstance(state_dict, Mapping):
+            lacks = f"it is {state_dict!r}"
+        elif missing := sorted(_SCALER_STATE.keys() - state_dict.keys()):
+            lacks = f"it lacks {missing}"
+        if lacks:
             raise ValueError(
                 f"grad_scaler: {lacks}; was it saved with a constant loss scale, or without one? "
                 "To go on with the present loss scale, load with convert=True"
@@ -218,9 +207,5 @@ class DynamicGradScaler(MegatronGradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.check_state_dict(state_dict)
-        for key, live in (
-            ("scale", self._scale),
-            ("growth_tracker", self._growth_tracker),
-            ("hysteresis_tracker", self._hysteresis_tracker),
-        ):
+        for key, live in self._live().items():
             live.copy_(as_tensor(state_dict[key]).reshape(1))

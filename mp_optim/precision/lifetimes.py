@@ -4,7 +4,6 @@ by now."""
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,15 +27,10 @@ class Lifetimes:
         """Watch a plain tensor's memory from now on, instead of what was watched under this
         index."""
         self.gone.discard(index)
-        self._watched[index] = weakref.ref(
-            tensor.untyped_storage(), partial(_note, self.gone, index)
-        )
+        gone = self.gone
+        self._watched[index] = weakref.ref(tensor.untyped_storage(), lambda _: gone.add(index))
 
     def forget(self, index: int) -> None:
         """Watch nothing under this index."""
         self.gone.discard(index)
         self._watched.pop(index, None)
-
-
-def _note(gone: set[int], index: int, _: object) -> None:
-    gone.add(index)

@@ -37,6 +37,7 @@ from mp_optim.slots import (
     follow,
     iter_slots,
     local_tensor,
+    param_at,
     same_memory,
     slot_name,
     stream_of,
@@ -158,16 +159,14 @@ class MainParams:
         return list(chain.from_iterable(group["params"] for group in self._param_groups))
 
     def _param(self, slot: Slot) -> Tensor:
-        param: Tensor = self._param_groups[slot.group]["params"][slot.position]
-        return param
+        return param_at(self._param_groups, slot)
 
     def _local(self, slot: Slot) -> Tensor:
         """The model's parameter, or what this rank has of it."""
         return local_tensor(self._param(slot))
 
     def _stepped(self, slot: Slot) -> Tensor:
-        stepped: Tensor = self._inner.param_groups[slot.group]["params"][slot.position]
-        return stepped
+        return param_at(self._inner.param_groups, slot)
 
     def is_separate(self, slot: Slot) -> bool:
         """Whether a slot is stepped on a tensor other than the model's parameter."""
@@ -283,8 +282,7 @@ class MainParams:
         return ParamState(self._inner.state_of(slot), bound, self._agreement)
 
     def checksums(self) -> list[int | None]:
-        """For every slot, a checksum of the parameter that its remainder belongs to; None if there
-        is no remainder, or this rank does not have all of the parameter."""
+        """See :meth:`~mp_optim.slots.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""
         slots = [
             slot
             for slot in filter(self.is_bound, self.table.slots)

@@ -231,11 +231,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """The model's parameters in slot order."""
         return [param for _, param in iter_slots(self.param_groups)]
 
-    def param(self, slot: Slot) -> Tensor:
-        """The model's parameter at a slot."""
-        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
-        return param
-
     @property
     @abstractmethod
     def has_quantized_params(self) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mp_optim.precision.lifetimes import Lifetimes
 from mp_optim.precision.measure import NormKey
@@ -36,16 +35,12 @@ __all__ = ["SlotTable"]
 
 @dataclass(frozen=True)
 class _Selection:
-    """Some slots' columns as a step needs them. ``params`` are the tensors themselves, or local
-    ones."""
+    """Some slots, and their updates but for gradients and multipliers. ``params`` are the tensors
+    themselves, or local ones."""
 
     indices: list[int]
-    slots: tuple[Slot, ...]
     params: CachedTensorList
-    outputs: Sequence[Tensor | None]
-    shard_groups: list[tuple[ProcessGroup, ...]]
-    streams: list[int]
-    layouts: list[Layout]
+    updates: SlotUpdates
 
 
 @dataclass
@@ -190,9 +185,7 @@ class SlotTable:
             ValueError: it has no values, because its parameter is on the meta device.
         """
         simple = self._plain and have_grad_only(self.params)
-        present: list[Tensor | None] = (
-            list(map(_GRAD, self.params)) if simple else list(map(current_grad, self.params))
-        )
+        present: list[Tensor | None] = list(map(_GRAD if simple else current_grad, self.params))
         if simple and all(map(operator.is_not, present, itertools.repeat(None))):
             whole = self._everything()
             grads = CachedTensorList(cast("list[Tensor]", present)).gradients_of(whole.params)
@@ -253,24 +246,15 @@ class SlotTable:
             indices, grads: from :meth:`grads`.
             multipliers: by norm group.
         """
-        whole = (
-            self._whole
-            if self._whole is not None and indices is self._whole.indices
-            else self._some(indices)
-        )
+        is_whole = self._whole is not None and indices is self._whole.indices
+        selection = self._everything() if is_whole else self._some(indices)
         keys = self.keys_of(indices)
         alone = len(self.distinct_keys) == 1 and len(keys) > 0
-        return SlotUpdates(
-            slots=whole.slots,
-            grads=grads,
-            outputs=whole.outputs,
-            shard_groups=whole.shard_groups,
-            streams=whole.streams,
-            layouts=whole.layouts,
-            multipliers=[multipliers[keys[0].group]] * len(keys)
-            if alone
-            else [multipliers[key.group] for key in keys],
-        )
+        if alone:
+            factors = [multipliers[keys[0].group]] * len(keys)
+        else:
+            factors = [multipliers[key.group] for key in keys]
+        return replace(selection.updates, grads=grads, multipliers=factors)
 
     def update(self, index: int, grad: Tensor) -> SlotUpdate:
         """One slot's update, but for the multiplier, which is not known yet."""
@@ -302,7 +286,8 @@ class SlotTable:
         shard_groups = [self.keys[index].shard_groups for index in indices]
         streams = [self.streams[index] for index in indices]
         layouts = [self.layouts[index] for index in indices]
-        return _Selection(indices, slots, writable, outputs, shard_groups, streams, layouts)
+        updates = SlotUpdates(slots, (), (), outputs, shard_groups, streams, layouts)
+        return _Selection(indices, writable, updates)
 
 
 _GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}

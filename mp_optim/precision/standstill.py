@@ -21,10 +21,9 @@ from mp_optim.process.caller_warnings import warn
 from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
 from mp_optim.slots import ParamGroups, current_grad, iter_slots
 from mp_optim.slots.names import ModelParams
+from mp_optim.slots.state_dict import names_in_words
 
 __all__ = ["StandstillWatch", "Watched"]
-
-_SHOWN = 5
 
 
 class Watched(Protocol):
@@ -105,7 +104,7 @@ class StandstillWatch:
         count = sum(len(group["params"]) for group in stack.param_groups)
         unknown = (
             f"The model has {len(untrained)} trainable parameters that the optimizer does not "
-            f"know: {_listed(untrained)}. "
+            f"know: {names_in_words(untrained)}. "
             if untrained
             else ""
         )
@@ -172,8 +171,3 @@ def _is_suspect(ranks: ProcessGroup | None, was_asked: bool, is_new: bool) -> bo
         call(ranks, lambda: dist.all_gather_object(notes, (was_asked, is_new), group=ranks))
     asked, new = zip(*notes, strict=True)
     return any(new) and not any(asked)
-
-
-def _listed(names: list[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest

@@ -30,14 +30,12 @@ def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str 
         described: the lines of each rank.
         ranks: their global numbers.
     """
-    counts = Counter(map(tuple, described))
-    common = max(
-        counts, key=lambda lines: (counts[lines], -[tuple(d) for d in described].index(lines))
-    )
-    reference = ranks[[tuple(lines) for lines in described].index(common)]
+    said = list(map(tuple, described))
+    ((common, _),) = Counter(said).most_common(1)  # of those said equally often, the first
+    reference = ranks[said.index(common)]
     differences = []
-    for rank, lines in zip(ranks, described, strict=True):
-        if tuple(lines) == common:
+    for rank, lines in zip(ranks, said, strict=True):
+        if lines == common:
             continue
         longest = max(len(lines), len(common))
         padded = [[*side, *["nothing"] * (longest - len(side))] for side in (lines, common)]

@@ -94,11 +94,8 @@ def learn_addresses(group: ProcessGroup) -> None:
 
 def _learn(store: Any, ranks: list[int]) -> None:
     unknown = [rank for rank in ranks if rank not in _addresses and store.check([_present(rank)])]
-    for rank, text in zip(
-        unknown,
-        store.multi_get([_present(rank) for rank in unknown]) if unknown else (),
-        strict=True,
-    ):
+    texts = store.multi_get([_present(rank) for rank in unknown]) if unknown else []
+    for rank, text in zip(unknown, texts, strict=True):
         _addresses[rank] = Address.parse(text.decode())
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "Slot",
     "group_settings",
     "iter_slots",
+    "param_at",
     "slot_name",
     "stream_of",
     "with_names",
@@ -38,6 +39,12 @@ def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             yield Slot(index, position), param
+
+
+def param_at(param_groups: ParamGroups, slot: Slot) -> Tensor:
+    """The tensor that sits at a slot now."""
+    param: Tensor = param_groups[slot.group]["params"][slot.position]
+    return param
 
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:

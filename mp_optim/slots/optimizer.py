@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.process.host_memory import beside, zeros
-from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.slots import Slot, SlotUpdate, param_at
 from mp_optim.slots.host_part import HostPart, Place
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.tensor_layout import Part
@@ -102,12 +102,11 @@ class SlotOptimizer(SlotKeyedOptimizer):
 
     def main_param(self, slot: Slot) -> Tensor:
         """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
-        main: Tensor = self.param_groups[slot.group]["params"][slot.position]
-        return main
+        return param_at(self.param_groups, slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         """Give the main param another value of any floating dtype."""
-        self.param_groups[slot.group]["params"][slot.position].copy_(value)
+        param_at(self.param_groups, slot).copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
         """The stepped tensor was replaced or written from outside; make state agree that

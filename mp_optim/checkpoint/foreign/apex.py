@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.checkpoint.foreign.state import MASTER, ForeignState, positional_state
+from mp_optim.checkpoint.foreign.state import ForeignState, positional_state
 
 __all__ = ["from_apex"]
 
@@ -43,10 +43,4 @@ def from_apex(
         for name, tensor in zip(group.names, tensors, strict=True)
         if tensor is not None
     }
-    return ForeignState(
-        foreign.groups,
-        {
-            name: {**state, **({MASTER: copies[name]} if name in copies else {})}
-            for name, state in foreign.state.items()
-        },
-    )
+    return foreign.with_masters(copies)

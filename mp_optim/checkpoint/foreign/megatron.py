@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.checkpoint.foreign.state import MASTER, ForeignGroup, ForeignState, positional_state
+from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState, positional_state
 
 __all__ = ["from_megatron"]
 
@@ -92,10 +92,4 @@ def _part(
                 "parameters; name those that the model keeps in FP32 in fp32_names="
             )
         copies.update(zip(halves, tensors, strict=True))
-    return ForeignState(
-        foreign.groups,
-        {
-            name: {**state, **({MASTER: copies[name]} if name in copies else {})}
-            for name, state in foreign.state.items()
-        },
-    )
+    return foreign.with_masters(copies)

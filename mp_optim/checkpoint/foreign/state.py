@@ -49,6 +49,13 @@ class ForeignState:
         """All names in order."""
         return [name for group in self.groups for name in group.names]
 
+    def with_masters(self, masters: Mapping[str, Tensor]) -> ForeignState:
+        """The same state, with FP32 values of some parameters by name."""
+        state = dict(self.state)
+        for name in masters.keys() & state.keys():
+            state[name] = {**state[name], MASTER: masters[name]}
+        return replace(self, state=state)
+
     def renamed(self, rename: Callable[[str], str]) -> ForeignState:
         """The same state under other names.
 

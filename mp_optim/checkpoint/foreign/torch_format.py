@@ -43,14 +43,10 @@ def from_torch(
         ValueError: names are missing, or masters are of unknown parameters.
     """
     foreign = positional_state(state_dict, names, step)
-    unknown = sorted((masters or {}).keys() - set(foreign.names))
-    if unknown:
+    masters = masters or {}
+    if unknown := sorted(masters.keys() - set(foreign.names)):
         raise ValueError(f"masters of parameters that the optimizer does not have: {unknown}")
-    with_masters = {
-        name: {**state, **({MASTER: masters[name]} if masters and name in masters else {})}
-        for name, state in foreign.state.items()
-    }
-    return ForeignState(foreign.groups, with_masters)
+    return foreign.with_masters(masters)
 
 
 def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from mp_optim.checkpoint.foreign.state import MASTER, STEP, ForeignGroup, ForeignState
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import Slot, group_settings, local_tensor
+from mp_optim.slots import Slot, group_settings, local_tensor, param_at
 from mp_optim.slots.loading import Loadable, restore
 from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
@@ -71,7 +71,7 @@ def import_state(
     state: dict[int, dict[str, Any]] = {}
     groups = plain_groups(optimizer.param_groups)
     for name, slot in slots.items():
-        param = optimizer.param_groups[slot.group]["params"][slot.position]
+        param = param_at(optimizer.param_groups, slot)
         own = optimizer.slot_state(slot)
         given = _fitting(name, param, foreign.state.get(name, {}), own, main_from_model)
         if MASTER in foreign.state.get(name, {}):
@@ -84,12 +84,11 @@ def import_state(
     if scaler is not None:
         loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
     restore(optimizer, loaded, convert=convert)
-    optimizer.reload_model_params(
-        whole
-    )  # FP32 parameters that are stepped elsewhere have a copy outside the state
+    # FP32 parameters that are stepped elsewhere have a copy outside the state
+    optimizer.reload_model_params(whole)
     for name, value in whole.items():
         slot = slots[name]
-        param = optimizer.param_groups[slot.group]["params"][slot.position]
+        param = param_at(optimizer.param_groups, slot)
         if _REMAINDER in optimizer.slot_state(slot):  # rounded as it goes with the remainder
             main = main_param_of(param)
             value = param if main is None else main
