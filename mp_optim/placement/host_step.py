@@ -104,18 +104,17 @@ class BucketStep:
     is_here: bool = False
     ticket: Any = None
 
-    @property
-    def staged(self) -> SlotUpdates:
-        return self.tensors.put_into(self.updates)
+    def __post_init__(self) -> None:
+        self.staged = self.tensors.put_into(self.updates)
 
     def start(self) -> None:
         """Start the download of the gradients."""
         if not self.is_here:
-            self.ticket = self.staging.download(self.updates.grads, self.tensors.grads)
+            self.ticket = self.staging.download(self.updates.grads, self.staged.grads)
 
     def upload(self) -> None:
         """Start the upload of the parameters."""
-        self.staging.upload(self.updates.outputs, self.tensors.outputs)
+        self.staging.upload(self.updates.outputs, self.staged.outputs)
 
 
 class _NoSource:
@@ -227,10 +226,18 @@ class HostStepper(HostPart):
             step_device: steps what does not lie on the host.
         """
         self.timeline.begin_step()
-        step_device()
-        self._step_in_place(self._bucket_steps(updates), grad_norm)
+        self._step_all(self._bucket_steps(updates), grad_norm, step_device)
         self.transfer.join()
         self.timeline.end_step()
+
+    def _step_all(
+        self,
+        steps: Sequence[BucketStep],
+        grad_norm: float | None,
+        step_device: Callable[[], None],
+    ) -> None:
+        step_device()
+        self._step_in_place(steps, grad_norm)
 
     def _bucket_steps(self, updates: SlotUpdates) -> list[BucketStep]:
         """The updates by bucket, in the plan's order."""
@@ -238,9 +245,10 @@ class HostStepper(HostPart):
             self._bucket_step(position, bucket, label, selection.take(updates))
             for position, (bucket, label, selection) in enumerate(self._routes_of(updates.slots))
         ]
-        self.transfer_bytes = TransferBytes(
-            sum(step.tensors.down for step in steps), sum(step.tensors.up for step in steps)
-        )
+        self.transfer_bytes = TransferBytes()
+        for step in steps:
+            self.transfer_bytes.down += step.tensors.down
+            self.transfer_bytes.up += step.tensors.up
         return steps
 
     def _bucket_step(

@@ -160,14 +160,15 @@ class OverlappedHostStepper(HostStepper):
         index = self._plan.bucket_of[bucket.slots[0]]
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
         # Nothing is written here; jobs of one bucket run one after the other.
-        tensors = self._staging[index].tensors_for(index, updates)
+        staging = self._staging[index]
+        staged = staging.tensors_for(index, updates).put_into(updates)
         job = BackwardJob(
-            self._staging[index],
-            updates,
-            tensors,
-            versions,
-            self._back_launches(bucket, tensors.put_into(updates)),
             self._label(updates.slots),
+            staging,
+            updates,
+            staged,
+            versions,
+            self._back_launches(bucket, staged),
             self._source.sum_of_squares,
             self.timeline,
         )
@@ -198,7 +199,6 @@ class OverlappedHostStepper(HostStepper):
             raise
         self._sums = {}
         for bucket in self.buckets:
-            bucket.take_back()
             if (job := bucket.job) is not None and job.result is not None:
                 for (slot, version), value in zip(
                     job.versions.items(), job.result.sums, strict=True
@@ -222,15 +222,16 @@ class OverlappedHostStepper(HostStepper):
             self._cut(list(self._slots.values()))
         self._failure = None
         self._end_iteration()
+        self.timeline.end_step()
 
     def skip(self) -> None:
         self._end_iteration()
+        self.timeline.end_step()
 
     def _end_iteration(self) -> None:
         for bucket in self.buckets:
             bucket.release()
         self._iteration, self._sums, self._is_collected = None, {}, False
-        self.timeline.end_step()
 
     # -- in step ----------------------------------------------------------------------------------
 
@@ -243,50 +244,35 @@ class OverlappedHostStepper(HostStepper):
             WorkerError: the worker failed; nothing was stepped.
         """
         self.collect()
-        self._step_all(self._bucket_steps(updates), grad_norm, step_device)
-        self.transfer.join()
+        super().step(updates, grad_norm, step_device)
         self._learn_order(updates)
         self._end_iteration()
-
-    def _step_all(
-        self,
-        steps: Sequence[BucketStep],
-        grad_norm: float | None,
-        step_device: Callable[[], None],
-    ) -> None:
-        step_device()
-        self._step_in_place(steps, grad_norm)
 
     def _bucket_step(
         self, position: int, bucket: int, label: str, updates: SlotUpdates
     ) -> BucketStep:
-        begun = self.buckets[bucket]
+        step, begun = super()._bucket_step(position, bucket, label, updates), self.buckets[bucket]
         begun.expect(updates.slots)
-        if begun.job is not None and self._is_fresh(begun.job, updates):
-            staging = self._staging[bucket]
-            return BucketStep(bucket, label, staging, updates, begun.job.tensors, is_here=True)
-        if begun.job is not None and self._was_written_to(begun.job, updates):
+        job = begun.job
+        if job is None or job.result is None:
+            return step
+        # Where its tensors did not fit these updates, others were made just now.
+        step.is_here = job.staged.grads is step.staged.grads and self._is_fresh(job, updates)
+        if not step.is_here and self._was_written_to(job, updates):
             self.counts["speculation_stale"] += 1
             warn_of_written(self.mode, self.counts["speculation_stale"])
-        return super()._bucket_step(position, bucket, label, updates)
+        return step
 
     def _is_fresh(self, job: BackwardJob, updates: SlotUpdates) -> bool:
-        """Whether a job was given just these gradients, as they are now, and has room for the
-        outputs that are wanted."""
-        return (
-            job.result is not None
-            and tuple(job.versions) == tuple(updates.slots)
-            and all(
-                version.matches(grad, self._ready[slot])
-                for (slot, version), grad in zip(job.versions.items(), updates.grads, strict=True)
-            )
-            and job.tensors.fit(updates)
+        """Whether a job was given just these gradients, as they are now."""
+        return tuple(job.versions) == tuple(updates.slots) and all(
+            version.matches(grad, self._ready[slot])
+            for (slot, version), grad in zip(job.versions.items(), updates.grads, strict=True)
         )
 
     def _was_written_to(self, job: BackwardJob, updates: SlotUpdates) -> bool:
-        """Whether a job that is done is of no use for these updates, though no other gradient got
-        ready since."""
-        return job.result is not None and all(
+        """Whether no other gradient of these updates got ready since the job was given its own."""
+        return all(
             job.versions[slot].count == self._ready[slot]
             for slot in updates.slots
             if slot in job.versions

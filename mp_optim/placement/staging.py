@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from mp_optim.placement.transfer import Transfer
 from mp_optim.process.host_memory import Block, aligned_bytes
-from mp_optim.slots import CachedTensorList, SlotUpdates
+from mp_optim.slots import CachedTensorList, SlotUpdates, all_same
 
 __all__ = ["Staging"]
 
@@ -24,7 +23,7 @@ class StagedTensors:
     """Tensors in staging memory for one bucket's gradients and outputs.
 
     Attributes:
-        grads, outputs: on the host, in the order of the updates.
+        updates: those it was made for, on the host.
         down, up: bytes of each.
     """
 
@@ -32,18 +31,20 @@ class StagedTensors:
         self._known = _known(updates)
         self._forms = _forms(updates)
         memory.reset()
-        self.grads = CachedTensorList(memory.take(g.shape, g.dtype) for g in updates.grads)
+        grads = CachedTensorList(memory.take(g.shape, g.dtype) for g in updates.grads)
         outputs = [None if o is None else memory.take(o.shape, o.dtype) for o in updates.outputs]
         present = _present(outputs)
         whole = len(present) == len(outputs)
-        self.outputs: Sequence[Tensor | None] = CachedTensorList(present) if whole else outputs
-        self.down = sum(grad.nbytes for grad in self.grads)
+        self.updates = replace(
+            updates, grads=grads, outputs=CachedTensorList(present) if whole else outputs
+        )
+        self.down = sum(grad.nbytes for grad in grads)
         self.up = sum(output.nbytes for output in present)
 
     def fit(self, updates: SlotUpdates) -> bool:
         """Whether these hold just such gradients and outputs."""
         known = _known(updates)
-        if known is not None and self._known is not None and _same(known, self._known):
+        if known is not None and self._known is not None and all_same(known, self._known):
             return True
         if self._forms != _forms(updates):
             return False
@@ -52,7 +53,7 @@ class StagedTensors:
 
     def put_into(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with these tensors as gradients and outputs."""
-        return replace(updates, grads=self.grads, outputs=self.outputs)
+        return replace(updates, grads=self.updates.grads, outputs=self.updates.outputs)
 
 
 def _known(updates: SlotUpdates) -> _Known | None:
@@ -62,10 +63,6 @@ def _known(updates: SlotUpdates) -> _Known | None:
     if not isinstance(grads, CachedTensorList) or len(grads.dtypes) != 1:
         return None
     return grads.sizes, next(iter(grads.dtypes)), outputs
-
-
-def _same(a: _Known, b: _Known) -> bool:
-    return all(map(operator.is_, a, b))
 
 
 def _forms(updates: SlotUpdates) -> list[tuple[torch.Size, torch.dtype] | None]:
