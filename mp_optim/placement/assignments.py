@@ -134,16 +134,14 @@ class Assignments:
         """The updates of each sub-optimizer, in terms of its slots."""
         slots = updates.slots
         if self._routes is None or self._routes.slots is not slots:
-            self._routes = _Routes(
-                slots,
-                {place: self._selection(place, slots) for place in PLACES},
-                all(map(self._is_resident, slots)),
-            )
+            chosen = {place: self._selection(place, slots) for place in PLACES}
+            have_outputs = all(self[slot].resident for slot in slots)
+            self._routes = _Routes(slots, chosen, have_outputs)
         if not self._routes.have_outputs:
             slots_and_outputs = zip(slots, updates.outputs, strict=True)
             outputs = [self._output(*pair, param_groups) for pair in slots_and_outputs]
             updates = replace(updates, outputs=outputs)
-        return {place: chosen.take(updates) for place, chosen in self._routes.by_place.items()}
+        return {place: part.take(updates) for place, part in self._routes.by_place.items()}
 
     def on_host(self, update: SlotUpdate, param_groups: ParamGroups) -> SlotUpdate | None:
         """An update in terms of the host's optimizer; None if the slot is not stepped there."""
@@ -157,9 +155,6 @@ class Assignments:
         indices = [index for index, slot in enumerate(slots) if self[slot].place == place]
         sub_slots = [self[slots[index]].sub_slot for index in indices]
         return UpdateSelection(indices, sub_slots, len(slots))
-
-    def _is_resident(self, slot: Slot) -> bool:
-        return self[slot].resident
 
     def _output(
         self, slot: Slot, output: Tensor | None, param_groups: ParamGroups

@@ -126,7 +126,7 @@ class Bucket:
 
     def take_waiting(self) -> list[SlotUpdate]:
         """The gradients that are ready, in slot order; they are not waiting any more."""
-        updates = sorted(self.waiting.values(), key=_by_slot)
+        updates = [self.waiting[slot] for slot in sorted(self.waiting)]
         self.waiting = {}
         return updates
 
@@ -159,7 +159,3 @@ class Bucket:
         """Do not use what the job stepped: main params or moments may be written without a trace,
         or the back buffer will be."""
         self._is_trusted = False
-
-
-def _by_slot(update: SlotUpdate) -> Slot:
-    return update.slot

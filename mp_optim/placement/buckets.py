@@ -4,7 +4,7 @@ sizes alone."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -57,7 +57,7 @@ class BucketPlan:
     """
 
     buckets: tuple[tuple[Slot, ...], ...]
-    bucket_of: dict[Slot, int] = field(default_factory=dict)
+    bucket_of: dict[Slot, int]
 
 
 def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int) -> BucketPlan:
@@ -76,10 +76,8 @@ def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int)
             filled = 0
         buckets[-1].append(slot)
         filled += size
-    return BucketPlan(
-        tuple(map(tuple, buckets)),
-        {slot: at for at, bucket in enumerate(buckets) for slot in bucket},
-    )
+    bucket_of = {slot: index for index, bucket in enumerate(buckets) for slot in bucket}
+    return BucketPlan(tuple(map(tuple, buckets)), bucket_of)
 
 
 def fitting_bucket_bytes(total: int, most: int) -> int:

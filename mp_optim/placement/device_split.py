@@ -250,9 +250,8 @@ class DeviceSplitOptimizer(SlotOptimizer):
 
     def _sub_params(self, assigned: Assignment) -> list[Tensor]:
         """The list that has the tensor to step in the sub-optimizer."""
-        params: list[Tensor] = self._subs[assigned.place].param_groups[assigned.sub_slot.group][
-            "params"
-        ]
+        group = self._subs[assigned.place].param_groups[assigned.sub_slot.group]
+        params: list[Tensor] = group["params"]
         return params
 
     def _in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:

@@ -43,16 +43,13 @@ class GradVersion:
     def matches(self, grad: Tensor, count: int) -> bool:
         """Whether this is the same gradient, not written to since (``grad.data`` leaves no
         trace)."""
-        same = (self.count, self.version, self.address) == (
-            count,
-            _version_of(grad),
-            grad.data_ptr(),
-        )
-        gone = self.storage.expired()  # type: ignore[no-untyped-call]
+        is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
         return (
-            same
+            self.count == count
             and self.version is not None
-            and not gone
+            and self.version == _version_of(grad)
+            and self.address == grad.data_ptr()
+            and not is_gone
             and self.storage.cdata == grad.untyped_storage()._cdata
         )
 

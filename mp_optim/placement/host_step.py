@@ -7,7 +7,7 @@ the one before on their way up. Gradients and parameters travel in the dtype the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -32,6 +32,9 @@ class HostStepSettings:
     """How the host's slots are stepped.
 
     Attributes:
+        transfer: how tensors travel.
+        timeline: where the time goes is noted.
+        set_up: called once in the thread that works during backward.
         bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by
             itself.
         pipelined: overlap copies in both directions with the arithmetic.
@@ -39,11 +42,14 @@ class HostStepSettings:
         speculation: when it pauses.
     """
 
-    bucket_bytes: int = 64 << 20
-    pipelined: bool = True
-    pin_staging: bool = False
-    pin_mains: bool = False
-    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    transfer: Transfer
+    timeline: StepTimeline
+    set_up: Callable[[], None]
+    bucket_bytes: int
+    pipelined: bool
+    pin_staging: bool
+    pin_mains: bool
+    speculation: SpeculationSettings
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -145,13 +151,11 @@ class HostStepper(HostPart):
         host: SlotOptimizer,
         slots: Sequence[HostSlot],
         owner: HostOwner,
-        transfer: Transfer,
         settings: HostStepSettings,
-        timeline: StepTimeline,
     ) -> None:
         super().__init__()
-        self.transfer, self.timeline = transfer, timeline
         self.settings = settings
+        self.transfer, self.timeline = settings.transfer, settings.timeline
         self._host, self._owner = host, owner
         self._source: GradientSource = _NoSource()
         self._staging: list[Staging] = []
@@ -178,9 +182,10 @@ class HostStepper(HostPart):
         """Have tensors travel another way from now on, or in other buckets; nothing may be on its
         way."""
         self.discard()
+        if bucket_bytes is None:
+            bucket_bytes = self.settings.bucket_bytes
+        self.settings = replace(self.settings, transfer=transfer, bucket_bytes=bucket_bytes)
         self.transfer = transfer
-        if bucket_bytes is not None:
-            self.settings = replace(self.settings, bucket_bytes=bucket_bytes)
         self._cut(list(self._slots.values()))
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:

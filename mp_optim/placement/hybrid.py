@@ -95,6 +95,9 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
         )
         self.timeline = StepTimeline()
         settings = HostStepSettings(
+            self._transfer,
+            self.timeline,
+            partial(occupy, worker_threads(host_threads), host_cores),
             bucket_bytes,
             overlap_cpu_optimizer_d2h_h2d,
             pin_cpu_grads and self._can_pin,
@@ -102,16 +105,14 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
             speculation or SpeculationSettings(),
         )
         host, slots = self._subs["host"], self._assignments.host_slots(self.param_groups)
-        stepped = (host, slots, self, self._transfer, settings, self.timeline)
-        set_up = partial(occupy, worker_threads(host_threads), host_cores)
         self.stepper: HostStepper
         if offload_mode == "sync":
-            self.stepper = HostStepper(*stepped)
+            self.stepper = HostStepper(host, slots, self, settings)
         elif offload_mode == "overlap":
-            self.stepper = OverlappedHostStepper(*stepped, set_up)
+            self.stepper = OverlappedHostStepper(host, slots, self, settings)
         elif offload_mode == "speculative":
             self._check_can_speculate(cpu_optimizer_cls)
-            self.stepper = SpeculativeHostStepper(*stepped, set_up)
+            self.stepper = SpeculativeHostStepper(host, slots, self, settings)
         else:
             raise ValueError(
                 f"offload_mode={offload_mode!r}: must be one of ['sync', 'overlap', 'speculative']"

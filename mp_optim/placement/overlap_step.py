@@ -23,8 +23,7 @@ from mp_optim.placement.host_step import (
     OffloadMode,
 )
 from mp_optim.placement.speculation import warn_of_written
-from mp_optim.placement.timeline import WAIT_WORKER, StepTimeline
-from mp_optim.placement.transfer import Transfer
+from mp_optim.placement.timeline import WAIT_WORKER
 from mp_optim.placement.worker import Worker, WorkerError
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
@@ -50,9 +49,6 @@ class OverlappedHostStepper(HostStepper):
     """Steps the host's slots in ``step()``; the gradients come down and are measured during
     backward.
 
-    Args:
-        set_up: called once in the worker thread.
-
     Attributes:
         worker: the thread.
         buckets: the slots, in the order in which their gradients are expected.
@@ -69,15 +65,12 @@ class OverlappedHostStepper(HostStepper):
         host: SlotOptimizer,
         slots: Sequence[HostSlot],
         owner: HostOwner,
-        transfer: Transfer,
         settings: HostStepSettings,
-        timeline: StepTimeline,
-        set_up: Callable[[], None],
     ) -> None:
         self.counts = Counter(
             speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
         )
-        self.worker = Worker("mp_optim-host", capacity=64, set_up=set_up)
+        self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
         self.buckets: list[Bucket] = []
         self._ready: Counter[Slot] = Counter()
         self._order: dict[Slot, None] = {}
@@ -86,7 +79,7 @@ class OverlappedHostStepper(HostStepper):
         self._failure: WorkerError | None = None
         self._is_collected = False
         self._sums: dict[int, tuple[GradVersion, Slot, float]] = {}
-        super().__init__(host, slots, owner, transfer, settings, timeline)
+        super().__init__(host, slots, owner, settings)
 
     # -- buckets and their memory -----------------------------------------------------------------
 

@@ -62,10 +62,8 @@ def warn_of_written(mode: str, times: int) -> None:
     if times == 1:
         warn(
             f"offload_mode={mode!r}: gradients were written after backward, so what was begun on "
-            "them is done again in "
-            "step(), and nothing is gained. torch's clip_grad_norm_ writes all of them, also where "
-            "it clips nothing: "
-            "leave clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0, and a "
-            "_get_grad_norm that does "
-            "not call it; Lightning: gradient_clip_val=None)"
+            "them is done again in step(), and nothing is gained. torch's clip_grad_norm_ writes "
+            "all of them, also where it clips nothing: leave clipping to OptimizerConfig.clip_grad "
+            "(HF Trainer: max_grad_norm=0, and a _get_grad_norm that does not call it; Lightning: "
+            "gradient_clip_val=None)"
         )

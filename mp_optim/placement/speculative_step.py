@@ -17,7 +17,7 @@ from mp_optim.placement.double_buffer import BackLaunch, DoubleBuffer, Key
 from mp_optim.placement.host_step import BucketStep, HostBytes, OffloadMode
 from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.speculation import speculates_next
-from mp_optim.slots import Multiplier, SlotUpdates
+from mp_optim.slots import SlotUpdates
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
 
@@ -95,11 +95,9 @@ class SpeculativeHostStepper(OverlappedHostStepper):
             super()._step_all(steps, grad_norm, step_device)
         multipliers = {value for step in steps for value in step.updates.multipliers}
         if multipliers:
-            self._record(multipliers == {self._predicted()})
-
-    def _predicted(self) -> Multiplier:
-        iteration = self._iteration
-        return self._source.predicted_multiplier() if iteration is None else iteration.multiplier
+            begun = self._iteration
+            predicted = self._source.predicted_multiplier() if begun is None else begun.multiplier
+            self._record(multipliers == {predicted})
 
     def _fill_back_buffers(
         self, steps: Sequence[BucketStep], grad_norm: float | None

@@ -62,10 +62,8 @@ class StepTimeline:
     def end_step(self) -> None:
         """The round is complete."""
         self.last, self._spans = self._spans, []
-        self.began, self._began = (
-            (time.perf_counter() if self._began is None else self._began),
-            None,
-        )
+        self.began = time.perf_counter() if self._began is None else self._began
+        self._began = None
 
     def metrics(self) -> dict[str, float]:
         """Milliseconds of the last round.
@@ -78,11 +76,8 @@ class StepTimeline:
         def total(*names: str) -> float:
             return sum(span.end - span.start for span in self.last if span.stage in names)
 
-        hidden = sum(
-            max(0.0, min(span.end, self.began) - span.start)
-            for span in self.last
-            if span.stage in ARITHMETIC
-        )
+        arithmetic = [span for span in self.last if span.stage in ARITHMETIC]
+        hidden = sum(max(0.0, min(span.end, self.began) - span.start) for span in arithmetic)
         seconds = {
             "copy_wait_ms": total(WAIT_COPIES),
             "worker_wait_ms": total(WAIT_WORKER),

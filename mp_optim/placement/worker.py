@@ -127,8 +127,7 @@ class Worker:
                 state = "is gone" if not self._is_alive() else f"works on {_label(queue.running)}"
                 raise WorkerError(
                     f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs "
-                    "wait "
-                    f"and none was finished in {PATIENCE:g} s; the worker {state}"
+                    f"wait and none was finished in {PATIENCE:g} s; the worker {state}"
                 )
         with queue.lock:
             if queue.failure is None:  # else it is reported by drain(); more work would be lost
@@ -164,8 +163,7 @@ class Worker:
         label, error = failure
         raise WorkerError(
             f"{label}: work on the host during backward failed: {error!r}. The optimizer is as it "
-            "was "
-            "before this step; call step() again to do the work in it, or go on with the next "
+            "was before this step; call step() again to do the work in it, or go on with the next "
             "batch"
         ) from error
 
@@ -204,9 +202,8 @@ class Worker:
     def _start(self) -> None:
         if self._is_alive():
             return
-        if (
-            self._pid != os.getpid()
-        ):  # a forked child: whoever held the lock is not here to release it
+        # A forked child: the thread that held the lock is not here to release it.
+        if self._pid != os.getpid():
             self._queue, self._pid = _Queue(self._queue.capacity), os.getpid()
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -225,9 +222,8 @@ def _label(job: Job | None) -> str:
 
 
 def _stop(queue: _Queue, thread: threading.Thread, pid: int) -> None:
-    if (
-        os.getpid() != pid
-    ):  # a forked child has no such thread, and maybe a lock that nobody will release
+    # A forked child has no such thread, and maybe a lock that nobody will release.
+    if os.getpid() != pid:
         return
     with queue.changed:
         queue.closed = True
@@ -280,8 +276,7 @@ def _prepare_next(queue: _Queue, current: Job) -> None:
         following = queue.jobs[0] if queue.jobs else None
         if following is None or following.owner is current.owner:
             return
-    with contextlib.suppress(
-        Exception
-    ):  # when its turn comes it is prepared again, and fails under its own name
+    # When its turn comes it is prepared again, and fails under its own name.
+    with contextlib.suppress(Exception):
         following.prepare()
         queue.prepared = following

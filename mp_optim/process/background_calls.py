@@ -23,16 +23,13 @@ class _Thread:
     """A daemon thread with one call at a time."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self.pid = os.getpid()
         threading.Thread(target=self._serve, name="mp_optim-background", daemon=True).start()
 
-    def start(self, result: Future[T], work: Callable[[], T]) -> None:
-        self._calls.put((result, work))
-
     def _serve(self) -> None:
         while True:
-            _carry_out(*self._calls.get())
+            _carry_out(*self.calls.get())
             _idle.append(self)
 
 
@@ -55,5 +52,5 @@ def in_background(work: Callable[[], T]) -> Future[T]:
             break
     else:
         thread = _Thread()
-    thread.start(result, work)
+    thread.calls.put((result, work))
     return result

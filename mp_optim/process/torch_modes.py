@@ -26,14 +26,11 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         had_grad = torch.is_grad_enabled()
-        # by hand: an interrupt that ends a no_grad() before its time would leave autograd off for
-        # good
+        # by hand: an interrupt in the wrong place would make no_grad() leave autograd off for good
         try:
             if torch.is_inference_mode_enabled():
-                with (
-                    torch.inference_mode(False),
-                    torch.no_grad(),
-                ):  # leaving inference mode turns autograd on
+                # leaving inference mode turns autograd on
+                with torch.inference_mode(False), torch.no_grad():
                     return function(*args, **kwargs)
             torch._C._set_grad_enabled(False)
             return function(*args, **kwargs)
