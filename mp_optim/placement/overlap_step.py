@@ -107,19 +107,20 @@ class OverlappedHostStepper(HostStepper):
 
     @in_own_modes
     def on_grad_ready(self, update: SlotUpdate) -> None:
-        found = self._owner.on_host(update)
-        if found is None:
+        on_host = self._owner.on_host(update)
+        if on_host is None:
             return
-        self._ready[found.slot] += 1
+        slot = on_host.slot
+        self._ready[slot] += 1
         self._is_collected = False
-        bucket = self._bucket_of(found.slot)
-        if bucket.job is not None and found.slot in bucket.job.versions:
+        bucket = self._bucket_of(slot)
+        if bucket.job is not None and slot in bucket.job.versions:
             bucket.cancel()  # another micro-batch: what was begun is of no use
         if not self.is_last_microbatch or self._failure is not None:
             return
-        self._order.setdefault(found.slot)
+        self._order.setdefault(slot)
         try:
-            if bucket.add(found):
+            if bucket.add(on_host):
                 self._begin_up_to(bucket)
         except WorkerError as error:
             self._failure = error
