@@ -45,19 +45,15 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
     """
     optimizer = common["optimizer"]
     groups = [] if optimizer is None else optimizer["param_groups"]
-    digest = hashlib.sha256(
-        json.dumps([group["param_names"] for group in groups]).encode()
-    ).digest()
+    names = json.dumps([group["param_names"] for group in groups])
+    digest = hashlib.sha256(names.encode()).digest()
     others = ranks.gather(None if digest == ranks.broadcast(digest) else groups)
 
     def pack() -> bytes:
-        whole = (
-            None
-            if optimizer is None
-            else {**optimizer, "param_groups": _merged(groups, filter(None, others))}
-        )
-        buffer = io.BytesIO()
-        content = {**common, "optimizer": whole}
+        buffer, content = io.BytesIO(), dict(common)
+        if optimizer is not None:
+            whole = _merged(groups, filter(None, others))
+            content["optimizer"] = {**optimizer, "param_groups": whole}
         torch.save(content, buffer)
         _check_plain(buffer, content)
         return buffer.getvalue()

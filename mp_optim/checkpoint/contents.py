@@ -67,15 +67,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
     version = newest(Path(path))
     manifest = read_manifest(version)
     index = read_index(version, manifest)
-    return Contents(
-        version,
-        {
-            name: Entry(name, saved.dtype, saved.shape, len(saved.boxes))
-            for name, saved in sorted(index.entries.items())
-        },
-        manifest,
-        index,
-    )
+    entries: dict[str, Entry] = {}
+    for name, saved in sorted(index.entries.items()):
+        entries[name] = Entry(name, saved.dtype, saved.shape, len(saved.boxes))
+    return Contents(version, entries, manifest, index)
 
 
 @dataclass(frozen=True)

@@ -101,14 +101,9 @@ def plain_of(models: Models) -> dict[str, Any]:
 
 def load_model(models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
     """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
-    state = {
-        **{
-            name.removeprefix(MODEL): value
-            for name, value in tensors.items()
-            if name.startswith(MODEL)
-        },
-        **plain,
-    }
+    own_names = (name for name in tensors if name.startswith(MODEL))
+    state: dict[str, Any] = {name.removeprefix(MODEL): tensors[name] for name in own_names}
+    state |= plain
     for prefix, chunk in _chunks(models):
         own = canonical_names(chunk, chunk.state_dict())
         chunk.load_state_dict(

@@ -73,16 +73,13 @@ def export_safetensors(
         temporary = folder / f".model-{len(written) + 1:05d}.tmp"
         save_file(tensors, temporary, metadata={"format": "pt"})
         sync_file(temporary)
-        written.append(
-            (temporary, list(tensors), sum(tensor.nbytes for tensor in tensors.values()))
-        )
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        written.append((temporary, list(tensors), size))
 
     for tensors in _files(_whole(optimizer, ranks), max_shard_size):
         ranks.first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
-    return [
-        Path(name)
-        for name in ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
-    ]
+    names = ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
+    return list(map(Path, names))
 
 
 def _check_names(own: set[str], every: set[str]) -> None:
@@ -114,10 +111,8 @@ def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str
     """Tensors in order, as many to a file as fit; one empty file if there are none."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in named:
-        if (
-            tensors
-            and sum(other.numel() for other in tensors.values()) * 4 + tensor.numel() * 4 > limit
-        ):
+        elements = sum(other.numel() for other in tensors.values()) + tensor.numel()
+        if tensors and 4 * elements > limit:
             yield tensors
             tensors = {}
         tensors[name] = tensor

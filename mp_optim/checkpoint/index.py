@@ -101,11 +101,8 @@ def _plain(saved: Saved, number: Mapping[str, int]) -> list[Any]:
     dtype, boxes = str(saved.dtype).removeprefix("torch."), saved.boxes
     if len(boxes) == 1 and boxes[0].sizes == saved.shape:
         return [dtype, saved.shape, number[boxes[0].file], boxes[0].start]
-    return [
-        dtype,
-        saved.shape,
-        [[box.offsets, box.sizes, number[box.file], box.start] for box in boxes],
-    ]
+    plain = [[box.offsets, box.sizes, number[box.file], box.start] for box in boxes]
+    return [dtype, saved.shape, plain]
 
 
 def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
@@ -137,21 +134,13 @@ def _entry(name: str, plain: Any, files: list[str]) -> Saved:
     shape = _shape(tuple(plain_shape))
     if len(where) == 2:
         length = math.prod(shape) * dtype.itemsize
-        return Saved(
-            dtype, shape, [SavedBox((0,) * len(shape), shape, files[where[0]], where[1], length)]
-        )
+        box = SavedBox((0,) * len(shape), shape, files[where[0]], where[1], length)
+        return Saved(dtype, shape, [box])
     boxes = []
     for offsets, lengths, number, start in where[0]:
-        sizes = _shape(tuple(lengths))
-        boxes.append(
-            SavedBox(
-                _shape(tuple(offsets)),
-                sizes,
-                files[number],
-                start,
-                math.prod(sizes) * dtype.itemsize,
-            )
-        )
+        begin, sizes = _shape(tuple(offsets)), _shape(tuple(lengths))
+        length = math.prod(sizes) * dtype.itemsize
+        boxes.append(SavedBox(begin, sizes, files[number], start, length))
     return Saved(dtype, shape, boxes)
 
 
@@ -188,13 +177,8 @@ def check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
                 raise ValueError(
                     f"{name} of shape {saved.shape} has a box of {box.sizes} at {box.offsets}"
                 )
-            numbers = (
-                type(box.start) is int
-                and type(box.length) is int
-                and box.start >= 0
-                and box.length >= 0
-            )
-            if not numbers or box.start + box.length > sizes.get(box.file, -1):
+            are_numbers = _are_counts((box.start, box.length))
+            if not are_numbers or box.start + box.length > sizes.get(box.file, -1):
                 raise ValueError(
                     f"{name} lies at bytes {box.start} to {box.start + box.length} of "
                     f"{box.file!r}, which are not there"

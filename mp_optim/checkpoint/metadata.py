@@ -63,15 +63,9 @@ def as_metadata(index: Index, folder: Path) -> bytes:
             where[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(
                 box.file, box.start - before, box.length + before
             )
-    return pickle.dumps(
-        Metadata(
-            tensors,
-            {name: (name,) for name in tensors},
-            where,
-            StorageMeta(checkpoint_id=str(folder)),
-            CURRENT_DCP_VERSION,
-        )
-    )
+    paths = {name: (name,) for name in tensors}
+    storage = StorageMeta(checkpoint_id=str(folder))
+    return pickle.dumps(Metadata(tensors, paths, where, storage, CURRENT_DCP_VERSION))
 
 
 # -- of an older version --------------------------------------------------------------------------
@@ -177,13 +171,7 @@ def _saved(name: str, record: Mapping[str, Any], where: Mapping[Any, Mapping[str
             raise ValueError(
                 f"{name} lies in {info['relative_path']!r}, which is none of the checkpoint's files"
             )
-        boxes.append(
-            SavedBox(
-                tuple(held["offsets"]),
-                tuple(held["sizes"]),
-                info["relative_path"],
-                info["offset"],
-                info["length"],
-            )
-        )
+        offsets, sizes = tuple(held["offsets"]), tuple(held["sizes"])
+        place = info["relative_path"], info["offset"], info["length"]
+        boxes.append(SavedBox(offsets, sizes, *place))
     return Saved(dtype, tuple(record["size"]), boxes)

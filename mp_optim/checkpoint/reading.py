@@ -41,9 +41,8 @@ class _Copy(NamedTuple):
         if not self.sizes:
             return self.box.start, self.box.start + self.box.length
         row = math.prod(self.box.sizes[1:]) * self.target.itemsize
-        return self.box.start + self.begin[0] * row, self.box.start + (
-            self.begin[0] + self.sizes[0]
-        ) * row
+        first = self.box.start + self.begin[0] * row
+        return first, first + self.sizes[0] * row
 
     def is_contiguous(self) -> bool:
         """Whether those bytes are nothing else, and belong in one piece of the host's memory."""

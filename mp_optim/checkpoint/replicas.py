@@ -50,19 +50,16 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
         if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"
     }
     told = ranks.gather(told_of(plain))
-    kinds = {
-        one.names: rank for rank, one in reversed(list(enumerate(told)))
-    }  # the first rank of each
+    backwards = reversed(list(enumerate(told)))
+    kinds = {one.names: rank for rank, one in backwards}  # the first rank of each
     if ranks.broadcast(len(set(told)) < 2):
         return
     speakers = ranks.broadcast(set(kinds.values()))
     names = ranks.gather(tuple(plain) if ranks.rank in speakers else ())
-    compared = ranks.broadcast(
-        to_compare(told, {kind: names[rank] for kind, rank in kinds.items()})
-    )
-    digests = ranks.gather(
-        {name: _digest([param]) for name, param in plain.items() if name in compared}
-    )
+    names_of = {kind: names[rank] for kind, rank in kinds.items()}
+    compared = ranks.broadcast(to_compare(told, names_of))
+    own = {name: _digest([param]) for name, param in plain.items() if name in compared}
+    digests = ranks.gather(own)
     ranks.first("comparing the ranks' parameters", lambda: _compare(digests))
 
 

@@ -151,11 +151,7 @@ def _written(file: _SummedFile, items: list[tuple[Whole, Place, Tensor]]) -> Ite
     for entry, place, value in items:
         if entry.dtype.is_complex:
             value = value.resolve_conj()
-        content = (
-            value
-            if value.device.type == "cpu" and value.is_contiguous()
-            else value.cpu().contiguous()
-        )
+        content = value.cpu().contiguous()
         memory, before = memory_of(content), header(entry.dtype, place.sizes)
         start = file.size + len(before)
         if len(memory) <= _TINY:
