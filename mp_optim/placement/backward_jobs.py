@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,21 @@ from mp_optim.placement.staging import Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 
-__all__ = ["BackwardJob", "Bucket", "JobResult"]
+__all__ = ["BackwardJob", "Bucket", "JobResult", "MemoryOwner"]
+
+
+class MemoryOwner(Enum):
+    """Who may touch a bucket's staging memory and its back buffer.
+
+    NOBODY: what is in them means nothing. Uploads of the last step may still read the staging.
+    WORKER: a job was handed over, which fills both; the caller neither reads nor writes them,
+        cancelled or not, before the worker is drained.
+    CALLER: the worker is done; what it left is there until the step ends.
+    """
+
+    NOBODY = "nobody"
+    WORKER = "worker"
+    CALLER = "caller"
 
 
 class JobResult(NamedTuple):
@@ -98,17 +113,19 @@ class Bucket:
     """Some host slots, and what was begun on them during this backward. Used by the caller's thread
     alone; what the worker gets is a :class:`BackwardJob`.
 
-    NOTE: from :meth:`hand_over` on the worker alone touches the staging memory and the back buffer,
-    whether the job is cancelled or not, until it is drained. Then the caller does, until the step
-    ends; uploads may still read the staging memory after that.
+    NOTE: the memory changes hands only here, in the caller's thread: to the worker when a job is
+    handed over, back when the worker was drained, to nobody when the step ends. See
+    :class:`MemoryOwner` for what each may do.
 
     Attributes:
         slots: of the host's optimizer.
         waiting: gradients that got ready since the last job.
         job: what the worker was last given, if it may still be of use.
+        owner: whose its memory is.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
+        self.owner = MemoryOwner.NOBODY
         self.slots = tuple(slots)
         self.waiting: dict[Slot, SlotUpdate] = {}
         self.job: BackwardJob | None = None
@@ -139,11 +156,11 @@ class Bucket:
     @property
     def holds_step(self) -> bool:
         """Whether the back buffer still holds what the job stepped."""
-        return self._is_trusted and self.was_stepped
+        return self.owner is MemoryOwner.CALLER and self._is_trusted and self.was_stepped
 
     def hand_over(self, job: BackwardJob) -> None:
         """The memory is the worker's from now on."""
-        self.job, self._is_trusted = job, True
+        self.job, self.owner, self._is_trusted = job, MemoryOwner.WORKER, True
 
     def cancel(self) -> None:
         """Another gradient came for a slot of the job. Its memory stays the worker's."""
@@ -151,9 +168,15 @@ class Bucket:
             self.job.cancel()
             self.job = None
 
+    def take_back(self) -> None:
+        """The worker was drained: what the job left, if it was done, is the caller's."""
+        if self.owner is MemoryOwner.WORKER:
+            is_done = self.job is not None and self.job.result is not None
+            self.owner = MemoryOwner.CALLER if is_done else MemoryOwner.NOBODY
+
     def release(self) -> None:
         """What is in the memory is of no use any more. The worker is drained."""
-        self.waiting, self.job = {}, None
+        self.waiting, self.job, self.owner = {}, None, MemoryOwner.NOBODY
 
     def distrust(self) -> None:
         """Do not use what the job stepped: main params or moments may be written without a trace,

@@ -193,6 +193,7 @@ class OverlappedHostStepper(HostStepper):
             raise
         self._sums = {}
         for bucket in self.buckets:
+            bucket.take_back()
             if (job := bucket.job) is not None and job.result is not None:
                 for (slot, version), value in zip(
                     job.versions.items(), job.result.sums, strict=True
