@@ -40,6 +40,7 @@ class Capability:
 
 CAPABILITIES = {
     "auto": Capability(others_by_reference=True),
+    "native": Capability(rules=(*KERNEL_RULES, "adafactor")),
     "reference": Capability(others_by_reference=True),
     "torch": Capability(rules=("adam", "sgd"), others_by_reference=True, compact=False),
     "apex": Capability(rules=("adam", "lamb", "sgd"), compact=False),

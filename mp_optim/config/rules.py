@@ -100,7 +100,8 @@ class RuleSpec:
         beside_muon: hyperparameters it is given where it steps what muon leaves over.
         reads: what a step of one element depends on: the element, sums over all of the parameter
             (which ranks that share a parameter reduce), or whole matrices.
-        has_kernels: backends carry it out; else torch operations do, whatever the backend.
+        has_kernels: every backend carries it out; else torch operations do, and some of them by
+            kernels where :mod:`mp_optim.config.capabilities` says so.
         sample: hyperparameters for the self-test of backends.
     """
 

@@ -14,19 +14,18 @@ from torch import Tensor
 from mp_optim.config.setting_checks import NOT_NEGATIVE, as_number, check_schedule, check_setting
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.tensor_layout import Part
+from mp_optim.update.adafactor_passes import Averages, ElementPasses, average
 from mp_optim.update.backends import Backend
+from mp_optim.update.backends.native import NativeBackend
+from mp_optim.update.backends.native_adafactor import NativeElementPasses
 from mp_optim.update.codecs import join, split_
 from mp_optim.update.exact_sums import (
     Block,
     MatricesShape,
     blocks_of,
     digits_to_values,
-    largest,
     matrices_shape,
     over_shards,
-    pieces_of,
-    row_and_column_digits,
-    total_digits,
 )
 from mp_optim.update.kernel_args import REMAINDER, TensorLists, fp32
 from mp_optim.update.rule import RuleOptimizer, check_range
@@ -95,6 +94,9 @@ class Adafactor(RuleOptimizer):
         check_setting("eps[1]", eps[1], NOT_NEGATIVE)
 
     def group_backend(self, group: dict[str, Any], device: torch.device) -> tuple[str, str]:
+        backend, why = self.backend_for(device)
+        if isinstance(backend, NativeBackend):
+            return backend.name, why
         return "torch", "adafactor: torch operations, with the same bits in every place"
 
     def apply(
@@ -107,11 +109,14 @@ class Adafactor(RuleOptimizer):
         updates: SlotUpdates,
     ) -> None:
         lists = lists.in_place()
+        passes = ElementPasses()
+        if isinstance(backend, NativeBackend):
+            passes = NativeElementPasses(backend.library)
         scalars = _Scalars.at(group, step)
         parts = [self._groups[slot.group].parts[slot.position] for slot in updates.slots]
         for members in _runs(parts):
             params = [_Param.of(lists, at, parts[at], float(multiplier)) for at in members]
-            _step(params, scalars, [updates.shard_groups[at] for at in members])
+            _step(passes, params, scalars, [updates.shard_groups[at] for at in members])
             for at, param in zip(members, params, strict=True):
                 _store(lists, at, param)
 
@@ -120,10 +125,7 @@ class Adafactor(RuleOptimizer):
 class _Scalars:
     """Scalars of a step; those named ``fp32`` are rounded to it once."""
 
-    keep_fp32: float
-    weight_fp32: float
-    floor_fp32: float
-    squared_floor_fp32: float
+    averages: Averages
     decay_fp32: float
     rate: float
     least_scale: float
@@ -131,14 +133,9 @@ class _Scalars:
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> _Scalars:
-        lr, floor = float(group["lr"]), group["eps"][0]
-        floor = torch.finfo(torch.float32).eps if floor is None else float(floor)
-        weight = step ** float(group["beta2_decay"])
+        lr = float(group["lr"])
         return cls(
-            keep_fp32=fp32(1.0 - weight),
-            weight_fp32=fp32(weight),
-            floor_fp32=fp32(floor),
-            squared_floor_fp32=fp32(floor * floor),
+            averages=Averages.at(group, step),
             decay_fp32=fp32(lr * float(group["weight_decay"])),
             rate=min(lr, 1.0 / math.sqrt(step)),
             least_scale=float(group["eps"][1]),
@@ -210,7 +207,9 @@ def _runs(parts: Sequence[Part]) -> Iterator[list[int]]:
         yield members
 
 
-def _step(params: list[_Param], scalars: _Scalars, shard_groups: Sequence[Any]) -> None:
+def _step(
+    passes: ElementPasses, params: list[_Param], scalars: _Scalars, shard_groups: Sequence[Any]
+) -> None:
     """Step parameters that are stepped together; collective if some are split over ranks."""
 
     def reduced(values: list[Tensor], largest_of: bool) -> list[Tensor]:
@@ -219,43 +218,47 @@ def _step(params: list[_Param], scalars: _Scalars, shard_groups: Sequence[Any]) 
     def tops_of(values: list[Tensor]) -> list[list[float]]:
         return [top.tolist() for top in reduced(values, largest_of=True)]
 
-    tops = tops_of([torch.stack([largest(p.direction), largest(p.main)]) for p in params])
-    sums = [_digits_of(p, *top) for p, top in zip(params, tops, strict=True)]
+    found = [[passes.largest(p.direction), passes.largest(p.main)] for p in params]
+    tops = tops_of([torch.stack(each) for each in found])
+    sums = [_digits_of(passes, p, *top) for p, top in zip(params, tops, strict=True)]
     sums = reduced(sums, largest_of=False)
     scales = []
     for param, digits, (grad_top, main_top) in zip(params, sums, tops, strict=True):
         scales.append(param.rms(digits[:2], main_top))
-        _turn(param, digits[2:], grad_top, scalars)
-    tops = tops_of([largest(p.direction)[None] for p in params])
-    sums = [total_digits(p.blocks, top, p.device) for p, (top,) in zip(params, tops, strict=True)]
+        _turn(passes, param, digits[2:], grad_top, scalars.averages)
+    tops = tops_of([passes.largest(p.direction)[None] for p in params])
+    sums = [
+        passes.total_digits(p.blocks, top, p.device) for p, (top,) in zip(params, tops, strict=True)
+    ]
     sums = reduced(sums, largest_of=False)
     for param, digits, (top,), scale in zip(params, sums, tops, scales, strict=True):
-        if scalars.decay_fp32 != 0.0:
-            param.main.sub_(param.main * scalars.decay_fp32)
         size = scalars.step_size(scale, param.rms(digits, top))
-        param.main.sub_(param.direction.mul_(size))
+        passes.descend(param.main, param.direction, scalars.decay_fp32, size)
 
 
-def _digits_of(param: _Param, grad_top: float, main_top: float) -> Tensor:
+def _digits_of(passes: ElementPasses, param: _Param, grad_top: float, main_top: float) -> Tensor:
     """Digits of the sum of squares of the parameter, and of the gradient's rows and columns where
     they are kept; int64, shape (n,)."""
-    digits = [total_digits(blocks_of(param.part, param.main), main_top, param.device)]
+    mains = blocks_of(param.part, param.main)
+    digits = [passes.total_digits(mains, main_top, param.device)]
     if param.is_factored:
-        digits += row_and_column_digits(param.blocks, grad_top, param.shape, param.device)
+        digits += passes.row_and_column_digits(param.blocks, grad_top, param.shape, param.device)
     return torch.cat([each.reshape(-1) for each in digits])
 
 
-def _turn(param: _Param, digits: Tensor, top: float, scalars: _Scalars) -> None:
+def _turn(
+    passes: ElementPasses, param: _Param, digits: Tensor, top: float, scalars: Averages
+) -> None:
     """Update the moments, and turn the gradient into the direction."""
     if param.is_factored:
-        _turn_factored(param, digits, top, scalars)
-        return
-    variance, grad = param.state["variance"], param.direction
-    _average(variance, grad * grad, scalars)
-    grad.div_(_root(variance.clamp(min=scalars.squared_floor_fp32)))
+        _turn_factored(passes, param, digits, top, scalars)
+    else:
+        passes.turn_by_variance(param.direction, param.state["variance"], scalars)
 
 
-def _turn_factored(param: _Param, digits: Tensor, top: float, scalars: _Scalars) -> None:
+def _turn_factored(
+    passes: ElementPasses, param: _Param, digits: Tensor, top: float, scalars: Averages
+) -> None:
     matrices, rows, columns = param.shape
     by_row, by_column = torch.split(digits, [2 * matrices * rows, 2 * matrices * columns])
     row_var = param.state["row_var"].view(matrices, rows)
@@ -263,26 +266,12 @@ def _turn_factored(param: _Param, digits: Tensor, top: float, scalars: _Scalars)
     if not row_var.numel() or not column_var.numel():
         return
     row_sums = digits_to_values(by_row.view(2, matrices, rows), top)
-    _average(row_var, row_sums.div_(columns).float(), scalars)
+    average(row_var, row_sums.div_(columns).float(), scalars)
     column_sums = digits_to_values(by_column.view(2, matrices, columns), top)
-    _average(column_var, column_sums.div_(rows).float(), scalars)
+    average(column_var, column_sums.div_(rows).float(), scalars)
     means = sum_in_pairs(row_var.double()).div_(rows).float()
-    weights = row_var / means.clamp_(min=scalars.floor_fp32)[:, None]
-    for block in param.blocks:
-        for values, matrix, row, column in pieces_of(block):
-            deep, high, wide = values.shape
-            of_rows = weights[matrix : matrix + deep, row : row + high, None]
-            of_columns = column_var[matrix : matrix + deep, None, column : column + wide]
-            values.div_(_root((of_rows * of_columns).clamp_(min=scalars.squared_floor_fp32)))
-
-
-def _average(average: Tensor, value: Tensor, scalars: _Scalars) -> None:
-    average.mul_(scalars.keep_fp32).add_(value.mul_(scalars.weight_fp32))
-
-
-def _root(values: Tensor) -> Tensor:
-    """Square roots, rounded once from FP64."""
-    return values.double().sqrt_().float()
+    weights = row_var / means.clamp_(min=scalars.floor)[:, None]
+    passes.turn_by_matrices(param.blocks, weights, column_var, scalars)
 
 
 def _store(lists: TensorLists, at: int, param: _Param) -> None:

@@ -36,7 +36,14 @@ from mp_optim.update.kernel_args import (
     scale_key,
 )
 
-__all__ = ["NativeBackend", "set_host_cores", "set_host_threads", "set_thread_share"]
+__all__ = [
+    "NativeBackend",
+    "set_host_cores",
+    "set_host_threads",
+    "set_thread_share",
+    "tell_autograd",
+    "thread_count",
+]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_THREADS = 4096
@@ -111,7 +118,8 @@ def _check_cores(cores: Sequence[int]) -> None:
         )
 
 
-def _threads() -> int:
+def thread_count() -> int:
+    """Threads that the kernels may use now, in the calling thread."""
     return getattr(_here, "threads", None) or _host_threads or torch.get_num_threads()
 
 
@@ -255,12 +263,15 @@ class NativeBackend(ReferenceBackend):
 
     def _call(self, name: str, table: _Table, *arguments: Any) -> None:
         given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
-        self.library.call(name, ctypes.byref(table.tensors), *given, _threads())
+        self.library.call(name, ctypes.byref(table.tensors), *given, thread_count())
 
 
 def _mark_written(lists: TensorLists) -> None:
-    """Tell autograd, which cannot see the kernels write."""
-    written = [*lists.main, *_outputs(lists)]
+    tell_autograd([*lists.main, *_outputs(lists)])
+
+
+def tell_autograd(written: list[Tensor]) -> None:
+    """These were written where autograd cannot see it."""
     try:
         increment_version(written)
     except TypeError:  # before torch 2.7 one at a time

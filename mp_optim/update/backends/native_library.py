@@ -19,7 +19,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 5
+_ABI = 6
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -117,7 +117,33 @@ Lion = scalars(
     ["multiplier", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay"]
 )
 
+Adafactor = scalars(["keep", "weight", "squared_floor"])
+
+
+class Matrices(ctypes.Structure):
+    """``MpMatrices``: a box of a stack of matrices."""
+
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "matrices",
+                "rows",
+                "columns",
+                "matrix",
+                "row",
+                "column",
+                "all_matrices",
+                "all_rows",
+                "all_columns",
+            )
+        ),
+    ]
+
+
 _T, _P, _I = ctypes.POINTER(Tensors), ctypes.c_void_p, ctypes.c_int32
+_M, _N, _F, _D = ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double
 _SIGNATURES = {
     "mp_adam": [_T, ctypes.POINTER(Adam), _I],
     "mp_sgd": [_T, ctypes.POINTER(Sgd), _I],
@@ -125,6 +151,12 @@ _SIGNATURES = {
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_measure": [_T, _P, _P, _I],
+    "mp_largest": [_P, _N, _P, _I],
+    "mp_total_digits": [_P, _N, _D, _P, _I],
+    "mp_matrix_digits": [_M, _D, _P, _P, _I],
+    "mp_turn_matrices": [_M, _P, _P, _F, _I],
+    "mp_turn_by_variance": [_P, _P, _N, ctypes.POINTER(Adafactor), _I],
+    "mp_descend": [_P, _P, _N, _F, _F, _I],
     "mp_set_level": [ctypes.c_char_p],
     "mp_set_cores": [_P, _I],
 }

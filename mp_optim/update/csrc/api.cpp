@@ -37,12 +37,6 @@ const Level* best_level() {
 
 std::atomic<const Level*> chosen{nullptr};
 
-const Level& level() {
-    const Level* found = chosen.load();
-    if (!found) chosen.store(found = best_level());
-    return *found;
-}
-
 constexpr int64_t kLargeLaunch = 4 << 20;  // elements: well beyond the caches with main params and two moments
 
 bool is_one_of(int32_t dtype, std::initializer_list<int32_t> dtypes) {
@@ -268,6 +262,13 @@ int32_t guarded(Body body) noexcept {
 }
 
 }  // namespace
+
+const Level& level() {
+    const Level* found = chosen.load();
+    if (!found) chosen.store(found = best_level());
+    return *found;
+}
+
 }  // namespace mp
 
 using namespace mp;
@@ -346,4 +347,4 @@ int32_t mp_set_cores(const int32_t* cores, int32_t count) {
     return guarded([&] { set_cores(std::vector<int>(cores, cores + count)); });
 }
 
-int32_t mp_abi() { return 5; }
+int32_t mp_abi() { return 6; }

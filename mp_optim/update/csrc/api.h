@@ -64,6 +64,16 @@ struct MpLion {
     float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
 };
 
+struct MpAdafactor {
+    float keep, weight, squared_floor;
+};
+
+// A row-major contiguous box of FP32 values, and where it begins in a parameter that is a stack of matrices.
+struct MpMatrices {
+    float* values;
+    int64_t matrices, rows, columns, matrix, row, column, all_matrices, all_rows, all_columns;
+};
+
 // All functions return an MpStatus. `threads` >= 1 is an upper bound; results do not depend on it.
 MP_EXPORT int32_t mp_adam(const MpTensors* tensors, const MpAdam* scalars, int32_t threads);
 MP_EXPORT int32_t mp_sgd(const MpTensors* tensors, const MpSgd* scalars, int32_t threads);
@@ -73,6 +83,18 @@ MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalar
 MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);
 // sums: (count,) FP64 sums of squares of the gradients; zeros: (count,) numbers of zero elements, or null.
 MP_EXPORT int32_t mp_measure(const MpTensors* tensors, double* sums, int64_t* zeros, int32_t threads);
+
+// Adafactor's passes over FP32 values. `scale` is the power of two that brings all magnitudes below 1; digits of squares
+// are added to what is there: sums (2,), by_row (2, all matrices, all rows), by_column (2, all matrices, all columns).
+MP_EXPORT int32_t mp_largest(const float* x, int64_t n, float* top, int32_t threads);  // inf if one is not finite
+MP_EXPORT int32_t mp_total_digits(const float* x, int64_t n, double scale, int64_t* sums, int32_t threads);
+MP_EXPORT int32_t mp_matrix_digits(const MpMatrices* box, double scale, int64_t* by_row, int64_t* by_column,
+                                   int32_t threads);
+// Gradients become directions. weights: of all rows; columns: their second moments.
+MP_EXPORT int32_t mp_turn_matrices(const MpMatrices* box, const float* weights, const float* columns, float squared_floor,
+                                   int32_t threads);
+MP_EXPORT int32_t mp_turn_by_variance(float* x, float* variance, int64_t n, const MpAdafactor* scalars, int32_t threads);
+MP_EXPORT int32_t mp_descend(float* main, const float* direction, int64_t n, float decay, float size, int32_t threads);
 
 // "avx512", "avx2", "neon" or "baseline": the level in use. mp_set_level forces one that the CPU has.
 MP_EXPORT const char* mp_level();

@@ -4,6 +4,7 @@
 #include "rules.inl"
 #include "drivers.inl"
 #include "sums.inl"
+#include "adafactor.inl"
 
 // Moments of these dtypes, with main params of any.
 template <int32_t first, int32_t second, class Rule>

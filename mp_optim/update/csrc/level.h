@@ -49,9 +49,19 @@ struct Level {
     void (*lamb_moments)(const Run&, const MpLamb&, double* squares);  // of params and directions
     void (*lamb_apply)(const Run&, const MpLamb&, float ratio);
     double (*sum_of_squares)(const Run&, int64_t* zeros);
+    // Adafactor's, over elements that lie side by side
+    int32_t (*largest_bits)(const float* x, int64_t n);
+    void (*total_digits)(const float* x, int64_t n, double scale, int64_t* sums);
+    void (*row_digits)(const float* x, int64_t n, double scale, int64_t* high_columns, int64_t* low_columns, int64_t* sums);
+    void (*turn_row)(float* x, const float* columns, int64_t n, float weight, float floor);
+    void (*turn_by_variance)(float* x, float* variance, int64_t n, const MpAdafactor&);
+    void (*descend)(float* main, const float* direction, int64_t n, float decay, float size);
 };
 
 // Best first; null at the end.
 extern const Level* const kLevels[];
+
+// The one in use.
+const Level& level();
 
 }  // namespace mp

@@ -1,6 +1,7 @@
 """Adafactor: against torch's, against the paper's formulas in FP64, its state, and what is
 refused."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 from mp_optim import Adafactor, OptimizerConfig, get_megatron_optimizer
+from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import FusedAdam
+from mp_optim.update.backends.native import set_host_threads
+from mp_optim.update.backends.native_library import native_library
 from support.models import same_bits
 
 SHAPES = [(64, 128), (300, 7), (1, 5), (5, 1), (4, 3, 6), (3, 2, 3, 3), (9,), (), (0, 4)]
@@ -153,7 +157,6 @@ def test_large_matrices_keep_less_than_one_state():
         ({"eps": (None, None)}, "eps.*=None: must be a finite number >= 0"),
         ({"exp_avg_dtype": torch.bfloat16}, "exp_avg_dtype=torch.bfloat16: adafactor keeps"),
         ({"exp_avg_sq_dtype": torch.uint8}, "exp_avg_sq_dtype=torch.uint8: adafactor keeps"),
-        ({"backend": "native"}, "fused_backend='native': has no kernels for optimizer='adafactor'"),
     ],
 )
 def test_settings_are_checked(settings, said):
@@ -222,3 +225,155 @@ def test_torchs_state_dict_is_loaded_and_ours_by_torch():
     assert float(ours.state[param]["step"]) == 3
     assert torch.equal(ours.state[param]["row_var"], torchs.state[param]["row_var"])
     torchs.load_state_dict(ours.state_dict())
+
+
+LIBRARY = native_library()
+ODD = [0.0, -0.0, 1e-45, -1e-40, 1e-33, 65504.0, 1.0 + 2.0**-23]
+
+
+def needs_kernels(test):
+    reason = f"no native kernels: {LIBRARY.why}"
+    return pytest.mark.native(pytest.mark.skipif(LIBRARY.handle is None, reason=reason)(test))
+
+
+@pytest.fixture(params=LIBRARY.levels or [""])
+def level(request):
+    """Each instruction-set level that this CPU has."""
+    before = LIBRARY.level
+    LIBRARY.set_level(request.param)
+    yield request.param
+    LIBRARY.set_level(before)
+    set_host_threads(None)
+
+
+def spread(shape, seed, *odd):
+    """Values over many magnitudes, with odd ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-60, 40, shape, generator=generator)
+    values = torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
+    chosen = torch.tensor([*ODD, *odd])[torch.randint(0, 7 + len(odd), shape, generator=generator)]
+    return torch.where(torch.rand(shape, generator=generator) < 0.1, chosen, values)
+
+
+def assert_same(ours, theirs):
+    """Equal bits; all NaNs count as equal, as IEEE does not say which one an operation makes."""
+    ours, theirs = ours.float(), theirs.float()
+    same = (ours.view(torch.int32) == theirs.view(torch.int32)) | (ours.isnan() & theirs.isnan())
+    assert bool(same.all()), f"{ours[~same][:4].tolist()} instead of {theirs[~same][:4].tolist()}"
+
+
+def assert_native_is_reference(shapes, grads, cut=torch.clone, main=None, **settings):
+    """Three steps of both, with outputs in bfloat16.
+
+    Args:
+        grads: makes the gradient of a shape and a seed. cut: makes the tensor to step of values.
+        main: values of a parameter, instead of random ones.
+    """
+    found = []
+    for backend in ("native", "reference"):
+        mains = [cut(spread(shape, 1) if main is None else main) for shape in shapes]
+        outputs = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+        optimizer = Adafactor(mains, backend=backend, **settings)
+        for step in range(3):
+            optimizer.step_slots(
+                [
+                    SlotUpdate(Slot(0, at), grads(shape, 10 + step), 0.37 if step else 1.0, out)
+                    for at, (shape, out) in enumerate(zip(shapes, outputs, strict=True))
+                ]
+            )
+        states = [list(optimizer.state[each].values()) for each in mains]
+        found.append([*mains, *outputs, *itertools.chain(*states)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_same(ours, theirs)
+
+
+ALL_SHAPES = [
+    *SHAPES,
+    (1, 5000),
+    (5000, 1),
+    (33, 1025),
+    (2049, 3),
+    (257, 1024),
+    (70_001,),
+    (3, 129, 130),
+    (3, 2, 40, 33),
+    (0,),
+    (4, 0),
+    (0, 3, 4),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    zip([torch.float32, torch.bfloat16, torch.float16, torch.float64], SETTINGS, strict=True),
+    ids=str,
+)
+@needs_kernels
+def test_native_kernels_have_the_references_bits(level, threads, dtype, settings):
+    set_host_threads(threads)
+    assert_native_is_reference(
+        ALL_SHAPES, lambda shape, seed: spread(shape, seed).to(dtype), **settings
+    )
+
+
+@pytest.mark.parametrize(
+    "odd", [(math.inf,), (-math.inf,), (math.nan,), (3e38, -3e38), (2.0**-149,), (1e20, 1e-30)]
+)
+@needs_kernels
+def test_native_kernels_have_the_references_bits_for_odd_values(level, odd):
+    """In gradients, then in parameters; then of nothing but them; then of zeros."""
+    shapes = [(40, 33), (1, 9), (70,), (2, 3, 5)]
+    assert_native_is_reference(shapes, lambda shape, seed: spread(shape, seed, *odd))
+    assert_native_is_reference([(20, 70)], spread, main=spread((20, 70), 3, *odd))
+    assert_native_is_reference(shapes, lambda shape, seed: torch.full(shape, odd[0]))
+    assert_native_is_reference(shapes, lambda shape, seed: torch.zeros(shape))
+    assert_native_is_reference(shapes, lambda shape, seed: torch.zeros(shape), eps=(0.0, 0.0))
+
+
+@needs_kernels
+def test_native_kernels_step_tensors_that_are_not_contiguous(level):
+    def every_second(values):
+        return values.repeat_interleave(2, -1)[..., ::2]
+
+    def transposed(shape, seed):
+        return spread(shape, seed).mT.contiguous().mT
+
+    assert not every_second(random((40, 33))).is_contiguous()
+    assert_native_is_reference([(40, 33), (3, 40, 33)], transposed, every_second)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@needs_kernels
+def test_native_kernels_step_remainders(level, bits):
+    assert_native_is_reference(
+        [(40, 33), (70,)],
+        spread,
+        torch.Tensor.bfloat16,
+        store_param_remainders=True,
+        param_remainder_bits=bits,
+    )
+
+
+@needs_kernels
+def test_native_kernels_step_large_tensors_on_any_number_of_threads(level):
+    grads = {seed: spread((300, 1300), seed) for seed in (10, 11, 12)}
+    for threads in (2, 5):
+        set_host_threads(threads)
+        assert_native_is_reference([(300, 1300), (390_000,)], lambda s, n: grads[n].view(s))
+
+
+@needs_kernels
+def test_native_kernels_are_shown_and_tell_autograd():
+    param = nn.Parameter(random((40, 33)))
+    for backend in ("auto", "native"):
+        optimizer = Adafactor([param], backend=backend)
+        group = optimizer.param_groups[0]
+        assert optimizer.group_backend(group, torch.device("cpu"))[0] == "native"
+        version, param.grad = param._version, random((40, 33), 1)
+        optimizer.step()
+        assert param._version > version
+    config = OptimizerConfig(optimizer="adafactor", lr=1e-2, fused_backend="native")
+    assert "native" in str(get_megatron_optimizer(config, nn.Linear(3, 4)).describe())
+    config = OptimizerConfig(optimizer="adafactor", lr=1e-2, fused_backend="reference")
+    assert "adafactor: torch op" in str(get_megatron_optimizer(config, nn.Linear(3, 4)).describe())

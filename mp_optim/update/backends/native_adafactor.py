@@ -1,0 +1,84 @@
+"""Adafactor's passes by the compiled kernels of ``update/csrc``, on all host threads."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.adafactor_passes import Averages, ElementPasses
+from mp_optim.update.backends.native import tell_autograd, thread_count
+from mp_optim.update.backends.native_library import Adafactor, Matrices, NativeLibrary
+from mp_optim.update.exact_sums import Block, MatricesShape
+
+__all__ = ["NativeElementPasses"]
+
+
+class NativeElementPasses(ElementPasses):
+    """Calls the library; bit for bit what the text in torch operations computes."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def largest(self, values: Tensor) -> Tensor:
+        top = torch.zeros((), dtype=torch.float32, device="cpu")
+        if values.numel():
+            self._call("mp_largest", values.data_ptr(), values.numel(), top.data_ptr())
+        return top
+
+    def total_digits(self, blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
+        total = torch.zeros(2, dtype=torch.int64, device=device)
+        for block in blocks if math.isfinite(top) else ():
+            values = block.values
+            self._call(
+                "mp_total_digits", values.data_ptr(), values.numel(), _scale(top), total.data_ptr()
+            )
+        return total
+
+    def row_and_column_digits(
+        self, blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        matrices, rows, columns = shape
+        by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
+        by_column = torch.zeros(2, matrices, columns, dtype=torch.int64, device=device)
+        for block in blocks if math.isfinite(top) else ():
+            box, to = _matrices(block, shape), (by_row.data_ptr(), by_column.data_ptr())
+            self._call("mp_matrix_digits", box, _scale(top), *to)
+        return by_row, by_column
+
+    def turn_by_variance(self, grad: Tensor, variance: Tensor, scalars: Averages) -> None:
+        if grad.numel():
+            values = Adafactor(scalars.keep, scalars.weight, scalars.squared_floor)
+            to = (grad.data_ptr(), variance.data_ptr(), grad.numel())
+            self._call("mp_turn_by_variance", *to, ctypes.byref(values))
+
+    def turn_by_matrices(
+        self, blocks: Sequence[Block], weights: Tensor, columns: Tensor, scalars: Averages
+    ) -> None:
+        shape = (*weights.shape, columns.shape[1])
+        moments = (weights.data_ptr(), columns.data_ptr(), scalars.squared_floor)
+        for block in blocks:
+            self._call("mp_turn_matrices", _matrices(block, shape), *moments)
+
+    def descend(self, main: Tensor, direction: Tensor, decay: float, size: float) -> None:
+        if main.numel():
+            tensors = (main.data_ptr(), direction.data_ptr(), main.numel())
+            self._call("mp_descend", *tensors, decay, size)
+            tell_autograd([main])
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._library.call(name, *arguments, thread_count())
+
+
+def _scale(top: float) -> float:
+    """The power of two that brings all magnitudes below 1."""
+    return float(2.0 ** -math.frexp(top)[1])
+
+
+def _matrices(block: Block, shape: MatricesShape) -> Any:
+    values = block.values
+    return ctypes.byref(Matrices(values.data_ptr(), *values.shape, *block[1:], *shape))
