@@ -16,6 +16,7 @@ from mp_optim.config.rules import (
     RULE_FIELDS,
     RULES,
     SECOND_DTYPE,
+    RuleSpec,
     fields_beside_muon,
     rules_of_field,
 )
@@ -146,11 +147,13 @@ def _needed_rule(name: str) -> tuple[str, Callable[[ConfigFields], bool]]:
 
 
 _RULE_NEEDS = {name: _needed_rule(name) for name in RULE_FIELDS}
-_SECOND_MOMENT = [
-    rule.name
-    for rule in RULES.values()
-    if SECOND_DTYPE in [moment.dtype_field for moment in rule.moments]
-]
+
+
+def _has_second_moment(rule: RuleSpec) -> bool:
+    return SECOND_DTYPE in [moment.dtype_field for moment in rule.moments]
+
+
+_SECOND_MOMENT = [rule.name for rule in RULES.values() if _has_second_moment(rule)]
 
 _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
     "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),

@@ -157,11 +157,10 @@ def checked_groups(
     named = [_with_names(group, names) for group in given]
     if all("param_names" in group for group in named if group["params"]):
         return named
-    return (
-        [{key: value for key, value in group.items() if key != "param_names"} for group in named]
-        if not any("param_names" in group for group in given)
-        else named
-    )
+    if not any("param_names" in group for group in given):
+        for group in named:
+            group.pop("param_names", None)
+    return named
 
 
 def _names(chunks: Sequence[nn.Module]) -> dict[int, tuple[set[str], str]]:
@@ -182,7 +181,8 @@ def _with_names(
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     given = list(group.get("param_names", ()))
     if params and all(isinstance(item, tuple) for item in params):
-        given, params = [name for name, _ in params], [param for _, param in params]
+        given = [name for name, _ in params]
+        params = [param for _, param in params]
     wanted = []
     for index, param in enumerate(params):
         own = given[index] if index < len(given) else None

@@ -73,12 +73,13 @@ class ParamKey:
 
     def matches(self, param: Tensor, param_name: str) -> bool:
         """Whether any condition holds."""
-        return (
-            any(fnmatch.fnmatchcase(param_name, pattern) for pattern in _tuple(self.name))
-            or any(bool(getattr(param, attr, False)) for attr in _tuple(self.attr))
-            or any(test.fn(param) for test in _tuple(self.predicate))
-            or any(test.fn(param, param_name) for test in _tuple(self.with_name_predicate))
-        )
+        if any(fnmatch.fnmatchcase(param_name, pattern) for pattern in _tuple(self.name)):
+            return True
+        if any(bool(getattr(param, attr, False)) for attr in _tuple(self.attr)):
+            return True
+        if any(test.fn(param) for test in _tuple(self.predicate)):
+            return True
+        return any(test.fn(param, param_name) for test in _tuple(self.with_name_predicate))
 
 
 class ParamGroupOverride(TypedDict, total=False):
@@ -423,9 +424,10 @@ def _group(
     floor = {} if config.min_lr is None else {"min_lr": config.min_lr}
     settings = {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": lr, **floor, **override}
     decoupled = config.decoupled_lr is not None and settings["max_lr"] == config.decoupled_lr != lr
+    names = [name for name, _ in named]
     return {
         "params": [param for _, param in named],
-        "param_names": [name for name, _ in named],
+        "param_names": names,
         "lr": settings["max_lr"] * settings["lr_mult"],
         "weight_decay": config.weight_decay * settings["wd_mult"],
         "is_expert_parallel": is_expert,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,10 +101,7 @@ class OptimizerParamScheduler:
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
-        self._limits = [
-            {name: group[name] for name in self._LIMITS if name in group}
-            for group in optimizer.param_groups
-        ]
+        self._limits = [self._limits_of(group) for group in optimizer.param_groups]
         self.num_steps = 0
         self._check()
         tops = {group.get("max_lr", max_lr) for group in optimizer.param_groups}
@@ -114,6 +112,9 @@ class OptimizerParamScheduler:
                 "OptimizerConfig.lr, or the groups'"
             )
         self.step(0)
+
+    def _limits_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: group[name] for name in self._LIMITS if name in group}
 
     def _check(self) -> None:
         wsd, end = self.lr_decay_style == "WSD", self.lr_decay_steps

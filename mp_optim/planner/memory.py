@@ -70,10 +70,11 @@ class MemoryPlan:
         """(what for, accelerator, pinned host, pageable host) in bytes, and the totals."""
         places = (self.accelerator, self.pinned_host, self.pageable_host)
         names = [spec.name for spec in dataclasses.fields(Memory)]
-        return [
-            (name.replace("_", " "), *(getattr(place, name) for place in places))
-            for name in [*names, "total"]
-        ]
+        rows = []
+        for name in [*names, "total"]:
+            sizes = [getattr(place, name) for place in places]
+            rows.append((name.replace("_", " "), *sizes))
+        return rows
 
     def __str__(self) -> str:
         lines = [f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"]

@@ -45,19 +45,12 @@ def of_one_rank(
         experts: names of those that are data-parallel over ``expert_ranks``, not ``ranks``.
     """
     if not config.is_distributed:
-        return Held(
-            named,
-            sum(param.nbytes for _, param in named),
-            sum(_grad_size(param) for _, param in named if param.requires_grad),
-        )
+        grads = sum(_grad_size(param) for _, param in named if param.requires_grad)
+        return Held(named, sum(param.nbytes for _, param in named), grads)
     shapes = {name: param.shape for name, param in named}
-    buckets = [
-        bucket
-        for wanted, over in ((False, ranks), (True, expert_ranks))
-        for bucket in _buckets(
-            [(name, p) for name, p in named if (name in experts) == wanted], config, over
-        )
-    ]
+    dense = [(name, param) for name, param in named if name not in experts]
+    expert = [(name, param) for name, param in named if name in experts]
+    buckets = [*_buckets(dense, config, ranks), *_buckets(expert, config, expert_ranks)]
     owned = {
         entry.name: _stepped(entry.stop - entry.start, shapes[entry.name], config)
         for bucket in buckets
@@ -95,9 +88,10 @@ def _buckets(
     named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, ranks: int
 ) -> list[Bucket]:
     trained = [(name, param) for name, param in named if param.requires_grad]
+    names = [name for name, _ in trained]
     return make_buckets(
         [param for _, param in trained],
-        [name for name, _ in trained],
+        names,
         rank=0,
         ranks=ranks,
         bucket_size=bucket_elements(config, ranks),

@@ -60,7 +60,8 @@ def publish(lists: TensorLists) -> None:
         if output is not None
     ]
     if pairs:
-        torch._foreach_copy_([output for output, _ in pairs], [main for _, main in pairs])
+        outputs = [output for output, _ in pairs]
+        torch._foreach_copy_(outputs, [main for _, main in pairs])
 
 
 def mark_written(lists: TensorLists) -> None:

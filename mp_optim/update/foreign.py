@@ -207,6 +207,10 @@ def _present_form(key: str, saved: Any) -> Any:
     return saved
 
 
+def _in_order(items: Mapping[int, Any]) -> list[Any]:
+    return [items[index] for index in sorted(items)]
+
+
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """State with its lists, from what is in them."""
     nested: dict[str, Any] = {}
@@ -217,7 +221,7 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
         else:
             nested[key] = value
     if lists:
-        nested |= _nested({key: [at[i] for i in sorted(at)] for key, at in lists.items()})
+        nested |= _nested({key: _in_order(items) for key, items in lists.items()})
     return nested
 
 

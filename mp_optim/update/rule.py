@@ -314,8 +314,8 @@ class RuleOptimizer(RuleState):
                 index,
                 launch,
                 updates.take(members),
-                [positions[at] for at in members],
-                CachedTensorList(mains[at] for at in members),
+                [positions[index] for index in members],
+                CachedTensorList(map(mains.__getitem__, members)),
                 settings,
             )
 

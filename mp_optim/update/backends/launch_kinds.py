@@ -101,5 +101,6 @@ def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind
         for name, dtype in dtypes
     )
     noise = lists.noise or []
-    alike = len({item.seed for item in noise}) <= 1 and not any(item.start for item in noise)
+    seeds = {item.seed for item in noise}
+    alike = len(seeds) <= 1 and not any(item.start for item in noise)
     return kind if kind.is_supported and scaled and alike else None

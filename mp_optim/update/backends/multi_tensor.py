@@ -243,4 +243,5 @@ def _flat_pieces(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
         ),
         key=lambda pair: pair[:2],
     )
-    return [owner for owner, _, _ in pairs], [main for _, _, main in pairs]
+    owners = [owner for owner, _, _ in pairs]
+    return owners, [main for _, _, main in pairs]

@@ -148,12 +148,10 @@ class _Table:
         self._arrays["numel"] = (steady.get("moment1") or steady["grad"]).sizes
         if noise is not None:
             self._arrays["stream"] = array("I", [item.stream for item in noise])
-        self.tensors = lib.Tensors(
-            count=len(steady["grad"]),
-            seed=noise[0].seed if noise else 0,
-            **{name: values.buffer_info()[0] for name, values in self._arrays.items()},
-            **{f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()},
-        )
+        addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
+        dtypes = {f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()}
+        seed = noise[0].seed if noise else 0
+        self.tensors = lib.Tensors(count=len(steady["grad"]), seed=seed, **addresses, **dtypes)
 
 
 class NativeBackend(ReferenceBackend):

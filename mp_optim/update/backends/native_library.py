@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,58 +28,51 @@ _STATUS = {
 }
 
 
+_COLUMNS = (
+    "numel",
+    "main",
+    "remainder",
+    "grad",
+    "moment1",
+    "moment2",
+    "scale1",
+    "scale2",
+    "output",
+    "stream",
+)
+_DTYPES = (
+    "main_dtype",
+    "remainder_dtype",
+    "grad_dtype",
+    "moment1_dtype",
+    "moment2_dtype",
+    "output_dtype",
+)
+_SOURCES = (
+    "from_main",
+    "from_remainder",
+    "from_moment1",
+    "from_moment2",
+    "from_scale1",
+    "from_scale2",
+)
+
+
 class Tensors(ctypes.Structure):
     """``MpTensors``: tables of pointers."""
 
     _fields_ = [
         ("count", ctypes.c_int64),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "numel",
-                "main",
-                "remainder",
-                "grad",
-                "moment1",
-                "moment2",
-                "scale1",
-                "scale2",
-                "output",
-                "stream",
-            )
-        ),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "main_dtype",
-                "remainder_dtype",
-                "grad_dtype",
-                "moment1_dtype",
-                "moment2_dtype",
-                "output_dtype",
-            )
-        ),
+        *zip(_COLUMNS, repeat(ctypes.c_void_p)),
+        *zip(_DTYPES, repeat(ctypes.c_int32)),
         ("seed", ctypes.c_uint32),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "from_main",
-                "from_remainder",
-                "from_moment1",
-                "from_moment2",
-                "from_scale1",
-                "from_scale2",
-            )
-        ),
+        *zip(_SOURCES, repeat(ctypes.c_void_p)),
     ]
 
 
 def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:
     """A structure of FP32 fields followed by int32 ones."""
-    fields = [
-        *((name, ctypes.c_float) for name in floats),
-        *((name, ctypes.c_int32) for name in integers),
-    ]
+    fields = [*zip(floats, repeat(ctypes.c_float)), *zip(integers, repeat(ctypes.c_int32))]
     return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
 
 

@@ -139,12 +139,10 @@ def _lists(
     rule: str, grad: torch.dtype, output: torch.dtype | None, device: torch.device
 ) -> TensorLists:
     mains = [_values(size, 5.0 + 0.1 * index, device) for index, size in enumerate(_SIZES)]
-    return TensorLists(
-        mains,
-        [_values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)],
-        {key: [torch.zeros_like(main) for main in mains] for key in RULES[rule].moment_names},
-        [None if output is None else torch.zeros_like(main, dtype=output) for main in mains],
-    )
+    grads = [_values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)]
+    state = {key: list(map(torch.zeros_like, mains)) for key in RULES[rule].moment_names}
+    outputs = [None if output is None else torch.zeros_like(p, dtype=output) for p in mains]
+    return TensorLists(mains, grads, state, outputs)
 
 
 def _step(backend: Backend, rule: str, lists: TensorLists, step: int, multiplier: float) -> None:
