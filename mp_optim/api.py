@@ -87,7 +87,11 @@ def get_megatron_optimizer(
                 "itself; give config_overrides instead, or a number (see mp_optim.plan)"
             )
         config = with_chosen_fraction(
-            config, chunks, config_overrides, process_groups or ProcessGroups(), expert_predicate
+            config,
+            chunks,
+            config_overrides,
+            process_groups or ProcessGroups(),
+            expert_predicate,
         )
     optimizer = build(
         config,

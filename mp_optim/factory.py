@@ -57,17 +57,25 @@ def build(
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
         overrides = (
-            get_standard_config_overrides(config) if config_overrides is None else config_overrides
+            get_standard_config_overrides(config)
+            if config_overrides is None
+            else config_overrides
         )
         param_groups = get_param_groups(chunks, config, overrides, expert_predicate)
     check_claims(chunks, param_groups)
     _check_partitions(config, param_groups, groups_of)
-    dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]
-    experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
+    dense = [
+        group for group in param_groups if not group.get("is_expert_parallel", False)
+    ]
+    experts = [
+        group for group in param_groups if group.get("is_expert_parallel", False)
+    ]
     scaler = _grad_scaler(config, device_of(chunks))
     if config.is_distributed:
         if wrapped := [
-            chunk for chunk in chunks if isinstance(chunk, nn.parallel.DistributedDataParallel)
+            chunk
+            for chunk in chunks
+            if isinstance(chunk, nn.parallel.DistributedDataParallel)
         ]:
             raise ValueError(
                 f"use_distributed_optimizer=True with a {type(wrapped[0]).__name__}, which reduces "
@@ -136,7 +144,9 @@ def device_of(chunks: Sequence[nn.Module]) -> torch.device:
     return next((local_tensor(param).device for param in params), torch.device("cpu"))
 
 
-def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:
+def _grad_scaler(
+    config: OptimizerConfig, device: torch.device
+) -> MegatronGradScaler | None:
     if not config.fp16:
         return None
     if config.loss_scale is not None:
@@ -205,10 +215,16 @@ def _part(
             divided too: an expert's gradient adds up what the tokens of several of them
             contributed.
     """
-    wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
+    wrapper = (
+        Float16OptimizerWithFloat16Params
+        if config.fp16 or config.bf16
+        else FP32Optimizer
+    )
 
     def build(some: list[dict[str, Any]]) -> WrappedOptimizer:
-        return wrapper(_inner(config, some), config, scaler, process_groups=process_groups)
+        return wrapper(
+            _inner(config, some), config, scaler, process_groups=process_groups
+        )
 
     if not config.is_distributed:
         return build([with_names(group) for group in groups] or [{"params": []}])
@@ -223,11 +239,15 @@ def _part(
     )
 
 
-def _inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _inner(
+    config: OptimizerConfig, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     rule, settings = CLASSES[config.optimizer], settings_of(config)
     construction = construction_of(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
-        warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0")
+        warn(
+            "optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0"
+        )
     if not config.optimizer_cpu_offload:
         optimizer: torch.optim.Optimizer = rule(groups, **construction, **settings)
         return optimizer

@@ -6,4 +6,6 @@ from mp_optim.quantized.weights import Dequantize, quantize_weights
 
 __all__ = ["Dequantize", "quantize_weights"]
 
-warnings.warn("mp_optim.float8 is called mp_optim.quantized", DeprecationWarning, stacklevel=2)
+warnings.warn(
+    "mp_optim.float8 is called mp_optim.quantized", DeprecationWarning, stacklevel=2
+)

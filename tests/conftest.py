@@ -28,7 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons: dict[str, list[str]] = {}
     for report in terminalreporter.stats.get("skipped", []):
-        reasons.setdefault(report.longrepr[2].removeprefix("Skipped: "), []).append(report.nodeid)
+        reasons.setdefault(report.longrepr[2].removeprefix("Skipped: "), []).append(
+            report.nodeid
+        )
     for reason, nodeids in reasons.items():
         terminalreporter.section(f"{len(nodeids)} tests did not run: {reason}")
         for nodeid in nodeids:

@@ -97,10 +97,18 @@ def one_round(options: Options, number: int, limit: int, tally: Tally) -> None:
         if not first:
             tally.counts += AnyProgram.counts
             first.append(
-                Failure(tally.counts["programs"], tally.seconds, _in_short(error), "\n".join(lines))
+                Failure(
+                    tally.counts["programs"],
+                    tally.seconds,
+                    _in_short(error),
+                    "\n".join(lines),
+                )
             )
 
-    AnyProgram.on_failure, AnyProgram.without = staticmethod(note), frozenset(options.without)
+    AnyProgram.on_failure, AnyProgram.without = (
+        staticmethod(note),
+        frozenset(options.without),
+    )
     seed(options.seed + number)(AnyProgram)
     phases = (Phase.generate, Phase.shrink) if options.shrink else (Phase.generate,)
     try:
@@ -124,7 +132,9 @@ def one_round(options: Options, number: int, limit: int, tally: Tally) -> None:
             if first
             else Failure(tally.counts["programs"], tally.seconds, _in_short(error), "")
         )
-        tally.failures.append(replace(failure, program=_shortest(error) or failure.program))
+        tally.failures.append(
+            replace(failure, program=_shortest(error) or failure.program)
+        )
 
 
 def _in_short(error: BaseException) -> str:
@@ -135,7 +145,9 @@ def _shortest(error: BaseException) -> str:
     """The program that hypothesis prints with an error."""
     notes = "\n".join(getattr(error, "__notes__", []))
     found = re.search(
-        r"^state = AnyProgram\(\)$.*?^state\.teardown\(\)$", notes, re.MULTILINE | re.DOTALL
+        r"^state = AnyProgram\(\)$.*?^state\.teardown\(\)$",
+        notes,
+        re.MULTILINE | re.DOTALL,
     )
     return found[0] if found else ""
 
@@ -181,9 +193,14 @@ def report(tally: Tally, console: Console) -> None:
 def show_last(tally: Tally, console: Console) -> None:
     """The failure of the last round."""
     failure = tally.failures[-1]
-    console.print(f"[red]after {failure.programs} programs, {failure.seconds:.1f} s:[/red]")
     console.print(
-        f"{failure.message}\n{failure.program}", markup=False, highlight=False, soft_wrap=True
+        f"[red]after {failure.programs} programs, {failure.seconds:.1f} s:[/red]"
+    )
+    console.print(
+        f"{failure.message}\n{failure.program}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
     )
 
 

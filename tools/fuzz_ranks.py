@@ -62,7 +62,10 @@ def explore(pool: Pool, cases: Iterable[Case], options: Options) -> Tally:
         tally.refused += verdict.refused
         if verdict.among_threads:
             tally.among_threads += (case.seed,)
-            print(f"among threads alone: {grouped(case)}\n  {verdict.among_threads[0]}", flush=True)
+            print(
+                f"among threads alone: {grouped(case)}\n  {verdict.among_threads[0]}",
+                flush=True,
+            )
         if verdict.faults:
             tally.failed += (case.seed,)
             print(
@@ -72,7 +75,10 @@ def explore(pool: Pool, cases: Iterable[Case], options: Options) -> Tally:
             print("\n".join(f"  {fault}" for fault in verdict.faults[:12]), flush=True)
         elif options.verbose:
             note = "  (torch refuses the model)" if verdict.refused else ""
-            print(f"{time.monotonic() - started:6.2f} s  {grouped(case)}{note}", flush=True)
+            print(
+                f"{time.monotonic() - started:6.2f} s  {grouped(case)}{note}",
+                flush=True,
+            )
         if tally.failed and options.stop:
             break
     return tally

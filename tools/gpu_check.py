@@ -52,12 +52,16 @@ def main(options: Options) -> None:
         "steps": lambda: speed.steps(rate, numel, options.rounds),
         "many": lambda: speed.many(rate, numel // 10, options.rounds),
         "verdict": lambda: waiting.verdicts(rate, numel // 10, options.rounds),
-        "hybrid": lambda: hybrid.fractions(device, int(options.hybrid_params), options.rounds),
+        "hybrid": lambda: hybrid.fractions(
+            device, int(options.hybrid_params), options.rounds
+        ),
         "syncs": lambda: waiting.synchronisations(device),
         "bits": lambda: agreement.bits(device),
     }
     if unknown := set(options.only) - parts.keys():
-        raise SystemExit(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(parts)}")
+        raise SystemExit(
+            f"--only {' '.join(sorted(unknown))}: choose from {', '.join(parts)}"
+        )
     found: dict[str, Any] = {"machine": facts.machine(device)}
     for name, run in parts.items():
         if options.only and name not in options.only:
@@ -65,7 +69,10 @@ def main(options: Options) -> None:
         started = time.perf_counter()
         section = run()
         show(console, section)
-        found[name] = {**asdict(section), "seconds": round(time.perf_counter() - started, 1)}
+        found[name] = {
+            **asdict(section),
+            "seconds": round(time.perf_counter() - started, 1),
+        }
         gc.collect()
         if (
             options.output is not None

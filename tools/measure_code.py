@@ -107,7 +107,9 @@ def measure(root: Path) -> Figures:
     figures = Figures()
     _size(modules, figures)
     _density(modules, figures)
-    figures["getattr and hasattr for attributes of our own"] = len(list(probes(modules)))
+    figures["getattr and hasattr for attributes of our own"] = len(
+        list(probes(modules))
+    )
     name, count = widest_class(modules)
     figures["methods on the widest class"] = f"{count} ({name})"
     figures["files that name a rule"] = len(list(files_naming(modules, RULE)))
@@ -120,7 +122,9 @@ def measure(root: Path) -> Figures:
 def _size(modules: list[Module], figures: Figures) -> None:
     own = [module for module in modules if NEW_RULE not in module.path.name]
     figures["files"] = len(modules)
-    figures[f"lines of Python without {NEW_RULE}"] = sum(m.text.count("\n") for m in own)
+    figures[f"lines of Python without {NEW_RULE}"] = sum(
+        m.text.count("\n") for m in own
+    )
     figures[f"lines of code without {NEW_RULE}"] = sum(len(m.tokens()) for m in own)
     figures["statements"] = sum(_statements(module.tree) for module in own)
     lengths = sorted(_function_lengths(modules))
@@ -159,7 +163,9 @@ def crowded(modules: list[Module]) -> Iterator[str]:
     for module in modules:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-                inside = sum(isinstance(part, _COMPREHENSIONS) for part in ast.walk(node))
+                inside = sum(
+                    isinstance(part, _COMPREHENSIONS) for part in ast.walk(node)
+                )
                 if inside > 1:
                     yield f"{module.path}:{node.lineno}"
 
@@ -202,7 +208,9 @@ def _attributes(tree: ast.Module) -> set[str]:
             for node in ast.walk(owner):
                 if isinstance(node, _FUNCTIONS):
                     names.add(node.name)
-                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                elif isinstance(node, ast.AnnAssign) and isinstance(
+                    node.target, ast.Name
+                ):
                     names.add(node.target.id)
                 elif _is_set_on_self(node):
                     names.add(node.attr)
@@ -218,7 +226,9 @@ def widest_class(modules: list[Module]) -> tuple[str, int]:
             if isinstance(node, ast.ClassDef):
                 functions = [part for part in node.body if isinstance(part, _FUNCTIONS)]
                 methods[node.name] = {function.name for function in functions}
-                bases[node.name] = [ast.unparse(base).split("[")[0] for base in node.bases]
+                bases[node.name] = [
+                    ast.unparse(base).split("[")[0] for base in node.bases
+                ]
 
     def visible(name: str) -> set[str]:
         return methods.get(name, set()).union(*map(visible, bases.get(name, [])))
@@ -247,7 +257,9 @@ def forms_of_an_update(root: Path) -> list[str]:
     environment = {**os.environ, "PYTHONPATH": str(root.resolve())}
     script = Path(__file__).with_name("measuring") / "forms.py"
     run = [sys.executable, str(script)]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        run, env=environment, capture_output=True, text=True, check=True
+    )
     return done.stdout.split()
 
 

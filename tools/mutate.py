@@ -89,11 +89,17 @@ Options = (
 def results_in(folder: Path) -> list[dict[str, Any]]:
     """What was tried so far, in order."""
     path = folder / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(result[name] for name in ("path", "function", "operator", "old", "new", "nth"))
+    return tuple(
+        result[name] for name in ("path", "function", "operator", "old", "new", "nth")
+    )
 
 
 def chosen_mutants(options: Try, package: str) -> list[Any]:
@@ -160,7 +166,9 @@ def report(options: Report) -> None:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         counts[result["package"]][result["status"]] += 1
-    print("| package | faults | killed | timed out | survived | not covered | noticed |")
+    print(
+        "| package | faults | killed | timed out | survived | not covered | noticed |"
+    )
     print("|---|---|---|---|---|---|---|")
     for package, count in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
         total, noticed = sum(count.values()), count["killed"] + count["timeout"]

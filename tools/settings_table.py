@@ -69,7 +69,9 @@ def rows() -> Iterator[str]:
     for machine in MACHINES:
         source, config = load(MODELS / f"{machine.model}.yaml")
         specs = specs_of(source)
-        settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+        settings = {
+            spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)
+        }
         settings["use_distributed_optimizer"] = machine.layout.dp > 1
         cells = [
             _cell(
@@ -86,9 +88,8 @@ def rows() -> Iterator[str]:
 
 
 def _cell(found: MemoryPlan) -> str:
-    return (
-        f"{found.fraction:.2f}, {found.accelerator.total / GIB:.1f} + {found.host_total / GIB:.1f}"
-    )
+    accelerator, host = found.accelerator.total / GIB, found.host_total / GIB
+    return f"{found.fraction:.2f}, {accelerator:.1f} + {host:.1f}"
 
 
 if __name__ == "__main__":

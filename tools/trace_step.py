@@ -64,7 +64,9 @@ def main(options: Options) -> None:
     for _ in range(4):
         run.once(options.backward_ms / 1e3)
     options.output.mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         zero, now = time.time(), time.perf_counter()
         run.once(options.backward_ms / 1e3)
         ended = time.perf_counter()

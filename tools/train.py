@@ -59,9 +59,15 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
     history = read_records(metrics)
     if history:
         plot_losses(
-            history, figure, f"{config.model.family}, {result.num_params / 1e6:.1f} M params"
+            history,
+            figure,
+            f"{config.model.family}, {result.num_params / 1e6:.1f} M params",
         )
-    result.paths = {"metrics": metrics, "figure": figure, "tensorboard": output / "tensorboard"}
+    result.paths = {
+        "metrics": metrics,
+        "figure": figure,
+        "tensorboard": output / "tensorboard",
+    }
     if result.checkpoint is not None:
         result.paths["checkpoint"] = result.checkpoint
     print_summary(console, result, history)

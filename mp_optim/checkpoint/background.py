@@ -27,7 +27,9 @@ class SaveHandle:
         self._work = work
         self._future: Future[Path] = Future()
         self._heard = False
-        self._thread = threading.Thread(target=self._run, name=f"saving {path.name}", daemon=False)
+        self._thread = threading.Thread(
+            target=self._run, name=f"saving {path.name}", daemon=False
+        )
         self._thread.start()
 
     def _run(self) -> None:

@@ -41,13 +41,17 @@ def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
 def _flat_index(tensor: Tensor) -> Tensor:
     """Row-major index in the whole tensor of each element of a rank's part."""
     if isinstance(tensor, FlatShard):
-        return torch.arange(tensor.start, tensor.start + tensor.local.numel(), device="cpu")
+        return torch.arange(
+            tensor.start, tensor.start + tensor.local.numel(), device="cpu"
+        )
     assert isinstance(tensor, DTensor)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     shape, offset = chunk.sizes, chunk.offsets
     index, stride = torch.zeros(tuple(shape), dtype=torch.int64, device="cpu"), 1
     for dim in reversed(range(len(shape))):
-        steps = torch.arange(offset[dim], offset[dim] + shape[dim], device="cpu") * stride
+        steps = (
+            torch.arange(offset[dim], offset[dim] + shape[dim], device="cpu") * stride
+        )
         index += steps.view(-1, *(1,) * (len(shape) - dim - 1))
         stride *= tensor.shape[dim]
     return index

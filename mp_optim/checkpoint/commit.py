@@ -65,7 +65,11 @@ def begin(root: Path) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f".{_PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)
-    taken = [number for path in root.glob(f"{_PREFIX}*") if (number := _number(path)) is not None]
+    taken = [
+        number
+        for path in root.glob(f"{_PREFIX}*")
+        if (number := _number(path)) is not None
+    ]
     target = root / f"{_PREFIX}{max(taken, default=0) + 1}"
     staging_of(target).mkdir()
     return target
@@ -81,7 +85,9 @@ def publish(target: Path, keep: int | None) -> None:
     replace_durably(root / LATEST, f"{target.name}\n".encode())
     others = [path for path in complete_versions(root) if path != target]
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
-        doomed = old.with_name(f".{old.name}.deleted")  # half of a version must not look like one
+        doomed = old.with_name(
+            f".{old.name}.deleted"
+        )  # half of a version must not look like one
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -100,7 +106,9 @@ def newest(path: Path) -> Path:
     if found is None:
         others = [version.name for version in complete_versions(path)]
         hint = (
-            f"; complete versions lie there: {others}, load one by its own path" if others else ""
+            f"; complete versions lie there: {others}, load one by its own path"
+            if others
+            else ""
         )
         raise FileNotFoundError(
             f"no complete checkpoint under {path} (there is no {LATEST} file){hint}"

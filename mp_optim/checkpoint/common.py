@@ -93,10 +93,15 @@ def _merged(
     start = sum(len(group["params"]) for group in groups)
     for groups_of_rank in others:
         for group in groups_of_rank:
-            new = [at for at, name in enumerate(group["param_names"]) if name not in seen]
+            new = [
+                at for at, name in enumerate(group["param_names"]) if name not in seen
+            ]
             if new:
                 result.append(
-                    {**with_params(group, new), "params": list(range(start, start + len(new)))}
+                    {
+                        **with_params(group, new),
+                        "params": list(range(start, start + len(new))),
+                    }
                 )
                 start += len(new)
                 seen |= set(result[-1]["param_names"])
@@ -107,7 +112,10 @@ def _check_plain(buffer: io.BytesIO, common: Any) -> None:
     """What this process happens to trust (``torch.serialization.add_safe_globals``), the next one
     may not."""
     buffer.seek(0)
-    unsafe = {*torch.serialization.get_unsafe_globals_in_checkpoint(buffer), *_trusted_here(common)}
+    unsafe = {
+        *torch.serialization.get_unsafe_globals_in_checkpoint(buffer),
+        *_trusted_here(common),
+    }
     if unsafe:
         raise ValueError(
             "extra, the scheduler's state and what the model's state dict holds beside tensors may "

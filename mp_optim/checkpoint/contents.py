@@ -105,7 +105,9 @@ def compare(a: Contents, b: Contents) -> Iterator[Difference]:
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(
+        a.element_size()
+    )
     differs = (a != b) if bits is None else (a.view(bits) != b.view(bits))
     if not differs.any():
         return Difference(name, "equal")

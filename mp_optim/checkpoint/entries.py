@@ -53,7 +53,9 @@ class SlotStateful(Loadable, Protocol):
     def slots(self) -> list[Slot]: ...
     def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None: ...
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, convert: bool = False
+    ) -> None: ...
 
 
 def _entry(key: str, name: str) -> str:
@@ -77,7 +79,10 @@ def _state_dict(models: Models) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for prefix, chunk in _chunks(models):
         own = chunk.state_dict()
-        state |= {prefix + short: own[name] for name, short in canonical_names(chunk, own).items()}
+        state |= {
+            prefix + short: own[name]
+            for name, short in canonical_names(chunk, own).items()
+        }
     return state
 
 
@@ -87,7 +92,8 @@ def params_of(models: Models) -> dict[str, Tensor]:
     for prefix, chunk in _chunks(models):
         own = dict(chunk.named_parameters())
         params |= {
-            MODEL + prefix + short: own[name] for name, short in canonical_names(chunk, own).items()
+            MODEL + prefix + short: own[name]
+            for name, short in canonical_names(chunk, own).items()
         }
     return params
 
@@ -95,19 +101,29 @@ def params_of(models: Models) -> dict[str, Tensor]:
 def plain_of(models: Models) -> dict[str, Any]:
     """What a model's state dict holds beside tensors (``get_extra_state``), by name."""
     return {
-        name: value for name, value in _state_dict(models).items() if not isinstance(value, Tensor)
+        name: value
+        for name, value in _state_dict(models).items()
+        if not isinstance(value, Tensor)
     }
 
 
-def load_model(models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+def load_model(
+    models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
+) -> None:
     """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
     own_names = (name for name in tensors if name.startswith(MODEL))
-    state: dict[str, Any] = {name.removeprefix(MODEL): tensors[name] for name in own_names}
+    state: dict[str, Any] = {
+        name.removeprefix(MODEL): tensors[name] for name in own_names
+    }
     state |= plain
     for prefix, chunk in _chunks(models):
         own = canonical_names(chunk, chunk.state_dict())
         chunk.load_state_dict(
-            {name: state[prefix + short] for name, short in own.items() if prefix + short in state},
+            {
+                name: state[prefix + short]
+                for name, short in own.items()
+                if prefix + short in state
+            },
             strict=False,
         )
 
@@ -127,7 +143,11 @@ def entries_of(
     }
     for slot in optimizer.slots() if optimizer is not None else ():
         assert optimizer is not None
-        state = optimizer.full_slot_state(slot) if full_precision else optimizer.slot_state(slot)
+        state = (
+            optimizer.full_slot_state(slot)
+            if full_precision
+            else optimizer.slot_state(slot)
+        )
         for key, value in state.items():
             entries[_entry(key, optimizer.slot_name(slot))] = value
     return entries
@@ -201,7 +221,9 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
     if scale in saved and _dtype(saved[name], own.dtype) != own.dtype:
         return {
             name: _new_like(own, saved[name]),
-            scale: torch.empty(saved[scale].shape, dtype=saved[scale].dtype, device="cpu"),
+            scale: torch.empty(
+                saved[scale].shape, dtype=saved[scale].dtype, device="cpu"
+            ),
         }
     return {name: _new_like(own, saved.get(name))}
 
@@ -211,7 +233,11 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     part."""
     result = dict(tensors)
     for name, value in tensors.items():
-        if name.startswith(STATE) and is_cut(value) and (scale := _scale_of(name)) in tensors:
+        if (
+            name.startswith(STATE)
+            and is_cut(value)
+            and (scale := _scale_of(name)) in tensors
+        ):
             result[scale] = scales_of_elements(value, tensors[scale])
     return result
 
@@ -228,7 +254,9 @@ def _dtype(saved: Saved | None, default: torch.dtype) -> torch.dtype:
 # -- the optimizer's state as its state dict wants it ---------------------------------------------
 
 
-def wanted_groups(groups: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
+def wanted_groups(
+    groups: list[dict[str, Any]], names: set[str]
+) -> list[dict[str, Any]]:
     """Saved param groups without the parameters that this rank does not have."""
     result = []
     for group in groups:
@@ -260,7 +288,10 @@ def state_by_index(
 
 
 def check_entries(
-    where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
+    where: object,
+    saved: Mapping[str, Saved],
+    wanted: Mapping[str, Tensor],
+    others: Iterable[str],
 ) -> None:
     """Raise ValueError listing what a checkpoint lacks, what is not wanted, and what is of another
     shape or dtype.
@@ -289,7 +320,9 @@ def check_entries(
         "of another dtype": dtypes,
     }
     if any(problems.values()):
-        listed = ", ".join(f"{kind} {_some(names)}" for kind, names in problems.items() if names)
+        listed = ", ".join(
+            f"{kind} {_some(names)}" for kind, names in problems.items() if names
+        )
         raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
 
 

@@ -59,7 +59,9 @@ def export_safetensors(
         ModuleNotFoundError: safetensors is not installed.
     """
     if max_shard_size < 1:
-        raise ValueError(f"max_shard_size={max_shard_size}: must be a positive number of bytes")
+        raise ValueError(
+            f"max_shard_size={max_shard_size}: must be a positive number of bytes"
+        )
     from safetensors.torch import save_file
 
     ranks, folder = Ranks.of(process_group), Path(path)
@@ -107,7 +109,9 @@ def _whole(optimizer: HasMainParams, ranks: Ranks) -> Iterator[tuple[str, Tensor
         )
 
 
-def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+def _files(
+    named: Iterable[tuple[str, Tensor]], limit: int
+) -> Iterator[dict[str, Tensor]]:
     """Tensors in order, as many to a file as fit; one empty file if there are none."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in named:
@@ -126,13 +130,18 @@ def _publish(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[s
     names = (
         ["model.safetensors"]
         if count == 1
-        else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+        else [
+            f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            for number in range(count)
+        ]
     )
     for (temporary, _, _), name in zip(written, names, strict=True):
         os.replace(temporary, folder / name)
     if count > 1:
         weight_map = {
-            key: name for (_, keys, _), name in zip(written, names, strict=True) for key in keys
+            key: name
+            for (_, keys, _), name in zip(written, names, strict=True)
+            for key in keys
         }
         index = {
             "metadata": {"total_size": sum(size for _, _, size in written)},
@@ -141,7 +150,10 @@ def _publish(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[s
         replace_durably(folder / _INDEX, json.dumps(index, indent=2).encode())
     earlier = {
         path.name
-        for path in (*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors"))
+        for path in (
+            *folder.glob("model.safetensors"),
+            *folder.glob("model-*-of-*.safetensors"),
+        )
     }
     for name in (*(earlier - set(names)), *([_INDEX] if count == 1 else [])):
         (folder / name).unlink(missing_ok=True)

@@ -15,7 +15,11 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 __all__ = ["Box", "FlatShard", "boxes"]
 
@@ -73,12 +77,18 @@ def _boxes(
     first, last = -(-begin // inner), end // inner  # whole rows: [first, last)
     if first > last:  # inside one row
         return _boxes(
-            shape[1:], (*outer, last), begin - last * inner, end - last * inner, base + last * inner
+            shape[1:],
+            (*outer, last),
+            begin - last * inner,
+            end - last * inner,
+            base + last * inner,
         )
     boxes = []
     if begin < first * inner:
         row = first - 1
-        boxes += _boxes(shape[1:], (*outer, row), begin - row * inner, inner, base + row * inner)
+        boxes += _boxes(
+            shape[1:], (*outer, row), begin - row * inner, inner, base + row * inner
+        )
     if first < last:
         boxes.append(
             Box(
@@ -88,7 +98,9 @@ def _boxes(
             )
         )
     if last * inner < end:
-        boxes += _boxes(shape[1:], (*outer, last), 0, end - last * inner, base + last * inner)
+        boxes += _boxes(
+            shape[1:], (*outer, last), 0, end - last * inner, base + last * inner
+        )
     return boxes
 
 
@@ -112,7 +124,9 @@ class FlatShard(Tensor):
     start: int
 
     @staticmethod
-    def __new__(cls, local: Tensor, global_shape: Sequence[int], start: int) -> FlatShard:
+    def __new__(
+        cls, local: Tensor, global_shape: Sequence[int], start: int
+    ) -> FlatShard:
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(
                 f"local has shape {tuple(local.shape)} and strides {local.stride()}: a flat range "
@@ -128,7 +142,9 @@ class FlatShard(Tensor):
     def with_local(self, local: Tensor) -> FlatShard:
         """The same range of another tensor of this shape."""
         if local.numel() != self.local.numel():
-            raise ValueError(f"{local.numel()} elements for a range of {self.local.numel()}")
+            raise ValueError(
+                f"{local.numel()} elements for a range of {self.local.numel()}"
+            )
         return FlatShard(local.reshape(-1), self.shape, self.start)
 
     def _range(self) -> tuple[torch.Size, int, int]:
@@ -181,7 +197,9 @@ class FlatShard(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            _chunk(box) for box in boxes(self.shape, self.start, self.local.numel()) if box.numel
+            _chunk(box)
+            for box in boxes(self.shape, self.start, self.local.numel())
+            if box.numel
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -208,13 +226,17 @@ class FlatShard(Tensor):
             raise NotImplementedError(f"{func} of a FlatShard: compute with its .local")
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         first = next(arg for arg in tensors if isinstance(arg, FlatShard))
-        if any(not isinstance(arg, FlatShard) or arg._range() != first._range() for arg in tensors):
+        if any(
+            not isinstance(arg, FlatShard) or arg._range() != first._range()
+            for arg in tensors
+        ):
             raise ValueError(
                 f"{func}: the tensors are not the same range of one shape; compute with their "
                 ".local"
             )
         result = func(
-            *[arg.local if isinstance(arg, FlatShard) else arg for arg in args], **(kwargs or {})
+            *[arg.local if isinstance(arg, FlatShard) else arg for arg in args],
+            **(kwargs or {}),
         )
         if func is torch.ops.aten.copy_.default:
             return first
@@ -222,7 +244,9 @@ class FlatShard(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.local.numel()
-        return f"FlatShard([{self.start}, {end}) of {tuple(self.shape)}, {self.local!r})"
+        return (
+            f"FlatShard([{self.start}, {end}) of {tuple(self.shape)}, {self.local!r})"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return FlatShard, (self.local, tuple(self.shape), self.start)
@@ -241,4 +265,6 @@ _RANGE_KEEPING = {
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+    return ChunkStorageMetadata(
+        offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)
+    )

@@ -121,7 +121,9 @@ def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
         files = plain["files"]
         sums = dict(zip(files, plain["crc32"], strict=True))
         _check_sums(sums, sizes)
-        entries = {name: _entry(name, entry, files) for name, entry in plain["entries"].items()}
+        entries = {
+            name: _entry(name, entry, files) for name, entry in plain["entries"].items()
+        }
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     check_saved(entries, sizes)
@@ -163,7 +165,9 @@ def _shape(numbers: tuple[int, ...]) -> tuple[int, ...]:
 def _check_sums(sums: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     for name, blocks in sums.items():
         if not is_plain_name(name) or name not in sizes:
-            raise ValueError(f"it names the file {name!r}, which is none of the checkpoint's")
+            raise ValueError(
+                f"it names the file {name!r}, which is none of the checkpoint's"
+            )
         if len(blocks) != -(-sizes[name] // BLOCK_BYTES) or not _are_counts(blocks):
             raise ValueError(f"it has no checksum for every block of {name}")
 

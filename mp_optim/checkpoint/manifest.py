@@ -58,7 +58,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     files = {name: asdict(entry) for name, entry in sorted(manifest.files.items())}
     write_durably(
         folder / MANIFEST,
-        json.dumps({"format": _FORMAT, **manifest.facts, "files": files}, indent=1).encode(),
+        json.dumps(
+            {"format": _FORMAT, **manifest.facts, "files": files}, indent=1
+        ).encode(),
     )
 
 
@@ -72,7 +74,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
+        raise FileNotFoundError(
+            f"{folder} is no complete checkpoint: it has no {MANIFEST}"
+        )
     try:
         content = json.loads(path.read_text())
         files = {name: FileSum(**entry) for name, entry in content.pop("files").items()}
@@ -109,7 +113,10 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
             "damaged"
         )
     content = inside(folder, name, MANIFEST).read_bytes()
-    if FileSum(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
+    if (
+        FileSum(len(content), hashlib.sha256(content).hexdigest())
+        != manifest.files[name]
+    ):
         raise ValueError(
             f"{folder} is damaged: the checksums of {[name]} are not those of its {MANIFEST}; "
             "nothing was loaded"
@@ -124,7 +131,9 @@ def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
         ValueError: naming those that differ.
     """
     wrong = [
-        name for name, expected in files if file_sum(inside(folder, name, MANIFEST)) != expected
+        name
+        for name, expected in files
+        if file_sum(inside(folder, name, MANIFEST)) != expected
     ]
     if wrong:
         raise ValueError(

@@ -42,7 +42,11 @@ def as_metadata(index: Index, folder: Path) -> bytes:
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
     alike: dict[
-        tuple[torch.dtype, tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]],
+        tuple[
+            torch.dtype,
+            tuple[int, ...],
+            tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
+        ],
         TensorStorageMetadata,
     ] = {}
     for name, saved in index.entries.items():
@@ -58,7 +62,9 @@ def as_metadata(index: Index, folder: Path) -> bytes:
             )
             alike[saved.dtype, saved.shape, cut] = metadata
         tensors[name] = metadata
-        for number, (box, chunk) in enumerate(zip(saved.boxes, metadata.chunks, strict=True)):
+        for number, (box, chunk) in enumerate(
+            zip(saved.boxes, metadata.chunks, strict=True)
+        ):
             before = len(header(saved.dtype, box.sizes))
             where[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(
                 box.file, box.start - before, box.length + before
@@ -118,7 +124,9 @@ class _Reader(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         if (module, name) not in _RECORDS:
-            raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(
+                f"it wants {module}.{name}, which no checkpoint needs"
+            )
         return self._classes.setdefault((module, name), type(name, (_Record,), {}))
 
 
@@ -157,7 +165,9 @@ def _content(record: Any, kind: str) -> dict[str, Any]:
     return content
 
 
-def _saved(name: str, record: Mapping[str, Any], where: Mapping[Any, Mapping[str, Any]]) -> Saved:
+def _saved(
+    name: str, record: Mapping[str, Any], where: Mapping[Any, Mapping[str, Any]]
+) -> Saved:
     if not isinstance(name, str):
         raise ValueError(f"it has an entry called {name!r}")
     dtype = record["properties"].content[0]
@@ -167,7 +177,9 @@ def _saved(name: str, record: Mapping[str, Any], where: Mapping[Any, Mapping[str
     for chunk in record["chunks"]:
         held = _content(chunk, "ChunkStorageMetadata")
         info = where[name, held["offsets"]]
-        if info.get("transform_descriptors") or not is_plain_name(info["relative_path"]):
+        if info.get("transform_descriptors") or not is_plain_name(
+            info["relative_path"]
+        ):
             raise ValueError(
                 f"{name} lies in {info['relative_path']!r}, which is none of the checkpoint's files"
             )

@@ -39,7 +39,15 @@ class _Rebuilt:
         sizes = [max(size, 1) for size in shape]
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(shape))]
         hooks: OrderedDict[str, Any] = OrderedDict()
-        self._arguments = (_Storage(), 0, tuple(shape), tuple(strides), False, hooks, dtype)
+        self._arguments = (
+            _Storage(),
+            0,
+            tuple(shape),
+            tuple(strides),
+            False,
+            hooks,
+            dtype,
+        )
 
     def __reduce__(self) -> Any:
         return _rebuild_tensor_v3, self._arguments
@@ -78,4 +86,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     if not tensor.nbytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview(
+        (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    ).cast("B")

@@ -50,7 +50,9 @@ def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
         return (whole_place(tuple(tensor.shape)),)
     chunks = tensor.__create_chunk_list__()
     return tuple(
-        Place(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if 0 not in chunk.sizes
+        Place(tuple(chunk.offsets), tuple(chunk.sizes))
+        for chunk in chunks
+        if 0 not in chunk.sizes
     )
 
 
@@ -64,10 +66,14 @@ def piece(tensor: Tensor, place: Place) -> Tensor:
     if isinstance(tensor, FlatShard):
         if place.sizes == tensor.shape:
             return tensor.local.view(place.sizes)
-        return next(view for box, view in tensor.box_views() if box.offsets == place.offsets)
+        return next(
+            view for box, view in tensor.box_views() if box.offsets == place.offsets
+        )
     if not hasattr(tensor, "__get_tensor_shard__"):
         return tensor.detach()
     if not tensor.numel():
         return torch.empty(place.sizes, dtype=tensor.dtype, device="cpu")
-    shard: Tensor = tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(place.offsets)))
+    shard: Tensor = tensor.__get_tensor_shard__(
+        MetadataIndex("", torch.Size(place.offsets))
+    )
     return shard.detach()

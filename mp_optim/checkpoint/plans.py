@@ -109,7 +109,10 @@ def shares(
     loads = [0] * len(held)
     left_out = _shared_parts(parts, loads)
     written = _shared_wholes(sheets, ranks_of, loads)
-    return [Share(frozenset(names), left) for names, left in zip(written, left_out, strict=True)]
+    return [
+        Share(frozenset(names), left)
+        for names, left in zip(written, left_out, strict=True)
+    ]
 
 
 def _shared_wholes(
@@ -223,11 +226,15 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> N
         )
     if len(places) < 2:
         return
-    dim = max(range(len(shape)), key=lambda at: len({place.offsets[at] for place in places}))
+    dim = max(
+        range(len(shape)), key=lambda at: len({place.offsets[at] for place in places})
+    )
     active: list[Place] = []
     for place in sorted(places, key=lambda one: one.offsets[dim]):
         active = [
-            other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
+            other
+            for other in active
+            if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
         ]
         if any(_overlap(place, other) for other in active):
             raise ValueError(
@@ -239,5 +246,7 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> N
 def _overlap(a: Place, b: Place) -> bool:
     return all(
         here < there + length and there < here + size
-        for here, size, there, length in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+        for here, size, there, length in zip(
+            a.offsets, a.sizes, b.offsets, b.sizes, strict=True
+        )
     )

@@ -18,7 +18,9 @@ __all__ = ["Ranks", "job_timeout"]
 
 T = TypeVar("T")
 
-_companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    WeakKeyDictionary()
+)
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -79,7 +81,9 @@ class Ranks:
         after it."""
         assert self.group is not None
         try:
-            return _together(self.group, "saving or loading a checkpoint together", communicate)
+            return _together(
+                self.group, "saving or loading a checkpoint together", communicate
+            )
         except RuntimeError:
             for group, companion in list(_companions.items()):
                 if companion is self.group:
@@ -91,7 +95,11 @@ class Ranks:
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_first else None
-        self._call(lambda: dist.gather_object(value, values, dst=self._first(), group=self.group))
+        self._call(
+            lambda: dist.gather_object(
+                value, values, dst=self._first(), group=self.group
+            )
+        )
         return values or []
 
     def scatter(self, values: list[T]) -> T:
@@ -101,7 +109,10 @@ class Ranks:
         received: list[Any] = [None]
         self._call(
             lambda: dist.scatter_object_list(
-                received, values if self.is_first else None, src=self._first(), group=self.group
+                received,
+                values if self.is_first else None,
+                src=self._first(),
+                group=self.group,
             )
         )
         item: T = received[0]
@@ -112,7 +123,9 @@ class Ranks:
         received: list[Any] = [value]
         if self.group is not None:
             self._call(
-                lambda: dist.broadcast_object_list(received, src=self._first(), group=self.group)
+                lambda: dist.broadcast_object_list(
+                    received, src=self._first(), group=self.group
+                )
             )
         item: T = received[0]
         return item
@@ -170,7 +183,10 @@ class Ranks:
             raise own
         if told:
             kind = _KINDS.get(told[0][0], RuntimeError)
-            raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for _, rank, text in told))
+            raise kind(
+                f"{what}: "
+                + "; ".join(f"rank {rank}: {text}" for _, rank, text in told)
+            )
 
 
 def job_timeout() -> timedelta:
@@ -207,7 +223,10 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
     except BaseException as error:
-        return None, error  # others wait for this rank: they have to hear of an interrupt too
+        return (
+            None,
+            error,
+        )  # others wait for this rank: they have to hear of an interrupt too
 
 
 def _told(rank: int, failure: BaseException | None) -> tuple[str, int, str] | None:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from mp_optim.checkpoint.folder import inside
 from mp_optim.checkpoint.garbage import uncollected
-from mp_optim.checkpoint.index import BLOCK_BYTES, INDEX, Index, Saved, SavedBox, from_json
+from mp_optim.checkpoint.index import (
+    BLOCK_BYTES,
+    INDEX,
+    Index,
+    Saved,
+    SavedBox,
+    from_json,
+)
 from mp_optim.checkpoint.manifest import Manifest, read_checked
 from mp_optim.checkpoint.metadata import METADATA, from_metadata
 from mp_optim.checkpoint.payload import memory_of
@@ -77,7 +84,11 @@ class Reading:
     def read(self) -> None:
         """Copy the elements to where they belong."""
         if self.index.sums is None:
-            self._each(lambda file, copy: copy.target.copy_(_unpickled(file, copy, self.version)))
+            self._each(
+                lambda file, copy: copy.target.copy_(
+                    _unpickled(file, copy, self.version)
+                )
+            )
         else:
             self._each(lambda file, copy: _read(file, copy, self.version))
 
@@ -89,7 +100,9 @@ class Reading:
 
     def _each(self, work: Callable[[BinaryIO, _Copy], object]) -> None:
         for name, copies in self._by_file().items():
-            with inside(self.version, name, INDEX).open("rb", buffering=BLOCK_BYTES) as file:
+            with inside(self.version, name, INDEX).open(
+                "rb", buffering=BLOCK_BYTES
+            ) as file:
                 for copy in sorted(copies, key=lambda one: one.box.start):
                     work(file, copy)
 
@@ -101,12 +114,18 @@ def read_index(version: Path, manifest: Manifest) -> Index:
     Raises:
         ValueError: what says so is damaged or no plain data.
     """
-    name, parse = (INDEX, from_json) if INDEX in manifest.files else (METADATA, from_metadata)
+    name, parse = (
+        (INDEX, from_json) if INDEX in manifest.files else (METADATA, from_metadata)
+    )
     content = read_checked(version, manifest, name)
     try:
-        return parse(content, {file: entry.bytes for file, entry in manifest.files.items()})
+        return parse(
+            content, {file: entry.bytes for file, entry in manifest.files.items()}
+        )
     except ValueError as error:
-        raise ValueError(f"{version / name} is damaged or no plain data: {error}") from error
+        raise ValueError(
+            f"{version / name} is damaged or no plain data: {error}"
+        ) from error
 
 
 @uncollected()
@@ -153,7 +172,8 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
             ):
                 view = view.narrow(dim, begin - offset, size)
             inner = tuple(
-                begin - offset for (begin, _), offset in zip(common, box.offsets, strict=True)
+                begin - offset
+                for (begin, _), offset in zip(common, box.offsets, strict=True)
             )
             result.append(_Copy(box, inner, sizes, view))
     if sum(math.prod(copy.sizes) for copy in result) != target.numel():
@@ -164,7 +184,9 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
     return result
 
 
-def _check_blocks(file: BinaryIO, copies: Iterable[_Copy], sums: Sequence[int], path: Path) -> None:
+def _check_blocks(
+    file: BinaryIO, copies: Iterable[_Copy], sums: Sequence[int], path: Path
+) -> None:
     wanted: set[int] = set()
     for copy in copies:
         begin, end = copy.rows()
@@ -192,7 +214,9 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     rows = max(1, _STAGING_BYTES * copy.sizes[0] // (end - begin))
     for start in range(0, copy.sizes[0], rows):
         count = min(rows, copy.sizes[0] - start)
-        staged = torch.empty((count, *copy.box.sizes[1:]), dtype=copy.target.dtype, device="cpu")
+        staged = torch.empty(
+            (count, *copy.box.sizes[1:]), dtype=copy.target.dtype, device="cpu"
+        )
         _fill(file, memory_of(staged), version, copy)
         copy.target.narrow(0, start, count).copy_(_narrowed(staged, copy, from_dim=1))
 
@@ -216,9 +240,13 @@ def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
     file.seek(copy.box.start)
     try:
         tensor = torch.load(
-            io.BytesIO(file.read(copy.box.length)), map_location="cpu", weights_only=True
+            io.BytesIO(file.read(copy.box.length)),
+            map_location="cpu",
+            weights_only=True,
         )
-    except Exception as error:  # damage raises anything; whatever is no plain tensor, too
+    except (
+        Exception
+    ) as error:  # damage raises anything; whatever is no plain tensor, too
         raise ValueError(
             f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
             f"{copy.box.start + copy.box.length} are no tensor ({type(error).__name__})"

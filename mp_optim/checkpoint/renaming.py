@@ -57,4 +57,8 @@ def common_under(names: Mapping[str, str], common: Mapping[str, Any]) -> dict[st
     for group in common["optimizer"]["param_groups"]:
         renamed = [fqns.get(name, name) for name in group.get("param_names", ())]
         groups.append({**group, "param_names": renamed})
-    return {**common, "model": model, "optimizer": {**common["optimizer"], "param_groups": groups}}
+    return {
+        **common,
+        "model": model,
+        "optimizer": {**common["optimizer"], "param_groups": groups},
+    }

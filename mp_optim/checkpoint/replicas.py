@@ -65,7 +65,10 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 def told_of(plain: Mapping[str, Tensor]) -> Told:
     """What a rank tells of its parameters; they are brought to the host together."""
-    return Told(hashlib.sha256("\n".join(plain).encode()).digest(), _digest(list(plain.values())))
+    return Told(
+        hashlib.sha256("\n".join(plain).encode()).digest(),
+        _digest(list(plain.values())),
+    )
 
 
 def to_compare(told: Sequence[Told], names: Mapping[bytes, Sequence[str]]) -> set[str]:
@@ -92,7 +95,9 @@ def _digest(params: Collection[Tensor]) -> bytes:
     for param in params:
         flat = param.detach().reshape(-1)
         step = max(1, flat.numel() // SAMPLES)
-        samples.setdefault((param.device, param.dtype), []).append(flat[::step][:SAMPLES])
+        samples.setdefault((param.device, param.dtype), []).append(
+            flat[::step][:SAMPLES]
+        )
     digest = hashlib.sha256()
     for (_, dtype), pieces in samples.items():
         content = torch.cat(pieces).view(torch.uint8).cpu()

@@ -22,7 +22,13 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint import background
 from mp_optim.checkpoint.background import SaveHandle
-from mp_optim.checkpoint.commit import begin, complete_versions, newest, publish, staging_of
+from mp_optim.checkpoint.commit import (
+    begin,
+    complete_versions,
+    newest,
+    publish,
+    staging_of,
+)
 from mp_optim.checkpoint.common import COMMON, packed, read_common, without_state
 from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.entries import (
@@ -135,7 +141,9 @@ def save(
     ranks = Ranks.of(process_group)
     ranks.agree("an earlier save", background.finish_previous)
     common = {
-        "optimizer": None if optimizer is None else without_state(optimizer.state_dict()),
+        "optimizer": None
+        if optimizer is None
+        else without_state(optimizer.state_dict()),
         "extra": dict(extra or {}),
         "model": plain_of(model),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -156,7 +164,9 @@ def save(
     return background.start(target, work) if asynchronous else work()
 
 
-def _write(writing: Writing, common: bytes, target: Path, keep: int | None, ranks: Ranks) -> Path:
+def _write(
+    writing: Writing, common: bytes, target: Path, keep: int | None, ranks: Ranks
+) -> Path:
     """Write this rank's files; the first rank makes the version the newest when all have."""
     staging = staging_of(target)
 
@@ -165,7 +175,8 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
         write_durably(staging / COMMON, common)
         files[COMMON] = file_sum(staging / COMMON)
         write_manifest(
-            staging, Manifest(files, {"world_size": ranks.size, "torch": torch.__version__})
+            staging,
+            Manifest(files, {"world_size": ranks.size, "torch": torch.__version__}),
         )
         publish(target, keep)
 
@@ -239,10 +250,15 @@ def load(
     ranks = Ranks.of(process_group)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
     opened: list[tuple[Index, dict[str, Any]]] = []
-    ranks.agree(f"loading {version}", lambda: opened.append(_open(version, verify, ranks)))
+    ranks.agree(
+        f"loading {version}", lambda: opened.append(_open(version, verify, ranks))
+    )
     own = entries_of(model, optimizer)
     renamed = renamed_entries(opened[0][0].entries, own)
-    index, common = index_under(renamed, opened[0][0]), common_under(renamed, opened[0][1])
+    index, common = (
+        index_under(renamed, opened[0][0]),
+        common_under(renamed, opened[0][1]),
+    )
     saved = {
         name: entry
         for name, entry in index.entries.items()
@@ -275,7 +291,9 @@ def load(
 def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, Any]]:
     manifest = read_manifest(version)
     index, common = read_index(version, manifest), read_common(version, manifest)
-    if verify or index.sums is None:  # an older version of mp_optim kept no other checksums
+    if (
+        verify or index.sums is None
+    ):  # an older version of mp_optim kept no other checksums
         verify_files(version, list(manifest.files.items())[ranks.rank :: ranks.size])
     return index, common
 
@@ -292,19 +310,26 @@ def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -
     if scheduler is None:
         return
     if common["scheduler"] is None:
-        raise ValueError(f"{version} holds no scheduler state; load it with scheduler=None")
+        raise ValueError(
+            f"{version} holds no scheduler state; load it with scheduler=None"
+        )
     if isinstance(scheduler, CheckedScheduler):
         scheduler.check_state_dict(common["scheduler"])
 
 
 def _check_groups(
-    version: Path, optimizer: SlotStateful | None, common: Mapping[str, Any], convert: bool
+    version: Path,
+    optimizer: SlotStateful | None,
+    common: Mapping[str, Any],
+    convert: bool,
 ) -> None:
     """What can be said of the optimizer's state before the tensors are replaced."""
     if optimizer is None:
         return
     if common["optimizer"] is None:
-        raise ValueError(f"{version} holds a model and no optimizer; load it with optimizer=None")
+        raise ValueError(
+            f"{version} holds a model and no optimizer; load it with optimizer=None"
+        )
     check_plain(
         optimizer,
         {**common["optimizer"], "param_groups": _own_groups(optimizer, common)},
@@ -312,7 +337,9 @@ def _check_groups(
     )
 
 
-def _own_groups(optimizer: SlotStateful, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _own_groups(
+    optimizer: SlotStateful, common: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     names = {optimizer.slot_name(slot) for slot in optimizer.slots()}
     return wanted_groups(common["optimizer"]["param_groups"], names)
 
@@ -330,6 +357,10 @@ def _hand_over(
         return
     groups = _own_groups(optimizer, common)
     optimizer.load_state_dict(
-        {**common["optimizer"], "param_groups": groups, "state": state_by_index(groups, tensors)},
+        {
+            **common["optimizer"],
+            "param_groups": groups,
+            "state": state_by_index(groups, tensors),
+        },
         convert=convert,
     )

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from mp_optim.checkpoint.durable import naming, write_durably
 from mp_optim.checkpoint.garbage import uncollected
-from mp_optim.checkpoint.index import BLOCK_BYTES, INDEX, Index, Saved, SavedBox, as_json
+from mp_optim.checkpoint.index import (
+    BLOCK_BYTES,
+    INDEX,
+    Index,
+    Saved,
+    SavedBox,
+    as_json,
+)
 from mp_optim.checkpoint.manifest import FileSum, file_sum
 from mp_optim.checkpoint.metadata import METADATA, as_metadata
 from mp_optim.checkpoint.payload import header, memory_of
@@ -115,7 +122,8 @@ class Writing:
     def take_snapshot(self) -> None:
         """Copy to the host what this rank writes; the tensors may change from here on."""
         self.items = [
-            (entry, place, value.to("cpu", copy=True)) for entry, place, value in self.items
+            (entry, place, value.to("cpu", copy=True))
+            for entry, place, value in self.items
         ]
 
     @uncollected()
@@ -140,13 +148,18 @@ class Writing:
         """
         index = _index_of(parts)
         files = {part.file: part.sum for part in parts if part.sum is not None}
-        for name, content in ((INDEX, as_json(index)), (METADATA, as_metadata(index, self.folder))):
+        for name, content in (
+            (INDEX, as_json(index)),
+            (METADATA, as_metadata(index, self.folder)),
+        ):
             write_durably(self.folder / name, content)
             files[name] = file_sum(self.folder / name)
         return files
 
 
-def _written(file: _SummedFile, items: list[tuple[Whole, Place, Tensor]]) -> Iterator[Written]:
+def _written(
+    file: _SummedFile, items: list[tuple[Whole, Place, Tensor]]
+) -> Iterator[Written]:
     tiny: dict[tuple[torch.dtype, tuple[int, ...], bytes], int] = {}
     for entry, place, value in items:
         if entry.dtype.is_complex:
@@ -170,8 +183,12 @@ def _index_of(parts: list[Part]) -> Index:
             if saved is None:
                 saved = entries[name] = Saved(dtype, shape, [])
             length = torch.Size(place.sizes).numel() * dtype.itemsize
-            saved.boxes.append(SavedBox(place.offsets, place.sizes, part.file, start, length))
-    return Index(entries, {part.file: part.blocks for part in parts if part.sum is not None})
+            saved.boxes.append(
+                SavedBox(place.offsets, place.sizes, part.file, start, length)
+            )
+    return Index(
+        entries, {part.file: part.blocks for part in parts if part.sum is not None}
+    )
 
 
 # -- planning -------------------------------------------------------------------------------------
@@ -245,7 +262,11 @@ def _shared(
     speakers = ranks.broadcast(first)
     told = ranks.gather(
         (
-            {digest: sheet for digest, sheet in sheets.items() if speakers[digest] == ranks.rank},
+            {
+                digest: sheet
+                for digest, sheet in sheets.items()
+                if speakers[digest] == ranks.rank
+            },
             holding.parts,
         )
     )
@@ -265,7 +286,9 @@ def _items(
             place = whole_place(entry.shape)
             yield entry, place, piece(tensors[entry.name], place)
     for part in holding.parts:
-        yield from _own_boxes(tensors[part.name], part, share.left_out.get(part.name, ()))
+        yield from _own_boxes(
+            tensors[part.name], part, share.left_out.get(part.name, ())
+        )
 
 
 def _own_boxes(

@@ -33,7 +33,9 @@ class Options:
     mp_optim's."""
     target: Path
     """A file; for torch and deepspeed a folder."""
-    source_format: Literal["torch", "megatron", "apex", "deepspeed", "mp_optim", "checkpoint"]
+    source_format: Literal[
+        "torch", "megatron", "apex", "deepspeed", "mp_optim", "checkpoint"
+    ]
     """torch: a state dict. megatron: of one rank that holds whole parameters. apex: {"optimizer":
     state dict, "masters": [group["params"] for group in optimizer.param_groups_master]}. mp_optim:
     what this tool wrote."""
@@ -110,7 +112,9 @@ def main(options: Options) -> None:
     if options.strip_prefix:
         state = state.renamed(lambda name: name.removeprefix(options.strip_prefix))
     write(state, options)
-    elements = sum(value.numel() for tensors in state.state.values() for value in tensors.values())
+    elements = sum(
+        value.numel() for tensors in state.state.values() for value in tensors.values()
+    )
     print(
         f"{len(state.names)} parameters, {elements:,} elements of state: {options.source} -> "
         f"{options.target}"

@@ -44,7 +44,11 @@ def examine() -> Report:
 
 
 def _accelerator() -> torch.device | None:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else None
+    )
 
 
 def _devices() -> list[torch.device]:
@@ -81,7 +85,10 @@ def _software() -> Table:
     return [
         ["python", platform.python_version()],
         ["torch", torch.__version__],
-        ["CUDA of torch", str(getattr(torch.version, "cuda", None) or "none: a CPU build")],
+        [
+            "CUDA of torch",
+            str(getattr(torch.version, "cuda", None) or "none: a CPU build"),
+        ],
         ["machine", f"{platform.system()} {platform.machine()}"],
     ]
 
@@ -103,7 +110,11 @@ def _host() -> Table:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def _memory() -> str:
@@ -199,7 +210,11 @@ def _show_rich(report: Report) -> None:
     from rich.table import Table as RichTable
 
     console = Console()
-    for rows, titled in ((report.facts, False), (report.backends, True), (report.auto, False)):
+    for rows, titled in (
+        (report.facts, False),
+        (report.backends, True),
+        (report.auto, False),
+    ):
         table = RichTable(*(rows[0] if titled else []), show_header=titled, title=None)
         for row in rows[1:] if titled else rows:
             table.add_row(*row)

@@ -62,14 +62,22 @@ Command = (
 
 def list_entries(command: List, console: Console) -> int:
     contents = open_checkpoint(command.path)
-    shown = [entry for entry in contents.entries.values() if command.match in entry.name]
-    table = Table("entry", "dtype", "shape", "bytes", "boxes", title=str(contents.version))
+    shown = [
+        entry for entry in contents.entries.values() if command.match in entry.name
+    ]
+    table = Table(
+        "entry", "dtype", "shape", "bytes", "boxes", title=str(contents.version)
+    )
     for entry in shown:
         dtype = str(entry.dtype).removeprefix("torch.")
-        table.add_row(entry.name, dtype, str(entry.shape), f"{entry.bytes:,}", str(entry.boxes))
+        table.add_row(
+            entry.name, dtype, str(entry.shape), f"{entry.bytes:,}", str(entry.boxes)
+        )
     console.print(table)
     total = sum(entry.bytes for entry in shown)
-    versions = ", ".join(path.name for path in checkpoint.versions(contents.version.parent))
+    versions = ", ".join(
+        path.name for path in checkpoint.versions(contents.version.parent)
+    )
     summary = f"{len(shown)} entries, {total:,} bytes; complete versions: {versions}"
     console.print(summary, highlight=False)
     return 0
@@ -93,7 +101,9 @@ def diff(command: Diff, console: Console) -> int:
     equal = different = 0
     for difference in compare(open_checkpoint(command.a), open_checkpoint(command.b)):
         equal, different = (
-            (equal + 1, different) if difference.what == "equal" else (equal, different + 1)
+            (equal + 1, different)
+            if difference.what == "equal"
+            else (equal, different + 1)
         )
         if difference.what == "values":
             ulps = "" if difference.ulps is None else str(difference.ulps)
@@ -103,7 +113,9 @@ def diff(command: Diff, console: Console) -> int:
             table.add_row(difference.name, difference.what, "", "", "")
     if table.rows:
         console.print(table)
-    console.print(f"{equal} entries equal to the bit, {different} different", highlight=False)
+    console.print(
+        f"{equal} entries equal to the bit, {different} different", highlight=False
+    )
     return 1 if different else 0
 
 
@@ -112,7 +124,11 @@ def main(command: Command, console: Console) -> int:
     try:
         if isinstance(command, List):
             return list_entries(command, console)
-        return verify(command, console) if isinstance(command, Verify) else diff(command, console)
+        return (
+            verify(command, console)
+            if isinstance(command, Verify)
+            else diff(command, console)
+        )
     except (FileNotFoundError, ValueError) as error:
         console.print(f"{type(error).__name__}: {error}", highlight=False, markup=False)
         return 1

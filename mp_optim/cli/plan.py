@@ -18,7 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mp_optim import OptimizerConfig
-from mp_optim.planner import Layout, MemoryPlan, SweepRow, smallest_fraction, specs_of, sweep
+from mp_optim.planner import (
+    Layout,
+    MemoryPlan,
+    SweepRow,
+    smallest_fraction,
+    specs_of,
+    sweep,
+)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -52,7 +59,9 @@ def load(path: Path, optimizer: Path | None) -> tuple[Any, OptimizerConfig]:
     settings = {"lr": 1e-4, "bf16": True}
     if optimizer is not None:
         settings = yaml.safe_load(optimizer.read_text(encoding="utf-8"))
-    return transformers.AutoConfig.from_pretrained(path), OptimizerConfig.from_dict(settings)
+    return transformers.AutoConfig.from_pretrained(path), OptimizerConfig.from_dict(
+        settings
+    )
 
 
 def table(rows: list[SweepRow], options: Options) -> Table:
@@ -63,7 +72,10 @@ def table(rows: list[SweepRow], options: Options) -> Table:
         shown.add_column(head, justify="right")
     for row in rows:
         accelerator = f"{row.plan.accelerator.total / GIB:.2f}"
-        fits = options.gpu_memory is None or row.plan.accelerator.total <= options.gpu_memory * GIB
+        fits = (
+            options.gpu_memory is None
+            or row.plan.accelerator.total <= options.gpu_memory * GIB
+        )
         shown.add_row(
             row.form,
             f"{row.plan.fraction:g}",
@@ -102,7 +114,9 @@ def markdown(rows: list[SweepRow]) -> str:
 
 def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
     """Accelerator and host bytes over the fraction, a line for each form of state."""
-    figure, places = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=False)
+    figure, places = plt.subplots(
+        1, 2, figsize=(10, 4), layout="constrained", sharey=False
+    )
     for form in dict.fromkeys(row.form for row in rows):
         plans = [row.plan for row in rows if row.form == form]
         fractions = [plan.fraction for plan in plans]
@@ -111,7 +125,10 @@ def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
         for axes, sizes in zip(places, (accelerator, host), strict=True):
             axes.plot(fractions, sizes, marker="o", label=form)
     for axes, title, limit in zip(
-        places, ("accelerator", "host"), (options.gpu_memory, options.host_memory), strict=True
+        places,
+        ("accelerator", "host"),
+        (options.gpu_memory, options.host_memory),
+        strict=True,
     ):
         axes.set(
             title=title,
@@ -140,7 +157,9 @@ def fitting(options: Options, source: Any, config: OptimizerConfig) -> MemoryPla
     )
 
 
-def report(source: Any, config: OptimizerConfig, options: Options, console: Console) -> None:
+def report(
+    source: Any, config: OptimizerConfig, options: Options, console: Console
+) -> None:
     """Print what a model takes, and write it where ``options.output`` says.
 
     Args:

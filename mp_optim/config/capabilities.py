@@ -15,7 +15,15 @@ from mp_optim.config.rules import FIRST_DTYPE, KERNEL_RULES, RULES, SECOND_DTYPE
 
 __all__ = ["BACKENDS", "CAPABILITIES", "Capability", "refusal"]
 
-BACKENDS = ("auto", "native", "reference", "torch", "triton", "apex", "transformer_engine")
+BACKENDS = (
+    "auto",
+    "native",
+    "reference",
+    "torch",
+    "triton",
+    "apex",
+    "transformer_engine",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,10 @@ CAPABILITIES = {
     "torch": Capability(rules=("adam", "sgd"), others_by_reference=True, compact=False),
     "apex": Capability(rules=("adam", "lamb", "sgd"), compact=False),
     "transformer_engine": Capability(
-        rules=("adam", "sgd"), compact=False, bfloat16_moments=("adam",), remainders=("adam",)
+        rules=("adam", "sgd"),
+        compact=False,
+        bfloat16_moments=("adam",),
+        remainders=("adam",),
     ),
 }
 
@@ -67,7 +78,10 @@ def refusal(
     if not any(moment.dtype_field for moment in RULES[rule].moments):
         for name, dtype in zip((FIRST_DTYPE, SECOND_DTYPE), moments, strict=True):
             if dtype != torch.float32:
-                return name, f"{rule} keeps its state in torch.float32; leave it at that"
+                return (
+                    name,
+                    f"{rule} keeps its state in torch.float32; leave it at that",
+                )
     can = CAPABILITIES.get(backend, Capability())
     if rule not in can.rules and not can.others_by_reference:
         return "fused_backend", (

@@ -30,7 +30,13 @@ def check_config(config: ConfigFields) -> None:
     Raises:
         ValueError: naming field and value.
     """
-    for check in (check_fields, _check_together, _check_precision, _check_graph, _check_inert):
+    for check in (
+        check_fields,
+        _check_together,
+        _check_precision,
+        _check_graph,
+        _check_inert,
+    ):
         check(config)
 
 
@@ -93,8 +99,16 @@ _STATE_DTYPES = {
 
 def _check_precision(config: ConfigFields) -> None:
     if config.fp16 and config.bf16:
-        raise ValueError("fp16=True and bf16=True: set the one that matches the model's dtype")
-    half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
+        raise ValueError(
+            "fp16=True and bf16=True: set the one that matches the model's dtype"
+        )
+    half = (
+        torch.float16
+        if config.fp16
+        else torch.bfloat16
+        if config.bf16
+        else torch.float32
+    )
     if config.params_dtype not in (half, torch.float32):
         _fail(
             config,
@@ -137,13 +151,19 @@ def _either(rules: list[str]) -> str:
 def _needed_rule(name: str) -> tuple[str, Callable[[ConfigFields], bool]]:
     """What a field that only some rules read needs, and whether a config has it."""
     rules = [rule.name for rule in rules_of_field(name)]
-    beside_muon = [rule for rule in SCALAR_OPTIMIZERS if name in fields_beside_muon(rule)]
+    beside_muon = [
+        rule for rule in SCALAR_OPTIMIZERS if name in fields_beside_muon(rule)
+    ]
 
     def has(config: ConfigFields) -> bool:
-        is_beside = config.optimizer == "muon" and config.muon_scalar_optimizer in beside_muon
+        is_beside = (
+            config.optimizer == "muon" and config.muon_scalar_optimizer in beside_muon
+        )
         return is_beside or config.optimizer in rules
 
-    return ", ".join([_either(rules), *[f"or muon with {rule}" for rule in beside_muon]]), has
+    return ", ".join(
+        [_either(rules), *[f"or muon with {rule}" for rule in beside_muon]]
+    ), has
 
 
 _RULE_NEEDS = {name: _needed_rule(name) for name in RULE_FIELDS}
@@ -156,7 +176,10 @@ def _has_second_moment(rule: RuleSpec) -> bool:
 _SECOND_MOMENT = [rule.name for rule in RULES.values() if _has_second_moment(rule)]
 
 _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
-    "optimizer_offload_fraction": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "optimizer_offload_fraction": (
+        "optimizer_cpu_offload=True",
+        lambda c: c.optimizer_cpu_offload,
+    ),
     "overlap_cpu_optimizer_d2h_h2d": (
         "optimizer_cpu_offload=True",
         lambda c: c.optimizer_cpu_offload,
@@ -176,12 +199,18 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         "fp16=True without loss_scale",
         lambda c: c.fp16 and c.loss_scale is None,
     ),
-    "min_loss_scale": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
+    "min_loss_scale": (
+        "fp16=True without loss_scale",
+        lambda c: c.fp16 and c.loss_scale is None,
+    ),
     "loss_scale_window": (
         "fp16=True without loss_scale",
         lambda c: c.fp16 and c.loss_scale is None,
     ),
-    "hysteresis": ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None),
+    "hysteresis": (
+        "fp16=True without loss_scale",
+        lambda c: c.fp16 and c.loss_scale is None,
+    ),
     **_RULE_NEEDS,
     "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
     "exp_avg_dtype": (
@@ -190,7 +219,9 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
     ),
     "exp_avg_sq_dtype": (
         f"use_precision_aware_optimizer=True and {_either(_SECOND_MOMENT)}",
-        lambda c: c.use_precision_aware_optimizer and c.elementwise_rule in _SECOND_MOMENT,
+        lambda c: (
+            c.use_precision_aware_optimizer and c.elementwise_rule in _SECOND_MOMENT
+        ),
     ),
     "store_param_remainders": (
         "use_precision_aware_optimizer=True",
@@ -212,7 +243,10 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
             )
         ),
     ),
-    "stochastic_rounding_seed": ("stochastic_rounding=True", lambda c: c.stochastic_rounding),
+    "stochastic_rounding_seed": (
+        "stochastic_rounding=True",
+        lambda c: c.stochastic_rounding,
+    ),
     "data_parallel_sharding_strategy": _DISTRIBUTED,
     "overlap_grad_reduce": _DISTRIBUTED,
     "overlap_param_gather": (

@@ -49,7 +49,9 @@ _OTHER_RULES = (
 CHECKS: dict[str, Check] = {
     "optimizer": Choice(OPTIMIZERS, _OTHER_RULES),
     **RULE_FIELDS,
-    **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), OPTIONAL_RATE),
+    **dict.fromkeys(
+        ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), OPTIONAL_RATE
+    ),
     "weight_decay": RATE,
     **dict.fromkeys(
         (
@@ -62,8 +64,12 @@ CHECKS: dict[str, Check] = {
         as_dtype,
     ),
     "param_remainder_bits": Whole(8, 16, "must be 16 or 8"),
-    "stochastic_rounding_seed": Whole(0, 2**32 - 1, "must be a whole number in [0, 2**32)"),
-    "loss_scale": Number(1 / _SCALE_LIMIT, _SCALE_LIMIT, optional=True, said=_SCALE_SAID),
+    "stochastic_rounding_seed": Whole(
+        0, 2**32 - 1, "must be a whole number in [0, 2**32)"
+    ),
+    "loss_scale": Number(
+        1 / _SCALE_LIMIT, _SCALE_LIMIT, optional=True, said=_SCALE_SAID
+    ),
     "initial_loss_scale": _SCALE,
     "min_loss_scale": _SCALE,
     "loss_scale_window": _STEPS,
@@ -74,15 +80,23 @@ CHECKS: dict[str, Check] = {
     ),
     "optimizer_offload_fraction": as_fraction,
     "gpu_memory": Whole(
-        1, 2**62, "must be a whole number of bytes >= 1 (60 GiB is 60 * 2**30)", optional=True
+        1,
+        2**62,
+        "must be a whole number of bytes >= 1 (60 GiB is 60 * 2**30)",
+        optional=True,
     ),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
     "data_parallel_sharding_strategy": Choice(("no_shard", "optim", "optim_grads")),
     "grad_reduce_op": Choice(("avg", "sum")),
-    "bucket_size": Whole(1, 2**62, "must be a whole number of elements >= 1", optional=True),
+    "bucket_size": Whole(
+        1, 2**62, "must be a whole number of elements >= 1", optional=True
+    ),
     "fused_backend": Choice(tuple(BACKENDS)),
     "host_threads": Whole(
-        1, _MOST_THREADS, f"must be a whole number >= 1, at most {_MOST_THREADS}", optional=True
+        1,
+        _MOST_THREADS,
+        f"must be a whole number >= 1, at most {_MOST_THREADS}",
+        optional=True,
     ),
     "host_cores": as_cores,
     "timers": as_timers,

@@ -75,7 +75,11 @@ class Number:
         high = number < self.high if self.open_high else number <= self.high
         if not (low and high) or (math.isinf(number) and not self.may_be_infinite):
             raise ValueError(self.said)
-        return value if isinstance(value, (int, float)) and not _is_numpys(value) else number
+        return (
+            value
+            if isinstance(value, (int, float)) and not _is_numpys(value)
+            else number
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,11 @@ class Whole:
         if not _is_number(value):
             raise ValueError(_wrong_kind(value, kind))
         try:
-            whole = int(float(value)) if not isinstance(value, numbers.Integral) else int(value)
+            whole = (
+                int(float(value))
+                if not isinstance(value, numbers.Integral)
+                else int(value)
+            )
         except (ValueError, OverflowError):  # nan, inf
             raise ValueError(self.said) from None
         if whole != value or not self.low <= whole <= self.high:
@@ -192,7 +200,9 @@ def _wrong_kind(value: Any, kind: str) -> str:
             number = float(value)
         except ValueError:
             return text
-        digits, exponent = f"{number:e}".split("e") if math.isfinite(number) else ("", "0")
+        digits, exponent = (
+            f"{number:e}".split("e") if math.isfinite(number) else ("", "0")
+        )
         written = f"{digits.rstrip('0').ljust(3, '0')}e{int(exponent):+d}"
         why = (
             f"YAML reads {value} as text, write {written}"

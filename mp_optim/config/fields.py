@@ -192,7 +192,9 @@ class ConfigFields:
     @property
     def is_distributed(self) -> bool:
         """Whether gradients are reduced, and state shared out, over data-parallel ranks."""
-        return self.use_distributed_optimizer or self.use_layer_wise_distributed_optimizer
+        return (
+            self.use_distributed_optimizer or self.use_layer_wise_distributed_optimizer
+        )
 
     @property
     def may_offload(self) -> bool:
@@ -203,10 +205,16 @@ class ConfigFields:
     @property
     def keeps_remainders(self) -> bool:
         """Whether bfloat16 parameters are stepped as they are, beside their remainders."""
-        return self.use_precision_aware_optimizer and self.store_param_remainders and self.bf16
+        return (
+            self.use_precision_aware_optimizer
+            and self.store_param_remainders
+            and self.bf16
+        )
 
     @property
     def elementwise_rule(self) -> str:
         """The rule that backends carry out: muon's products of matrices are torch's, whatever the
         backend."""
-        return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
+        return (
+            self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
+        )

@@ -67,7 +67,9 @@ def _check_names(
     if positional:
         named = zip(known, positional, strict=False)
         shown = ", ".join(f"{name}={value!r}" for name, value in named)
-        raise TypeError(f"OptimizerConfig takes its fields by name, as in OptimizerConfig({shown})")
+        raise TypeError(
+            f"OptimizerConfig takes its fields by name, as in OptimizerConfig({shown})"
+        )
     for name in settings:
         if name not in known:
             hint = elsewhere(name) or nearest(name, known, 0.6)
@@ -75,7 +77,9 @@ def _check_names(
 
 
 def _check_offload(settings: Mapping[str, Any]) -> None:
-    offloads = check_field("optimizer_cpu_offload", settings.get("optimizer_cpu_offload", False))
+    offloads = check_field(
+        "optimizer_cpu_offload", settings.get("optimizer_cpu_offload", False)
+    )
     if offloads and "optimizer_offload_fraction" not in settings:
         raise ValueError(
             "optimizer_cpu_offload=True without optimizer_offload_fraction: Megatron's default of "

@@ -42,7 +42,8 @@ _ALIASES = {
         "clip_grad",
     ),
     **dict.fromkeys(
-        ("betas", "adam_betas"), "adam_beta1 and adam_beta2 (lion_beta1 and lion_beta2 for lion)"
+        ("betas", "adam_betas"),
+        "adam_beta1 and adam_beta2 (lion_beta1 and lion_beta2 for lion)",
     ),
     "beta1": "adam_beta1",
     "beta2": "adam_beta2",
@@ -58,9 +59,17 @@ _ALIASES = {
         "with data_parallel_sharding_strategy='optim_grads' for ZeRO-2",
     ),
     **dict.fromkeys(("foreach", "fused", "use_fused", "backend"), "fused_backend"),
-    **dict.fromkeys(("dtype", "precision", "mixed_precision"), "bf16=True or fp16=True"),
     **dict.fromkeys(
-        ("offload", "cpu_offload", "offload_optimizer", "offload_fraction", "offload_ratio"),
+        ("dtype", "precision", "mixed_precision"), "bf16=True or fp16=True"
+    ),
+    **dict.fromkeys(
+        (
+            "offload",
+            "cpu_offload",
+            "offload_optimizer",
+            "offload_fraction",
+            "offload_ratio",
+        ),
         "optimizer_cpu_offload=True with optimizer_offload_fraction",
     ),
     **dict.fromkeys(
@@ -128,5 +137,7 @@ def elsewhere(name: str) -> str:
         return f"; it is called {_ALIASES[low]} here"
     if low in _NOT_A_FIELD:
         return f": {_NOT_A_FIELD[low]}"
-    megatron = next((text for key, text in _ELSEWHERE.items() if name.startswith(key)), "")
+    megatron = next(
+        (text for key, text in _ELSEWHERE.items() if name.startswith(key)), ""
+    )
     return f"; Megatron's is not part of this version: {megatron}" if megatron else ""

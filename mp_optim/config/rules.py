@@ -150,7 +150,12 @@ _ADAM_SETTINGS: dict[str, str | tuple[str, ...]] = {
     "eps": "adam_eps",
     "adam_w_mode": "decoupled_weight_decay",
 }
-_ADAM_SAMPLE = {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True, "adam_w_mode": True}
+_ADAM_SAMPLE = {
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "bias_correction": True,
+    "adam_w_mode": True,
+}
 
 _ADAM = RuleSpec(
     "adam",
@@ -211,7 +216,10 @@ _MUON = RuleSpec(
         "muon_split_qkv": as_bool,
         "muon_scale_mode": Choice(tuple(SCALE_MODES)),
         "muon_extra_scale_factor": Number(
-            0.0, LARGEST, open_low=True, said=f"must be a finite number > 0, at most {LARGEST:g}"
+            0.0,
+            LARGEST,
+            open_low=True,
+            said=f"must be a finite number > 0, at most {LARGEST:g}",
         ),
         "muon_fp32_matmul_prec": Choice(
             tuple(MATMUL_PRECISIONS), (("high", "TF32 is not to be had on the host"),)
@@ -220,7 +228,12 @@ _MUON = RuleSpec(
         "muon_coefficient_type": Choice(tuple(COEFFICIENT_TYPES)),
         "muon_tp_mode": Choice(
             tuple(TP_MODES),
-            (("distributed", "it adds up products in an order that depends on the ranks"),),
+            (
+                (
+                    "distributed",
+                    "it adds up products in an order that depends on the ranks",
+                ),
+            ),
         ),
         "muon_scalar_optimizer": Choice(tuple(SCALAR_OPTIMIZERS)),
     },
@@ -239,10 +252,14 @@ _ADAFACTOR = RuleSpec(
         Moment("variance", None, _of_vectors),
     ),
     {
-        "adafactor_beta2_decay": Number(-LARGEST, 0.0, said="must be a finite number <= 0"),
+        "adafactor_beta2_decay": Number(
+            -LARGEST, 0.0, said="must be a finite number <= 0"
+        ),
         "adafactor_eps1": OPTIONAL_RATE,
         "adafactor_eps2": RATE,
-        "adafactor_clip_threshold": Number(1.0, LARGEST, said="must be a finite number >= 1"),
+        "adafactor_clip_threshold": Number(
+            1.0, LARGEST, said="must be a finite number >= 1"
+        ),
     },
     {
         "beta2_decay": "adafactor_beta2_decay",
@@ -263,7 +280,9 @@ KERNEL_RULES = tuple(rule.name for rule in RULES.values() if rule.has_kernels)
 """What backends have kernels for. Muon's matrices are stepped by torch operations, the rest by one
 of these."""
 
-RULE_FIELDS = {name: check for rule in RULES.values() for name, check in rule.fields.items()}
+RULE_FIELDS = {
+    name: check for rule in RULES.values() for name, check in rule.fields.items()
+}
 """Fields of the config that only some rules read, with what they may be."""
 
 _MOMENTS = {moment.name: moment for rule in RULES.values() for moment in rule.moments}

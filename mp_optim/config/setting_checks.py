@@ -58,7 +58,9 @@ FINITE = Rule(lambda number: True, "a finite number")
 NOT_NEGATIVE = Rule(lambda number: number >= 0.0, "a finite number >= 0")
 POSITIVE = Rule(lambda number: number > 0.0, "a finite number > 0")
 FRACTION = Rule(lambda number: 0.0 <= number < 1.0, "in [0, 1)")
-WHOLE = Rule(lambda number: number >= 0.0 and number == int(number), "a whole number >= 0")
+WHOLE = Rule(
+    lambda number: number >= 0.0 and number == int(number), "a whole number >= 0"
+)
 
 
 def check_setting(name: str, value: object, rule: Rule) -> None:

@@ -82,7 +82,9 @@ def aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def plan_flat(sizes: Sequence[int], ranks: int, bucket_size: int | None = None) -> list[BucketPlan]:
+def plan_flat(
+    sizes: Sequence[int], ranks: int, bucket_size: int | None = None
+) -> list[BucketPlan]:
     """Buckets whose shards may begin and end anywhere in a parameter.
 
     Parameters are taken from the last to the first, because backward produces their gradients in

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mp_optim.distributed.bucket_plan import BucketPlan, ParamRange, plan_flat, plan_whole
+from mp_optim.distributed.bucket_plan import (
+    BucketPlan,
+    ParamRange,
+    plan_flat,
+    plan_whole,
+)
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import is_quantized
 
@@ -74,7 +79,9 @@ class Bucket:
     def local_grad(self, entry: Entry) -> Tensor:
         """The gradient of one parameter, in its shape."""
         place = entry.placed
-        return self.local_grads()[place.start : place.start + place.numel].view(entry.data.shape)
+        return self.local_grads()[place.start : place.start + place.numel].view(
+            entry.data.shape
+        )
 
     def owned_grad(self, entry: Entry) -> Tensor:
         """The owned elements of one parameter's reduced gradient, 1-D."""
@@ -136,10 +143,17 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
             )
         if param.numel():
             spans.append(
-                (str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, name)
+                (
+                    str(param.device),
+                    param.data_ptr(),
+                    param.data_ptr() + param.nbytes,
+                    name,
+                )
             )
     spans.sort()
-    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(
+        spans
+    ):
         if device == other_device and start < end:
             raise ValueError(
                 f"{name} and {other} are two parameters that share memory, which separate places "
@@ -175,12 +189,16 @@ def make_buckets(
     buckets = []
     for (dtype, _), members in kinds.items():
         sizes = [params[index].numel() for index in members]
-        plans = plan_whole(sizes, ranks) if whole else plan_flat(sizes, ranks, bucket_size)
+        plans = (
+            plan_whole(sizes, ranks) if whole else plan_flat(sizes, ranks, bucket_size)
+        )
         grad_dtype = torch.float32 if grads_in_fp32 else dtype
         own_params = [params[index] for index in members]
         own_names = [names[index] for index in members]
         for plan in plans:
-            buckets.append(_filled(plan, own_params, own_names, rank, grad_dtype, keep_grads))
+            buckets.append(
+                _filled(plan, own_params, own_names, rank, grad_dtype, keep_grads)
+            )
     return buckets
 
 
@@ -194,7 +212,11 @@ def _filled(
     keep_grads: bool,
 ) -> Bucket:
     like = params[plan.placed[0].param]
-    grads = torch.zeros(plan.numel, dtype=grad_dtype, device=like.device) if keep_grads else None
+    grads = (
+        torch.zeros(plan.numel, dtype=grad_dtype, device=like.device)
+        if keep_grads
+        else None
+    )
     first, last = plan.owned(rank)
     owned = (
         torch.zeros(last - first, dtype=grad_dtype, device=like.device)

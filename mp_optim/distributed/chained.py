@@ -47,9 +47,13 @@ class ChainedOptimizer(CompositeOptimizer):
 
     def _reduce_in_one_order(self) -> None:
         """Let the parts' buckets be reduced in the same order on all ranks."""
-        sharded = [part for part in self.parts if isinstance(part, DistributedOptimizer)]
+        sharded = [
+            part for part in self.parts if isinstance(part, DistributedOptimizer)
+        ]
         reducers = [
-            part.grad_reducer for part in sharded if isinstance(part.grad_reducer, GradReducer)
+            part.grad_reducer
+            for part in sharded
+            if isinstance(part.grad_reducer, GradReducer)
         ]
         if len(reducers) > 1:
             again = self.config.data_parallel_sharding_strategy == "optim_grads"
@@ -75,7 +79,9 @@ class ChainedOptimizer(CompositeOptimizer):
         expert = param_group.get("is_expert_parallel", False)
         alike = [part for part in self.parts if _is_expert(part) == expert]
         (alike or self.parts)[-1].add_param_group(param_group)
-        self.param_groups[:] = [group for part in self.parts for group in part.param_groups]
+        self.param_groups[:] = [
+            group for part in self.parts for group in part.param_groups
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:

@@ -39,7 +39,9 @@ class Reduction(Protocol):
         on)."""
 
 
-def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: bool) -> bool:
+def uses_exchange(
+    group: ProcessGroup, device: torch.device, fp32_accumulation: bool
+) -> bool:
     """Whether gradients on a device are exchanged and added here, rather than by the backend."""
     return fp32_accumulation or group._get_backend(device).name() != "nccl"
 
@@ -147,7 +149,10 @@ class _Exchange:
 
     def _add_up(self, start: int) -> None:
         """The owned part of a round, in the order of ranks."""
-        received, ranks = self.grads if self.received is None else self.received, self.group.size()
+        received, ranks = (
+            self.grads if self.received is None else self.received,
+            self.group.size(),
+        )
         rows = received.view(ranks, received.numel() // ranks)
         total = rows[0].to(torch.float32, copy=True)
         for row in rows[1:]:
@@ -206,7 +211,9 @@ class _Collective:
     def __post_init__(self) -> None:
         self.result = torch.empty_like(self.owned) if self.add else self.owned
         op = _divided(self.grads, self.divisor, self.group)
-        self.work = _reduce_scatter(self.result, self.grads, op=op, group=self.group, async_op=True)
+        self.work = _reduce_scatter(
+            self.result, self.grads, op=op, group=self.group, async_op=True
+        )
 
     def wait(self) -> None:
         wait_for(self.work, self.group, self.grads.device)
@@ -243,11 +250,15 @@ def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list
     if group.size() == 1:
         return []
     data, width = _bytes(flat), flat.element_size()
-    parts = [data[first * width : last * width] for first, last in itertools.pairwise(bounds)]
+    parts = [
+        data[first * width : last * width] for first, last in itertools.pairwise(bounds)
+    ]
     if _are_even(bounds):
         return [_gather_into(data, parts[group.rank()], group=group, async_op=True)]
     return [
-        dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
+        dist.broadcast(
+            part, src=dist.get_global_rank(group, rank), group=group, async_op=True
+        )
         for rank, part in enumerate(parts)
         if len(part)
     ]

@@ -113,13 +113,21 @@ class CompositeOptimizer(MegatronOptimizer):
         for part, part_slot in self._parts_of(slot):
             part.make_current(part_slot)
 
-    def _parts_of(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
-        return [(part, None) for part in self.parts] if slot is None else [self.locate(slot)]
+    def _parts_of(
+        self, slot: Slot | None
+    ) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
+        return (
+            [(part, None) for part in self.parts]
+            if slot is None
+            else [self.locate(slot)]
+        )
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         located = [self.locate(slot) for slot in slots]
         for part in self.parts:
-            part.allocate_state([part_slot for owner, part_slot in located if owner is part])
+            part.allocate_state(
+                [part_slot for owner, part_slot in located if owner is part]
+            )
 
     # -- asked of all parts -----------------------------------------------------------------------
 
@@ -132,7 +140,9 @@ class CompositeOptimizer(MegatronOptimizer):
             part.record(verdict)
 
     def verdict_device(self) -> torch.device | None:
-        devices = {part.verdict_device() for part in self.parts if not part.is_stub_optimizer}
+        devices = {
+            part.verdict_device() for part in self.parts if not part.is_stub_optimizer
+        }
         return devices.pop() if len(devices) == 1 else None
 
     def settings_alike(self) -> list[SettingsAlike]:

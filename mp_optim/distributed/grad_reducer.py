@@ -20,7 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.distributed.buckets import Bucket, Entry
-from mp_optim.distributed.collectives import Reduction, all_gather, start_reduction, uses_exchange
+from mp_optim.distributed.collectives import (
+    Reduction,
+    all_gather,
+    start_reduction,
+    uses_exchange,
+)
 from mp_optim.distributed.reduction_order import LaunchOrder
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.ranks.missing_ranks import wait_for_all

@@ -22,11 +22,16 @@ _BUFFERS = ("buffers", "expert_parallel_buffers")
 def is_megatron_ddp(chunk: nn.Module) -> bool:
     """Whether a module has Megatron's parameter and gradient buffers (``buffers`` of other modules
     is a method)."""
-    return isinstance(getattr(chunk, "buffers", None), list) and hasattr(chunk, "start_param_sync")
+    return isinstance(getattr(chunk, "buffers", None), list) and hasattr(
+        chunk, "start_param_sync"
+    )
 
 
 def buckets_of(
-    chunks: Sequence[nn.Module], params: Sequence[Tensor], names: Sequence[str], group: ProcessGroup
+    chunks: Sequence[nn.Module],
+    params: Sequence[Tensor],
+    names: Sequence[str],
+    group: ProcessGroup,
 ) -> list[Bucket]:
     """The buckets that hold some parameters of Megatron's modules.
 
@@ -47,9 +52,15 @@ def buckets_of(
             )
         for buffer in _buffers(chunk):
             for megatron_bucket in buffer.buckets:
-                members = [param for param in megatron_bucket.params_list if id(param) in name_of]
+                members = [
+                    param
+                    for param in megatron_bucket.params_list
+                    if id(param) in name_of
+                ]
                 if members:
-                    buckets.append(_bucket(buffer, megatron_bucket, members, name_of, group))
+                    buckets.append(
+                        _bucket(buffer, megatron_bucket, members, name_of, group)
+                    )
                     bucketed.update(map(id, members))
     missing = [name for key, name in name_of.items() if key not in bucketed]
     if missing:
@@ -73,16 +84,21 @@ def _bucket(
     group: ProcessGroup,
 ) -> Bucket:
     ranks, rank = group.size(), group.rank()
-    if buffer.data_parallel_group.size() != ranks or megatron_bucket.param_data.numel() % ranks:
+    if (
+        buffer.data_parallel_group.size() != ranks
+        or megatron_bucket.param_data.numel() % ranks
+    ):
         raise ValueError(
             f"{name_of[id(members[0])]}: its buffer is cut for {buffer.data_parallel_group.size()} "
             f"ranks, process_groups has {ranks}; pass the groups that the model was wrapped with"
         )
     starts = {
-        id(param): buffer.param_index_map[param][0] - megatron_bucket.offset for param in members
+        id(param): buffer.param_index_map[param][0] - megatron_bucket.offset
+        for param in members
     }
     placed = [
-        ParamRange(index, starts[id(param)], param.numel()) for index, param in enumerate(members)
+        ParamRange(index, starts[id(param)], param.numel())
+        for index, param in enumerate(members)
     ]
     plan = BucketPlan.even(placed, megatron_bucket.param_data.numel() // ranks, ranks)
     first, last = plan.owned(rank)
@@ -95,7 +111,9 @@ def _bucket(
         megatron_bucket.grad_data[first:last],
     )
     for item, param in zip(placed, members, strict=True):
-        data = megatron_bucket.param_data[item.start : item.start + item.numel].view(param.shape)
+        data = megatron_bucket.param_data[item.start : item.start + item.numel].view(
+            param.shape
+        )
         if data.data_ptr() != param.data_ptr():
             raise ValueError(
                 f"{name_of[id(param)]} does not look into its buffer any more; wrap the model again"

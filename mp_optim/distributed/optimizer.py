@@ -88,8 +88,12 @@ class DistributedOptimizer(CompositeOptimizer):
         self.process_groups = process_groups
         self._group: ProcessGroup = process_groups.dp
         self._guard = naming_missing_ranks(self._group)
-        super().__init__([with_names(group) for group in param_groups], {}, config, grad_scaler)
-        in_forward = [slot for _, slot, _ in in_forward_order(self.param_groups, model_chunks)]
+        super().__init__(
+            [with_names(group) for group in param_groups], {}, config, grad_scaler
+        )
+        in_forward = [
+            slot for _, slot, _ in in_forward_order(self.param_groups, model_chunks)
+        ]
         lines = statements.of_construction(config, self.param_groups, in_forward)
         with self._guard("comparing the ranks' models and configs"):
             check_agreement(self._group, lines, "an optimizer")
@@ -108,12 +112,16 @@ class DistributedOptimizer(CompositeOptimizer):
         """Show the hyperparameters that the rule filled in, and the sharded main params where
         Megatron does."""
         self.defaults.update(self.shards.defaults)
-        for group, of_shards in zip(self.param_groups, self.shards.param_groups, strict=True):
+        for group, of_shards in zip(
+            self.param_groups, self.shards.param_groups, strict=True
+        ):
             for key, value in group_settings(of_shards).items():
                 group.setdefault(key, value)
             for param, tensor in zip(group["params"], of_shards["params"], strict=True):
                 if (main := main_param_of(tensor)) is not None:
-                    set_main_param(param, main, sharded=not self._model.steps_everything)
+                    set_main_param(
+                        param, main, sharded=not self._model.steps_everything
+                    )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before the buckets are made.
@@ -165,10 +173,14 @@ class DistributedOptimizer(CompositeOptimizer):
         self.finish_grad_sync()
         trained = self._model.hand_out_grads()
         step, rounds = self._steps.counts["steps"] + 1, self.grad_reducer.rounds
-        lines = partial(statements.of_step, self.param_groups, step, rounds, self._model.frozen)
+        lines = partial(
+            statements.of_step, self.param_groups, step, rounds, self._model.frozen
+        )
         with self._guard("comparing hyperparameters"):
             check_number(self._group, lines, self.device, "an optimizer")
-        for group, of_shards in zip(self.param_groups, self.shards.param_groups, strict=True):
+        for group, of_shards in zip(
+            self.param_groups, self.shards.param_groups, strict=True
+        ):
             of_shards.update(group_settings(group))
         owned = self.shards.collect_grads()
         return ReducedGrads(self, self._model, self._group, self._guard, trained, owned)
@@ -195,7 +207,9 @@ class DistributedOptimizer(CompositeOptimizer):
 
     def state_of(self, slot: Slot) -> SlotState:
         return ShardState(
-            super().state_of(slot), self._model.shards[slot], param_at(self.param_groups, slot)
+            super().state_of(slot),
+            self._model.shards[slot],
+            param_at(self.param_groups, slot),
         )
 
     def main_param(self, slot: Slot) -> Tensor:
@@ -258,7 +272,9 @@ class ReducedGrads(GradsOfParts):
 
     def sums(self) -> Measurement:
         with self._guard("agreeing on the gradient norm"):
-            return self._owned_sums() if self._model.steps_everything else super().sums()
+            return (
+                self._owned_sums() if self._model.steps_everything else super().sums()
+            )
 
     def _owned_sums(self) -> Measurement:
         """Where each rank steps everything, it measures what it would own, so that the sum is made
@@ -271,7 +287,9 @@ class ReducedGrads(GradsOfParts):
         owned = [self._model.owned_grad(slot) for slot in self._trained]
         grads = [nothing if grad is None else grad for grad in owned]
         distinct = list(dict.fromkeys(keys.values()))
-        return optimizer.shards.measure_grads(grads, [keys[s] for s in self._trained], distinct)
+        return optimizer.shards.measure_grads(
+            grads, [keys[s] for s in self._trained], distinct
+        )
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)

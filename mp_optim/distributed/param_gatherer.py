@@ -68,7 +68,9 @@ class ParamGatherer:
             bucket = self._buckets[index]
             self.bytes_gathered += bucket.params.nbytes
             with self._guard("gathering parameters"):
-                self._under_way[index] = all_gather(bucket.params, bucket.plan.bounds, self._group)
+                self._under_way[index] = all_gather(
+                    bucket.params, bucket.plan.bounds, self._group
+                )
         if self._overlaps:
             self._waited_for = set()
         else:

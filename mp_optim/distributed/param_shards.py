@@ -86,7 +86,11 @@ class ParamShard:
 
     def _same_elements(self, key: str, saved: FlatShard) -> Tensor:
         saved_stop = saved.start + saved.local.numel()
-        if (saved.start, saved_stop, saved.shape) != (self.start, self.stop, self.shape):
+        if (saved.start, saved_stop, saved.shape) != (
+            self.start,
+            self.stop,
+            self.shape,
+        ):
             raise ValueError(
                 f"{self.name}.{key}: saved elements [{saved.start}, {saved_stop}) of "
                 f"{tuple(saved.shape)}, this rank owns [{self.start}, {self.stop}) of "
@@ -187,7 +191,10 @@ def make_shard(
     tensor = _shaped(tensor, param) if keeps_shape else tensor
     tensor.requires_grad_(param.requires_grad)
     set_shard_info(
-        tensor, ShardInfo(start, shard_groups, param.shape, param.numel() if placed_alike else None)
+        tensor,
+        ShardInfo(
+            start, shard_groups, param.shape, param.numel() if placed_alike else None
+        ),
     )
     attributes = norm_attributes(param)
     if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions
@@ -227,7 +234,11 @@ class ParamWatcher:
     def changed(self, params: Sequence[Tensor]) -> list[int]:
         """Indices of parameters that are other tensors, lie elsewhere or were written since the
         last look."""
-        return [index for index, param in enumerate(params) if not self.is_same(index, param)]
+        return [
+            index
+            for index, param in enumerate(params)
+            if not self.is_same(index, param)
+        ]
 
     def is_same(self, index: int, param: Tensor) -> bool:
         """Whether a parameter is the one last seen at an index, was not written since and lies

@@ -160,5 +160,9 @@ def reduce_in_one_order(members: Sequence[Member], again: bool) -> None:
         # Ranks of a group inside all others see the same parts; those outside may have other
         # parts of their own between the common ones.
         inside = all(members_of <= other for other in ranks)
-        if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
-            check_agreement(group, order.pattern, "the order in which gradients are reduced")
+        if group.size() > 1 and (
+            inside or not any(all(a <= b for b in ranks) for a in ranks)
+        ):
+            check_agreement(
+                group, order.pattern, "the order in which gradients are reduced"
+            )

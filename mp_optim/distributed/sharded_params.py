@@ -66,7 +66,9 @@ class ShardedParams:
         self.frozen: list[Slot] = []
         self.bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
         self._entries: dict[Slot, tuple[int, Entry]] = {}
-        self.transport = self._make_transport(config, group, list(chunks), divisor, guard)
+        self.transport = self._make_transport(
+            config, group, list(chunks), divisor, guard
+        )
         self.shards = {
             slot: self._shard(slot, param, config, group)
             for slot, param in iter_slots(param_groups)
@@ -87,7 +89,9 @@ class ShardedParams:
         names = [slot_name(self._param_groups, slot) for _, slot, _ in trained]
         places = [place for place, *_ in trained]
         divisor = divisor or group.size()
-        transport = make_transport(params, names, places, config, group, chunks, divisor, guard)
+        transport = make_transport(
+            params, names, places, config, group, chunks, divisor, guard
+        )
         slot_of = {id(param): slot for _, slot, param in trained}
         for index, bucket in enumerate(transport.buckets):
             for entry in bucket.entries:
@@ -101,16 +105,22 @@ class ShardedParams:
         return make_shard(
             slot_name(self._param_groups, slot),
             param,
-            None if located is None else (self.transport.buckets[located[0]], located[1]),
+            None
+            if located is None
+            else (self.transport.buckets[located[0]], located[1]),
             shard_groups=() if self.steps_everything else (group,),
             everything=self.steps_everything,
-            keeps_shape=self.steps_everything or config.use_layer_wise_distributed_optimizer,
-            placed_alike=RULES[config.optimizer].reads == "sums",  # ranks meet in its reductions
+            keeps_shape=self.steps_everything
+            or config.use_layer_wise_distributed_optimizer,
+            placed_alike=RULES[config.optimizer].reads
+            == "sums",  # ranks meet in its reductions
         )
 
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, with what this rank owns in place of the parameters."""
-        return [self._group_of_shards(index) for index in range(len(self._param_groups))]
+        return [
+            self._group_of_shards(index) for index in range(len(self._param_groups))
+        ]
 
     def _group_of_shards(self, index: int) -> dict[str, Any]:
         group = self._param_groups[index]
@@ -206,4 +216,7 @@ class ShardedParams:
                 gathered += gatherer.bytes_gathered
             increment_version([entry.param for _, entry in self._entries.values()])
             self.look()
-        self.bytes = {"bytes_reduced": reducer.bytes_reduced, "bytes_gathered": gathered}
+        self.bytes = {
+            "bytes_reduced": reducer.bytes_reduced,
+            "bytes_gathered": gathered,
+        }

@@ -43,7 +43,10 @@ def of_construction(
     places = enumerate(in_forward)
     return [
         *lines,
-        *(f"place {place} in forward: {slot_name(groups, slot)}" for place, slot in places),
+        *(
+            f"place {place} in forward: {slot_name(groups, slot)}"
+            for place, slot in places
+        ),
     ]
 
 
@@ -52,7 +55,9 @@ def of_settings(groups: ParamGroups) -> list[str]:
     return [f"group {index}: {_settings(group)}" for index, group in enumerate(groups)]
 
 
-def of_step(groups: ParamGroups, step: int, rounds: int, frozen: Sequence[Slot]) -> list[str]:
+def of_step(
+    groups: ParamGroups, step: int, rounds: int, frozen: Sequence[Slot]
+) -> list[str]:
     """What may differ from step to step.
 
     Args:

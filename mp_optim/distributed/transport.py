@@ -108,7 +108,9 @@ def make_transport(
     with guard("sending the first rank's parameters to the others"):
         for bucket in buckets:
             broadcast(bucket.params, group)
-    gatherer = ParamGatherer(buckets, group, chunks if config.overlap_param_gather else [], guard)
+    gatherer = ParamGatherer(
+        buckets, group, chunks if config.overlap_param_gather else [], guard
+    )
     settings = ReduceSettings(
         group=group,
         divisor=divisor if config.grad_reduce_op == "avg" else 1,
@@ -125,7 +127,9 @@ def make_transport(
 
     first_used = list(map(first_use, buckets))
     return Transport(
-        buckets, GradReducer(buckets, first_used, settings, guard, gatherer.check_use), gatherer
+        buckets,
+        GradReducer(buckets, first_used, settings, guard, gatherer.check_use),
+        gatherer,
     )
 
 
@@ -149,7 +153,10 @@ def _megatrons(
                 "DistributedDataParallel, whose ddp_config decides that; leave it at its default "
                 "here"
             )
-    if config.data_parallel_sharding_strategy != "optim" or config.grad_reduce_op != "avg":
+    if (
+        config.data_parallel_sharding_strategy != "optim"
+        or config.grad_reduce_op != "avg"
+    ):
         raise ValueError(
             f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}, "
             f"grad_reduce_op={config.grad_reduce_op!r}: Megatron's DistributedDataParallel keeps "
@@ -168,4 +175,6 @@ def _megatrons(
                 "ddp_config; set both alike"
             )
     buckets = buckets_of(chunks, params, names, group)
-    return Transport(buckets, MegatronReducer(chunks, buckets), MegatronGatherer(chunks, buckets))
+    return Transport(
+        buckets, MegatronReducer(chunks, buckets), MegatronGatherer(chunks, buckets)
+    )

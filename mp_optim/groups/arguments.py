@@ -38,7 +38,9 @@ def chunks_of(model: Any) -> list[nn.Module]:
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     if chunks and all(isinstance(chunk, nn.Module) for chunk in chunks):
         return chunks
-    kinds = sorted({type(chunk).__name__ for chunk in chunks if not isinstance(chunk, nn.Module)})
+    kinds = sorted(
+        {type(chunk).__name__ for chunk in chunks if not isinstance(chunk, nn.Module)}
+    )
     what = f"made of {kinds}" if chunks else "missing or empty"
     raise TypeError(
         f"model is {what}: it must be a module or a list of modules; parameters of your own "
@@ -47,7 +49,9 @@ def chunks_of(model: Any) -> list[nn.Module]:
     )
 
 
-def check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_groups: Any) -> None:
+def check_model(
+    config: OptimizerConfig, chunks: Sequence[nn.Module], param_groups: Any
+) -> None:
     """Raise if there is nothing to train yet; warn if the config asks for mixed precision of a
     model without any.
 
@@ -79,7 +83,9 @@ def check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_grou
 
 
 def check_overrides_match(
-    config: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Mapping[ParamKey, Any] | None
+    config: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    overrides: Mapping[ParamKey, Any] | None,
 ) -> None:
     """Raise if an override of the caller's matches no parameter at all; the standard ones may.
 
@@ -91,7 +97,9 @@ def check_overrides_match(
     standard = {*get_standard_config_overrides(config)}
     for rule in ("adam", "sgd"):
         standard |= (
-            get_mup_config_overrides(config, 1.0, rule).keys() if config.lr is not None else set()
+            get_mup_config_overrides(config, 1.0, rule).keys()
+            if config.lr is not None
+            else set()
         )
     named = list(named_params(chunks))
     for key in overrides:
@@ -123,7 +131,9 @@ def _nearest(key: ParamKey, names: Sequence[str]) -> str:
     patterns = [key.name] if isinstance(key.name, str) else list(key.name)
     close: dict[str, None] = {}
     for pattern in patterns:
-        close |= dict.fromkeys(difflib.get_close_matches(pattern, names, n=3, cutoff=0.4))
+        close |= dict.fromkeys(
+            difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+        )
     shown = list(close) or list(names[:3])
     return (
         f"; the {'nearest' if close else 'first'} are {', '.join(map(repr, shown))}"
@@ -147,7 +157,11 @@ def checked_groups(
     given = [groups] if isinstance(groups, Mapping) else list(groups)
     for index, group in enumerate(given):
         if not isinstance(group, Mapping) or "params" not in group:
-            what = sorted(group) if isinstance(group, Mapping) else f"a {type(group).__name__}"
+            what = (
+                sorted(group)
+                if isinstance(group, Mapping)
+                else f"a {type(group).__name__}"
+            )
             raise TypeError(
                 f'param_groups[{index}] is {what}: give dicts with "params", as in '
                 'param_groups=[{"params": [...], "lr": 1e-4}]'
@@ -178,7 +192,11 @@ def _names(chunks: Sequence[nn.Module]) -> dict[int, tuple[set[str], str]]:
 def _with_names(
     group: Mapping[str, Any], names: Mapping[int, tuple[set[str], str]]
 ) -> dict[str, Any]:
-    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    params = (
+        [group["params"]]
+        if isinstance(group["params"], Tensor)
+        else list(group["params"])
+    )
     given = list(group.get("param_names", ()))
     if params and all(isinstance(item, tuple) for item in params):
         given = [name for name, _ in params]

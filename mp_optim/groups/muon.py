@@ -32,7 +32,9 @@ class MuonAssignment:
             ``nn.Embedding``, and what Hugging Face's ``get_output_embeddings()`` names.
     """
 
-    def __init__(self, model_chunks: Sequence[nn.Module], config: OptimizerConfig) -> None:
+    def __init__(
+        self, model_chunks: Sequence[nn.Module], config: OptimizerConfig
+    ) -> None:
         self._config = config
         self._embeddings = {
             id(param)

@@ -69,17 +69,23 @@ class ParamKey:
     name: str | tuple[str, ...] = ()
     attr: str | tuple[str, ...] = ()
     predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
-    with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
+    with_name_predicate: (
+        ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...]
+    ) = ()
 
     def matches(self, param: Tensor, param_name: str) -> bool:
         """Whether any condition holds."""
-        if any(fnmatch.fnmatchcase(param_name, pattern) for pattern in _tuple(self.name)):
+        if any(
+            fnmatch.fnmatchcase(param_name, pattern) for pattern in _tuple(self.name)
+        ):
             return True
         if any(bool(getattr(param, attr, False)) for attr in _tuple(self.attr)):
             return True
         if any(test.fn(param) for test in _tuple(self.predicate)):
             return True
-        return any(test.fn(param, param_name) for test in _tuple(self.with_name_predicate))
+        return any(
+            test.fn(param, param_name) for test in _tuple(self.with_name_predicate)
+        )
 
 
 class ParamGroupOverride(TypedDict, total=False):
@@ -109,12 +115,15 @@ def _no_weight_decay(param: Tensor, name: str) -> bool:
 
 def _no_weight_decay_but_qk(param: Tensor, name: str) -> bool:
     qk = any(
-        part in f".{name}" for part in (".q_layernorm.", ".k_layernorm.", ".q_norm.", ".k_norm.")
+        part in f".{name}"
+        for part in (".q_layernorm.", ".k_layernorm.", ".q_norm.", ".k_norm.")
     )
     return _no_weight_decay(param, name) and not qk
 
 
-def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+def get_standard_config_overrides(
+    config: OptimizerConfig,
+) -> dict[ParamKey, ParamGroupOverride]:
     """No weight decay for biases and 1-D parameters; ``decoupled_lr`` for embedding and output
     parameters.
 
@@ -184,7 +193,9 @@ def get_mup_config_overrides(
         )
         return {key: limits(mup_width_mult)}
     key = ParamKey(with_name_predicate=ParamWithNamePredicate("mup_hidden", hidden))
-    return {key: {**limits(1 / mup_width_mult), "eps": config.adam_eps / mup_width_mult}}
+    return {
+        key: {**limits(1 / mup_width_mult), "eps": config.adam_eps / mup_width_mult}
+    }
 
 
 def check_config_overrides_consistency(
@@ -218,7 +229,11 @@ def is_expert_param(param: Tensor, name: str) -> bool:
 
 
 def _named_params(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, param) for name, param in named_params(model_chunks) if param.requires_grad)
+    return (
+        (name, param)
+        for name, param in named_params(model_chunks)
+        if param.requires_grad
+    )
 
 
 def _required_lr(config: OptimizerConfig) -> float:
@@ -259,11 +274,17 @@ def _checked(config: OptimizerConfig, override: Mapping[str, Any]) -> dict[str, 
                 f"{config.optimizer!r}{hint}"
             )
     check_group_settings("override", override, config.optimizer)
-    top, floor = override.get("max_lr", config.lr), override.get("min_lr", config.min_lr)
+    top, floor = (
+        override.get("max_lr", config.lr),
+        override.get("min_lr", config.min_lr),
+    )
     if top is not None and floor is not None and floor > top:
-        raise ValueError(f"override max_lr={top!r}: below min_lr={floor!r}; override min_lr too")
+        raise ValueError(
+            f"override max_lr={top!r}: below min_lr={floor!r}; override min_lr too"
+        )
     return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in override.items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in override.items()
     }
 
 
@@ -391,21 +412,29 @@ def get_param_groups(
     lr = _required_lr(config)
     check_config_overrides_consistency(config, config_overrides)
     overrides = {
-        key: _checked(config, override) for key, override in (config_overrides or {}).items()
+        key: _checked(config, override)
+        for key, override in (config_overrides or {}).items()
     }
     expert = expert_predicate or is_expert_param
     muon = MuonAssignment(model_chunks, config) if config.optimizer == "muon" else None
-    members: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[tuple[str, Tensor]]] = {}
+    members: dict[
+        tuple[bool, tuple[tuple[str, Any], ...]], list[tuple[str, Tensor]]
+    ] = {}
     for name, param in _named_params(model_chunks):
         if param.is_complex() or not param.is_floating_point():
             raise TypeError(
                 f"{name} is {param.dtype}: only real floating-point parameters can be trained; "
                 "freeze it"
             )
-        override, is_expert = _combined(param, name, overrides), bool(expert(param, name))
+        override, is_expert = (
+            _combined(param, name, overrides),
+            bool(expert(param, name)),
+        )
         if muon is not None:
             override = muon.settings(param, name, is_expert, override)
-        members.setdefault((is_expert, tuple(sorted(override.items()))), []).append((name, param))
+        members.setdefault((is_expert, tuple(sorted(override.items()))), []).append(
+            (name, param)
+        )
     _warn_unmatched(model_chunks, overrides)
     ordered = sorted(members.items(), key=lambda item: item[0][0])
     return [
@@ -423,7 +452,10 @@ def _group(
 ) -> dict[str, Any]:
     floor = {} if config.min_lr is None else {"min_lr": config.min_lr}
     settings = {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": lr, **floor, **override}
-    decoupled = config.decoupled_lr is not None and settings["max_lr"] == config.decoupled_lr != lr
+    decoupled = (
+        config.decoupled_lr is not None
+        and settings["max_lr"] == config.decoupled_lr != lr
+    )
     names = [name for name, _ in named]
     return {
         "params": [param for _, param in named],
@@ -436,10 +468,14 @@ def _group(
     }
 
 
-def _warn_unmatched(model_chunks: Sequence[nn.Module], overrides: Iterable[ParamKey]) -> None:
+def _warn_unmatched(
+    model_chunks: Sequence[nn.Module], overrides: Iterable[ParamKey]
+) -> None:
     named = list(_named_params(model_chunks))
     for key in overrides:
-        if (key.name or key.attr) and not any(key.matches(param, name) for name, param in named):
+        if (key.name or key.attr) and not any(
+            key.matches(param, name) for name, param in named
+        ):
             _log.warning("override %s matches no trainable parameter", key)
 
 

@@ -100,7 +100,10 @@ class OptimizerParamScheduler:
         self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
-        self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
+        self.wsd_decay_steps, self.lr_wsd_decay_style = (
+            wsd_decay_steps,
+            lr_wsd_decay_style,
+        )
         self._limits = [self._limits_of(group) for group in optimizer.param_groups]
         self.num_steps = 0
         self._check()
@@ -121,17 +124,29 @@ class OptimizerParamScheduler:
         rules = {
             "lr_decay_style": (self.lr_decay_style in LR_STYLES, f"one of {LR_STYLES}"),
             "wd_incr_style": (self.wd_incr_style in WD_STYLES, f"one of {WD_STYLES}"),
-            "min_lr": (0.0 <= self.min_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
-            "init_lr": (0.0 <= self.init_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
+            "min_lr": (
+                0.0 <= self.min_lr <= self.max_lr,
+                f"in [0, max_lr={self.max_lr}]",
+            ),
+            "init_lr": (
+                0.0 <= self.init_lr <= self.max_lr,
+                f"in [0, max_lr={self.max_lr}]",
+            ),
             "lr_decay_steps": (self.lr_decay_steps > 0, "> 0"),
-            "lr_warmup_steps": (0 <= self.lr_warmup_steps < end, f"in [0, lr_decay_steps={end})"),
+            "lr_warmup_steps": (
+                0 <= self.lr_warmup_steps < end,
+                f"in [0, lr_decay_steps={end})",
+            ),
             "end_wd": (0.0 <= self.start_wd <= self.end_wd, ">= start_wd >= 0"),
             "wd_incr_steps": (
                 self.wd_incr_style == "constant" or self.wd_incr_steps > 0,
                 "> 0 for a ramp",
             ),
             "wsd_decay_steps": (
-                not wsd or (self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end),
+                not wsd
+                or (
+                    self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end
+                ),
                 f"in (0, lr_decay_steps={end}] for WSD",
             ),
             "lr_wsd_decay_style": (
@@ -151,18 +166,24 @@ class OptimizerParamScheduler:
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """The learning rate of a group at ``num_steps``."""
         return lr_at(
-            self, param_group.get("max_lr", self.max_lr), param_group.get("min_lr", self.min_lr)
+            self,
+            param_group.get("max_lr", self.max_lr),
+            param_group.get("min_lr", self.min_lr),
         )
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """The weight decay of a group at ``num_steps``, before ``wd_mult``."""
         group = param_group or {}
-        start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
+        start, end = (
+            group.get("start_wd", self.start_wd),
+            group.get("end_wd", self.end_wd),
+        )
         if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
             return float(end)
         return float(
             end
-            - (end - start) * decay_factor(self.wd_incr_style, self.num_steps / self.wd_incr_steps)
+            - (end - start)
+            * decay_factor(self.wd_incr_style, self.num_steps / self.wd_incr_steps)
         )
 
     def step(self, increment: int = 1) -> None:
@@ -207,7 +228,9 @@ class OptimizerParamScheduler:
         """
         self.check_state_dict(state_dict)
         if self.override_opt_param_scheduler:
-            for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
+            for group, limits in zip(
+                self.optimizer.param_groups, self._limits, strict=False
+            ):
                 for name in self._LIMITS:
                     group.pop(name, None)
                 group.update(limits)
@@ -221,7 +244,11 @@ class OptimizerParamScheduler:
 def lr_at(schedule: OptimizerParamScheduler, max_lr: float, min_lr: float) -> float:
     """The schedule's learning rate between ``min_lr`` and ``max_lr`` after
     ``schedule.num_steps``."""
-    done, warmup, end = schedule.num_steps, schedule.lr_warmup_steps, schedule.lr_decay_steps
+    done, warmup, end = (
+        schedule.num_steps,
+        schedule.lr_warmup_steps,
+        schedule.lr_decay_steps,
+    )
     if warmup > 0 and done <= warmup:
         start = min(schedule.init_lr, max_lr)
         return start + (max_lr - start) * done / warmup
@@ -237,7 +264,9 @@ def lr_at(schedule: OptimizerParamScheduler, max_lr: float, min_lr: float) -> fl
         left = (
             1.0
             if since <= 0
-            else cooldown_factor(schedule.lr_wsd_decay_style or "linear", since / length)
+            else cooldown_factor(
+                schedule.lr_wsd_decay_style or "linear", since / length
+            )
         )
     else:
         left = decay_factor(schedule.lr_decay_style, (done - warmup) / (end - warmup))

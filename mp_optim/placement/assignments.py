@@ -103,9 +103,13 @@ class Assignments:
             counts: dict[Place, int] = dict.fromkeys(PLACES, 0)
             for index, param in enumerate(group["params"], start):
                 place: Place = "host" if index in hosted else "device"
-                resident = place == "device" and stepped_dtype(param.dtype) == param.dtype
+                resident = (
+                    place == "device" and stepped_dtype(param.dtype) == param.dtype
+                )
                 sub_slot = Slot(len(self._groups), counts[place])
-                assigned.append(Assignment(place, sub_slot, _share(param), param.dtype, resident))
+                assigned.append(
+                    Assignment(place, sub_slot, _share(param), param.dtype, resident)
+                )
                 counts[place] += 1
             start += len(assigned)
             self._groups.append(assigned)
@@ -130,7 +134,9 @@ class Assignments:
 
     # -- updates ----------------------------------------------------------------------------------
 
-    def by_place(self, updates: SlotUpdates, param_groups: ParamGroups) -> dict[Place, SlotUpdates]:
+    def by_place(
+        self, updates: SlotUpdates, param_groups: ParamGroups
+    ) -> dict[Place, SlotUpdates]:
         """The updates of each sub-optimizer, in terms of its slots."""
         slots = updates.slots
         if self._routes is None or self._routes.slots is not slots:
@@ -141,9 +147,13 @@ class Assignments:
             slots_and_outputs = zip(slots, updates.outputs, strict=True)
             outputs = [self._output(*pair, param_groups) for pair in slots_and_outputs]
             updates = replace(updates, outputs=outputs)
-        return {place: part.take(updates) for place, part in self._routes.by_place.items()}
+        return {
+            place: part.take(updates) for place, part in self._routes.by_place.items()
+        }
 
-    def on_host(self, update: SlotUpdate, param_groups: ParamGroups) -> SlotUpdate | None:
+    def on_host(
+        self, update: SlotUpdate, param_groups: ParamGroups
+    ) -> SlotUpdate | None:
         """An update in terms of the host's optimizer; None if the slot is not stepped there."""
         assigned = self[update.slot]
         if assigned.place == "device":
@@ -152,7 +162,9 @@ class Assignments:
         return update._replace(slot=assigned.sub_slot, output=output)
 
     def _selection(self, place: Place, slots: Sequence[Slot]) -> UpdateSelection:
-        indices = [index for index, slot in enumerate(slots) if self[slot].place == place]
+        indices = [
+            index for index, slot in enumerate(slots) if self[slot].place == place
+        ]
         sub_slots = [self[slots[index]].sub_slot for index in indices]
         return UpdateSelection(indices, sub_slots, len(slots))
 

@@ -156,7 +156,9 @@ class Bucket:
     @property
     def holds_step(self) -> bool:
         """Whether the back buffer still holds what the job stepped."""
-        return self.owner is MemoryOwner.CALLER and self._is_trusted and self.was_stepped
+        return (
+            self.owner is MemoryOwner.CALLER and self._is_trusted and self.was_stepped
+        )
 
     def hand_over(self, job: BackwardJob) -> None:
         """The memory is the worker's from now on."""

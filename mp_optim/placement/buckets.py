@@ -11,7 +11,13 @@ import torch
 from mp_optim.process.host_memory import aligned_bytes
 from mp_optim.slots import Slot
 
-__all__ = ["BucketPlan", "HostSlot", "fitting_bucket_bytes", "plan_buckets", "staging_sizes"]
+__all__ = [
+    "BucketPlan",
+    "HostSlot",
+    "fitting_bucket_bytes",
+    "plan_buckets",
+    "staging_sizes",
+]
 
 SMALLEST = 4 << 20
 """Staging bytes below which a bucket's fixed costs show."""
@@ -60,7 +66,9 @@ class BucketPlan:
     bucket_of: dict[Slot, int]
 
 
-def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int) -> BucketPlan:
+def plan_buckets(
+    slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int
+) -> BucketPlan:
     """Cut slots into buckets of at most ``bucket_bytes``; a larger slot is a bucket by itself.
 
     Args:

@@ -35,4 +35,6 @@ def occupy(threads: int, cores: Sequence[int] | None) -> None:
     set_thread_share(threads)
     limit_openmp(threads)
     if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)  # on Linux 0 is the calling thread, not the process
+        os.sched_setaffinity(
+            0, cores
+        )  # on Linux 0 is the calling thread, not the process

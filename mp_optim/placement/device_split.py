@@ -68,7 +68,9 @@ class DeviceSplitOptimizer(SlotOptimizer):
     ) -> None:
         self.offload_fraction = offload_fraction
         self._fp32 = in_fp32
-        self._remainders = bool({**settings, **construction}.get("store_param_remainders", False))
+        self._remainders = bool(
+            {**settings, **construction}.get("store_param_remainders", False)
+        )
         self._assignments = Assignments()
         self._subs: dict[Place, SlotOptimizer] = {}
         self._bound: list[Tensor] | None = None
@@ -76,7 +78,9 @@ class DeviceSplitOptimizer(SlotOptimizer):
         device = _only_accelerator(self.param_groups)
         self._can_pin = device.type not in ("cpu", "meta")
         self._transfer = transfer if transfer is not None else transfer_for(device)
-        self._assignments.assign(self.param_groups, offload_fraction, self._stepped_dtype)
+        self._assignments.assign(
+            self.param_groups, offload_fraction, self._stepped_dtype
+        )
         allocate = partial(self._transfer.empty_host, pin=pin_params and self._can_pin)
         host_bytes = sum(
             aligned_bytes(local_tensor(p).numel(), self.main_dtype(p.dtype))
@@ -85,8 +89,12 @@ class DeviceSplitOptimizer(SlotOptimizer):
         )
         self._host_mains = Block(host_bytes, allocate)
         for place, kind in classes.items():
-            groups = [self._sub_group(index, place) for index in range(len(self.param_groups))]
-            self._subs[place] = as_slot_optimizer(kind(groups, **settings, **construction))
+            groups = [
+                self._sub_group(index, place) for index in range(len(self.param_groups))
+            ]
+            self._subs[place] = as_slot_optimizer(
+                kind(groups, **settings, **construction)
+            )
         self._tell_subs(range(len(self.param_groups)))
         self.use_mark(self.step_mark)
 
@@ -126,7 +134,9 @@ class DeviceSplitOptimizer(SlotOptimizer):
         """
         for index in indices:
             params = self.param_groups[index]["params"]
-            for assigned, param in zip(self._assignments.of_group(index), params, strict=True):
+            for assigned, param in zip(
+                self._assignments.of_group(index), params, strict=True
+            ):
                 self._subs[assigned.place].set_part(assigned.sub_slot, part_of(param))
         _adopt_defaults(self.param_groups, list(self._subs.values()))
         self._bound = None
@@ -188,7 +198,9 @@ class DeviceSplitOptimizer(SlotOptimizer):
         sub.written_outside(sub_slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
-        super().reserve_main_params([pair for pair in coming if self.place(pair[0]) == "device"])
+        super().reserve_main_params(
+            [pair for pair in coming if self.place(pair[0]) == "device"]
+        )
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         """Main param, born where it is stepped: on the host it never exists in FP32 on the
@@ -216,7 +228,9 @@ class DeviceSplitOptimizer(SlotOptimizer):
             return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
         if assigned.main is None:
-            assigned.main = self._copy(local, assigned.place, self._stepped_dtype(local.dtype))
+            assigned.main = self._copy(
+                local, assigned.place, self._stepped_dtype(local.dtype)
+            )
         elif param is not assigned.bound:
             follow(assigned.main, local, self.slot_name(slot))
             self._subs[assigned.place].written_outside(assigned.sub_slot)
@@ -232,7 +246,10 @@ class DeviceSplitOptimizer(SlotOptimizer):
         stays = True
         for slot, param in iter_slots(self.param_groups):
             assigned = self._assignments[slot]
-            sub_params, position = self._sub_params(assigned), assigned.sub_slot.position
+            sub_params, position = (
+                self._sub_params(assigned),
+                assigned.sub_slot.position,
+            )
             before, stepped = sub_params[position], self._stepped(slot)
             if before is not stepped and not same_memory(before, stepped):
                 sub_params[position] = stepped
@@ -276,7 +293,8 @@ class DeviceSplitOptimizer(SlotOptimizer):
         )
         if (
             main is None
-            or main.dtype == self.param_groups[slot.group]["params"][slot.position].dtype
+            or main.dtype
+            == self.param_groups[slot.group]["params"][slot.position].dtype
         ):
             return state  # the parameter says as much as the copy
         missing = f"state of {name}: master_param ({main.dtype}) is missing"

@@ -106,20 +106,29 @@ class DoubleBuffer:
         for key, tensor in zip(keys, live, strict=True):
             sizes[_is_main(key)] += aligned_bytes(tensor.numel(), tensor.dtype)
         self._blocks = {
-            is_main: Block(size, partial(self._transfer.empty_host, pin=self._pin and is_main))
+            is_main: Block(
+                size, partial(self._transfer.empty_host, pin=self._pin and is_main)
+            )
             for is_main, size in sizes.items()
         }
 
-    def launches(self, rule: RuleOptimizer, launches: Sequence[PlannedLaunch]) -> list[BackLaunch]:
+    def launches(
+        self, rule: RuleOptimizer, launches: Sequence[PlannedLaunch]
+    ) -> list[BackLaunch]:
         """Launches into the back buffer; none if a tensor is not contiguous and would be stepped as
         a copy."""
-        if any(p.mains is not p.lists.main or p.outputs is not p.lists.output for p in launches):
+        if any(
+            p.mains is not p.lists.main or p.outputs is not p.lists.output
+            for p in launches
+        ):
             return []
         return [self._launch(rule, planned) for planned in launches]
 
     def _launch(self, rule: RuleOptimizer, planned: PlannedLaunch) -> BackLaunch:
         keys, live = _keys(planned), _stepped(planned)
-        backs = [self._pair(key, tensor).back for key, tensor in zip(keys, live, strict=True)]
+        backs = [
+            self._pair(key, tensor).back for key, tensor in zip(keys, live, strict=True)
+        ]
         count = len(planned.positions)
         main = CachedTensorList(backs[:count])
         state: dict[str, list[Tensor]] = {
@@ -129,17 +138,25 @@ class DoubleBuffer:
         present = {MAIN: planned.lists.main, **planned.lists.state}
         lists = replace(planned.lists, main=main, state=state, source=present)
         target = planned._replace(mains=main, lists=lists)
-        return BackLaunch(rule, planned, target, keys, [tensor._version for tensor in live])
+        return BackLaunch(
+            rule, planned, target, keys, [tensor._version for tensor in live]
+        )
 
     def _pair(self, key: Key, live: Tensor) -> _Pair:
         pair = self._pairs.get(key)
         if pair is not None and pair.fits(live):
             return pair
-        if pair is not None and pair.back.shape == live.shape and pair.back.dtype == live.dtype:
+        if (
+            pair is not None
+            and pair.back.shape == live.shape
+            and pair.back.dtype == live.dtype
+        ):
             back = pair.back  # the tensor was replaced: the room for it stays
         else:
             size = aligned_bytes(live.numel(), live.dtype)
-            back = self._blocks[_is_main(key)].with_room(size).take(live.shape, live.dtype)
+            back = (
+                self._blocks[_is_main(key)].with_room(size).take(live.shape, live.dtype)
+            )
         self._pairs[key] = _Pair(live, live.data, back)
         return self._pairs[key]
 

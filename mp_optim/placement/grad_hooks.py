@@ -111,6 +111,11 @@ def final_in_backward(param: Tensor) -> bool:
     In a job of several ranks it may still have to be reduced: only FSDP2, whose meshes span the
     job, calls the hooks after that.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if (
+        not (dist.is_available() and dist.is_initialized())
+        or dist.get_world_size() == 1
+    ):
         return True
-    return isinstance(param, DTensor) and param.device_mesh.size() == dist.get_world_size()
+    return (
+        isinstance(param, DTensor) and param.device_mesh.size() == dist.get_world_size()
+    )

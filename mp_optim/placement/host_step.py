@@ -22,7 +22,14 @@ from mp_optim.slots.host_part import GradientSource, HostPart, TransferBytes
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update import choose_backend
 
-__all__ = ["BucketStep", "HostBytes", "HostOwner", "HostStepSettings", "HostStepper", "OffloadMode"]
+__all__ = [
+    "BucketStep",
+    "HostBytes",
+    "HostOwner",
+    "HostStepSettings",
+    "HostStepper",
+    "OffloadMode",
+]
 
 OffloadMode = Literal["sync", "overlap", "speculative"]
 
@@ -159,7 +166,9 @@ class HostStepper(HostPart):
         self._host, self._owner = host, owner
         self._source: GradientSource = _NoSource()
         self._staging: list[Staging] = []
-        self._routes: tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None = None
+        self._routes: (
+            tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None
+        ) = None
         self._cut(slots)
 
     @property
@@ -184,7 +193,9 @@ class HostStepper(HostPart):
         self.discard()
         if bucket_bytes is None:
             bucket_bytes = self.settings.bucket_bytes
-        self.settings = replace(self.settings, transfer=transfer, bucket_bytes=bucket_bytes)
+        self.settings = replace(
+            self.settings, transfer=transfer, bucket_bytes=bucket_bytes
+        )
         self.transfer = transfer
         self._cut(list(self._slots.values()))
 
@@ -198,7 +209,9 @@ class HostStepper(HostPart):
         )
         needed = [self._staging_of(bucket) for bucket in self._plan.buckets]
         pieces = staging_sizes(needed, self._in_flight())
-        self._staging = [Staging(self.transfer, size, self.settings.pin_staging) for size in pieces]
+        self._staging = [
+            Staging(self.transfer, size, self.settings.pin_staging) for size in pieces
+        ]
         self._routes = None
 
     def _bucket_bytes(self, total: int) -> int:
@@ -221,7 +234,10 @@ class HostStepper(HostPart):
     # -- in step ----------------------------------------------------------------------------------
 
     def step(
-        self, updates: SlotUpdates, grad_norm: float | None, step_device: Callable[[], None]
+        self,
+        updates: SlotUpdates,
+        grad_norm: float | None,
+        step_device: Callable[[], None],
     ) -> None:
         """Step the host's slots, and the device's in between; on return uploads are ordered before
         later work there.
@@ -248,7 +264,9 @@ class HostStepper(HostPart):
         """The updates by bucket, in the plan's order."""
         steps = [
             self._bucket_step(position, bucket, label, selection.take(updates))
-            for position, (bucket, label, selection) in enumerate(self._routes_of(updates.slots))
+            for position, (bucket, label, selection) in enumerate(
+                self._routes_of(updates.slots)
+            )
         ]
         self.transfer_bytes = TransferBytes()
         for step in steps:
@@ -261,9 +279,13 @@ class HostStepper(HostPart):
     ) -> BucketStep:
         own = len(self._staging) == len(self._plan.buckets)
         staging = self._staging[bucket if own else position % len(self._staging)]
-        return BucketStep(bucket, label, staging, updates, staging.tensors_for(bucket, updates))
+        return BucketStep(
+            bucket, label, staging, updates, staging.tensors_for(bucket, updates)
+        )
 
-    def _routes_of(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
+    def _routes_of(
+        self, slots: Sequence[Slot]
+    ) -> list[tuple[int, str, UpdateSelection]]:
         """Bucket, label and members of each bucket that has some; the last ones are kept."""
         if self._routes is not None and self._routes[0] is slots:
             return self._routes[1]
@@ -288,7 +310,9 @@ class HostStepper(HostPart):
         """Downloads that are started before the bucket at hand is stepped."""
         return 1 if self.settings.pipelined else 0
 
-    def _step_in_place(self, steps: Sequence[BucketStep], grad_norm: float | None) -> None:
+    def _step_in_place(
+        self, steps: Sequence[BucketStep], grad_norm: float | None
+    ) -> None:
         started = 0
         for done, step in enumerate(steps):
             for coming in steps[started : done + 1 + self._ahead()]:

@@ -19,7 +19,14 @@ from mp_optim.placement.speculative_step import SpeculativeHostStepper
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.transfer import Transfer
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, current_grad, iter_slots, update_of
+from mp_optim.slots import (
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    current_grad,
+    iter_slots,
+    update_of,
+)
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import Closure, SlotOptimizer
 from mp_optim.update import FusedAdam, RuleOptimizer, global_grad_norm
@@ -104,7 +111,10 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
             pin_cpu_params and self._can_pin,
             speculation or SpeculationSettings(),
         )
-        host, slots = self._subs["host"], self._assignments.host_slots(self.param_groups)
+        host, slots = (
+            self._subs["host"],
+            self._assignments.host_slots(self.param_groups),
+        )
         self.stepper: HostStepper
         if offload_mode == "sync":
             self.stepper = HostStepper(host, slots, self, settings)
@@ -178,18 +188,24 @@ class HybridDeviceOptimizer(DeviceSplitOptimizer):
         return loss
 
     @in_own_modes
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+    def step_slots(
+        self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
+    ) -> None:
         if self._bound is None:
             self._watch()
         self.bind_tensors()
         for sub in self._subs.values():
             sub.check_groups()
         with self.step_mark.step(self):
-            by_place = self._assignments.by_place(SlotUpdates.of(updates), self.param_groups)
+            by_place = self._assignments.by_place(
+                SlotUpdates.of(updates), self.param_groups
+            )
 
             def step_device() -> None:
                 if by_place["device"]:
-                    self._subs["device"].step_slots(by_place["device"], grad_norm=grad_norm)
+                    self._subs["device"].step_slots(
+                        by_place["device"], grad_norm=grad_norm
+                    )
 
             self.stepper.step(by_place["host"], grad_norm, step_device)
 

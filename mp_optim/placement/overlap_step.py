@@ -68,7 +68,10 @@ class OverlappedHostStepper(HostStepper):
         settings: HostStepSettings,
     ) -> None:
         self.counts = Counter(
-            speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
+            speculation_hits=0,
+            speculation_redone=0,
+            speculation_paused=0,
+            speculation_stale=0,
         )
         self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
         self.buckets: list[Bucket] = []
@@ -146,7 +149,9 @@ class OverlappedHostStepper(HostStepper):
             multiplier = self._source.predicted_multiplier()
             self._iteration = Iteration(self._speculates_now(), multiplier)
         updates = SlotUpdates.of(bucket.take_waiting())
-        updates = replace(updates, multipliers=[self._iteration.multiplier] * len(updates))
+        updates = replace(
+            updates, multipliers=[self._iteration.multiplier] * len(updates)
+        )
         versions = {
             slot: GradVersion.of(grad, self._ready[slot])
             for slot, grad in zip(updates.slots, updates.grads, strict=True)
@@ -173,7 +178,9 @@ class OverlappedHostStepper(HostStepper):
         """Whether to step during this backward."""
         return False
 
-    def _back_launches(self, bucket: Bucket, staged: SlotUpdates) -> Sequence[BackLaunch]:
+    def _back_launches(
+        self, bucket: Bucket, staged: SlotUpdates
+    ) -> Sequence[BackLaunch]:
         """What the worker steps as soon as the gradients are down."""
         return ()
 
@@ -231,7 +238,10 @@ class OverlappedHostStepper(HostStepper):
     # -- in step ----------------------------------------------------------------------------------
 
     def step(
-        self, updates: SlotUpdates, grad_norm: float | None, step_device: Callable[[], None]
+        self,
+        updates: SlotUpdates,
+        grad_norm: float | None,
+        step_device: Callable[[], None],
     ) -> None:
         """See the base class.
 
@@ -246,13 +256,18 @@ class OverlappedHostStepper(HostStepper):
     def _bucket_step(
         self, position: int, bucket: int, label: str, updates: SlotUpdates
     ) -> BucketStep:
-        step, begun = super()._bucket_step(position, bucket, label, updates), self.buckets[bucket]
+        step, begun = (
+            super()._bucket_step(position, bucket, label, updates),
+            self.buckets[bucket],
+        )
         begun.expect(updates.slots)
         job = begun.job
         if job is None or job.result is None:
             return step
         # Where its tensors did not fit these updates, others were made just now.
-        step.is_here = job.staged.grads is step.staged.grads and self._is_fresh(job, updates)
+        step.is_here = job.staged.grads is step.staged.grads and self._is_fresh(
+            job, updates
+        )
         if not step.is_here and self._was_written_to(job, updates):
             self.counts["speculation_stale"] += 1
             warn_of_written(self.mode, self.counts["speculation_stale"])
@@ -262,7 +277,9 @@ class OverlappedHostStepper(HostStepper):
         """Whether a job was given just these gradients, as they are now."""
         return tuple(job.versions) == tuple(updates.slots) and all(
             version.matches(grad, self._ready[slot])
-            for (slot, version), grad in zip(job.versions.items(), updates.grads, strict=True)
+            for (slot, version), grad in zip(
+                job.versions.items(), updates.grads, strict=True
+            )
         )
 
     def _was_written_to(self, job: BackwardJob, updates: SlotUpdates) -> bool:
@@ -290,7 +307,10 @@ class OverlappedHostStepper(HostStepper):
         if self._knows_order or not self._order:
             return
         self._knows_order = True
-        order = [*self._order, *(slot for slot in self._slots if slot not in self._order)]
+        order = [
+            *self._order,
+            *(slot for slot in self._slots if slot not in self._order),
+        ]
         if order != list(self._slots) and not _are_split(updates):
             self._cut([self._slots[slot] for slot in order])
 
@@ -311,4 +331,6 @@ def _are_split(updates: SlotUpdates) -> bool:
     """Whether other ranks, which may see gradients in another order, hold the rest of a
     parameter."""
     layouts = (layout for layout in updates.layouts if layout is not None)
-    return any(updates.shard_groups) or any(layout.splits_matrices for layout in layouts)
+    return any(updates.shard_groups) or any(
+        layout.splits_matrices for layout in layouts
+    )

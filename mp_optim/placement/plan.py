@@ -36,7 +36,11 @@ def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
             chosen.add(index)
             missing -= sizes[index]
     if missing > 0:
-        left = [index for index in range(len(sizes)) if index not in chosen and sizes[index] > 0]
+        left = [
+            index
+            for index in range(len(sizes))
+            if index not in chosen and sizes[index] > 0
+        ]
         chosen.add(min(left, key=lambda index: (sizes[index], -index)))
     excess = sum(sizes[index] for index in chosen) - math.ceil(fraction * sum(sizes))
     for index in sorted(chosen, key=lambda index: (-sizes[index], index)):

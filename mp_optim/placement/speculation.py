@@ -33,7 +33,10 @@ class SpeculationSettings:
     resume_at: int = 4
 
     def __post_init__(self) -> None:
-        if not 0 <= self.pause_below <= self.resume_at <= self.window or self.window < 1:
+        if (
+            not 0 <= self.pause_below <= self.resume_at <= self.window
+            or self.window < 1
+        ):
             raise ValueError(
                 f"{self}: 0 <= pause_below <= resume_at <= window is needed, and window >= 1"
             )

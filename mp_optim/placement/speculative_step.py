@@ -46,7 +46,9 @@ class SpeculativeHostStepper(OverlappedHostStepper):
 
     def host_bytes(self) -> HostBytes:
         self._owner.bind_tensors()
-        sizes = [self._reserved(index).host_bytes() for index in range(len(self.buckets))]
+        sizes = [
+            self._reserved(index).host_bytes() for index in range(len(self.buckets))
+        ]
         mains, state = (sum(column) for column in zip((0, 0), *sizes, strict=True))
         return HostBytes(super().host_bytes().staging, mains, state)
 
@@ -68,13 +70,19 @@ class SpeculativeHostStepper(OverlappedHostStepper):
     def _speculates_now(self) -> bool:
         return self._speculates and self._knows_order
 
-    def _back_launches(self, bucket: Bucket, staged: SlotUpdates) -> Sequence[BackLaunch]:
+    def _back_launches(
+        self, bucket: Bucket, staged: SlotUpdates
+    ) -> Sequence[BackLaunch]:
         assert self._iteration is not None
         if not self._iteration.speculates or any(map(self._rule.is_collective, staged)):
             return ()
-        return self._launches(self._plan.bucket_of[bucket.slots[0]], self._rule.plan(staged))
+        return self._launches(
+            self._plan.bucket_of[bucket.slots[0]], self._rule.plan(staged)
+        )
 
-    def _launches(self, index: int, planned: Sequence[PlannedLaunch]) -> Sequence[BackLaunch]:
+    def _launches(
+        self, index: int, planned: Sequence[PlannedLaunch]
+    ) -> Sequence[BackLaunch]:
         return self._reserved(index).launches(self._rule, planned)
 
     # -- in step ----------------------------------------------------------------------------------
@@ -90,13 +98,19 @@ class SpeculativeHostStepper(OverlappedHostStepper):
             step_device()
             for step in steps:
                 self._publish(step, back[step.bucket])
-            self._step_in_place([step for step in steps if not back[step.bucket]], grad_norm)
+            self._step_in_place(
+                [step for step in steps if not back[step.bucket]], grad_norm
+            )
         else:
             super()._step_all(steps, grad_norm, step_device)
         multipliers = {value for step in steps for value in step.updates.multipliers}
         if multipliers:
             begun = self._iteration
-            predicted = self._source.predicted_multiplier() if begun is None else begun.multiplier
+            predicted = (
+                self._source.predicted_multiplier()
+                if begun is None
+                else begun.multiplier
+            )
             self._record(multipliers == {predicted})
 
     def _fill_back_buffers(
@@ -107,7 +121,10 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         back: dict[int, Sequence[BackLaunch]] = {}
         again = []
         for step in steps:
-            planned, bucket = self._rule.plan(step.staged, grad_norm), self.buckets[step.bucket]
+            planned, bucket = (
+                self._rule.plan(step.staged, grad_norm),
+                self.buckets[step.bucket],
+            )
             begun = bucket.job.back if bucket.job is not None and step.is_here else ()
             if bucket.holds_step and _give(begun, planned):
                 back[step.bucket] = begun

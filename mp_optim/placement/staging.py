@@ -32,11 +32,16 @@ class StagedTensors:
         self._forms = _forms(updates)
         memory.reset()
         grads = CachedTensorList(memory.take(g.shape, g.dtype) for g in updates.grads)
-        outputs = [None if o is None else memory.take(o.shape, o.dtype) for o in updates.outputs]
+        outputs = [
+            None if o is None else memory.take(o.shape, o.dtype)
+            for o in updates.outputs
+        ]
         present = _present(outputs)
         whole = len(present) == len(outputs)
         self.updates = replace(
-            updates, grads=grads, outputs=CachedTensorList(present) if whole else outputs
+            updates,
+            grads=grads,
+            outputs=CachedTensorList(present) if whole else outputs,
         )
         self.down = sum(grad.nbytes for grad in grads)
         self.up = sum(output.nbytes for output in present)
@@ -44,7 +49,11 @@ class StagedTensors:
     def fit(self, updates: SlotUpdates) -> bool:
         """Whether these hold just such gradients and outputs."""
         known = _known(updates)
-        if known is not None and self._known is not None and all_same(known, self._known):
+        if (
+            known is not None
+            and self._known is not None
+            and all_same(known, self._known)
+        ):
             return True
         if self._forms != _forms(updates):
             return False
@@ -67,7 +76,9 @@ def _known(updates: SlotUpdates) -> _Known | None:
 
 def _forms(updates: SlotUpdates) -> list[tuple[torch.Size, torch.dtype] | None]:
     tensors = [*updates.grads, *updates.outputs]
-    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+    return [
+        None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors
+    ]
 
 
 def _present(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -117,13 +128,17 @@ class Staging:
                 self.transfer.wait(ticket)
         self._download = self._upload = None
 
-    def download(self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None) -> Any:
+    def download(
+        self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None
+    ) -> Any:
         """Start to copy gradients to the host, as soon as the memory is free. Returns a ticket."""
         self.wait_until_free()
         self._download = self.transfer.download(staged, grads, after)
         return self._download
 
-    def upload(self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]) -> None:
+    def upload(
+        self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]
+    ) -> None:
         """Start to copy parameters to where they are wanted."""
         self._upload = self.transfer.upload(_present(outputs), _present(staged))
 

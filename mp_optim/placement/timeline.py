@@ -51,7 +51,13 @@ class StepTimeline:
                 yield
             finally:
                 self._spans.append(
-                    Span(name, threading.current_thread().name, start, time.perf_counter(), label)
+                    Span(
+                        name,
+                        threading.current_thread().name,
+                        start,
+                        time.perf_counter(),
+                        label,
+                    )
                 )
 
     def begin_step(self) -> None:
@@ -74,10 +80,14 @@ class StepTimeline:
         """
 
         def total(*names: str) -> float:
-            return sum(span.end - span.start for span in self.last if span.stage in names)
+            return sum(
+                span.end - span.start for span in self.last if span.stage in names
+            )
 
         arithmetic = [span for span in self.last if span.stage in ARITHMETIC]
-        hidden = sum(max(0.0, min(span.end, self.began) - span.start) for span in arithmetic)
+        hidden = sum(
+            max(0.0, min(span.end, self.began) - span.start) for span in arithmetic
+        )
         seconds = {
             "copy_wait_ms": total(WAIT_COPIES),
             "worker_wait_ms": total(WAIT_WORKER),

@@ -15,7 +15,13 @@ from torch import Tensor
 from mp_optim.process.host_memory import zeros_host
 from mp_optim.process.torch_modes import in_own_modes
 
-__all__ = ["CudaTransfer", "ImmediateTransfer", "MetaTransfer", "Transfer", "transfer_for"]
+__all__ = [
+    "CudaTransfer",
+    "ImmediateTransfer",
+    "MetaTransfer",
+    "Transfer",
+    "transfer_for",
+]
 
 
 class Transfer(Protocol):
@@ -32,7 +38,9 @@ class Transfer(Protocol):
         """A point in the work that the calling thread has queued so far, for ``download(after=)``
         in another thread."""
 
-    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> Any:
+    def download(
+        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None
+    ) -> Any:
         """Start copying accelerator tensors to the host, after a mark or all work queued so far.
         Returns a ticket."""
 
@@ -55,7 +63,9 @@ class ImmediateTransfer:
 
     def mark(self) -> None: ...
 
-    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None) -> None:
+    def download(
+        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None
+    ) -> None:
         if to:
             torch._foreach_copy_(list(to), list(sources))
 
@@ -120,7 +130,9 @@ class CudaTransfer:
     ) -> torch.cuda.Event:
         return self._copy(self._down, to, sources, after)
 
-    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
+    def upload(
+        self, to: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> torch.cuda.Event:
         return self._copy(self._up, to, sources)
 
     def wait(self, ticket: torch.cuda.Event) -> None:

@@ -57,7 +57,9 @@ class _Queue:
         self.capacity = capacity
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.progress = threading.Lock()  # taken: nothing was done since the owner last looked
+        self.progress = (
+            threading.Lock()
+        )  # taken: nothing was done since the owner last looked
         self.jobs: deque[Job] = deque()
         self.running: Job | None = None
         self.prepared: Job | None = None
@@ -99,7 +101,9 @@ class Worker:
         set_up: called in the thread before its first job.
     """
 
-    def __init__(self, name: str, capacity: int, set_up: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, name: str, capacity: int, set_up: Callable[[], None] | None = None
+    ) -> None:
         self._name = name
         self._set_up = set_up
         self._queue = _Queue(capacity)
@@ -112,6 +116,13 @@ class Worker:
         """The present thread."""
         return self._thread
 
+    def _wait_for_room(self, finished: int) -> None:
+        """Wait until a job more than ``finished`` is done, for as long as one may take."""
+        queue = self._queue
+        queue.wait_until(
+            lambda: queue.finished != finished or not queue.is_full(), PATIENCE
+        )
+
     def submit(self, job: Job) -> None:
         """Queue a job.
 
@@ -122,15 +133,21 @@ class Worker:
         self._start()
         while queue.is_full():
             finished = queue.finished
-            queue.wait_until(lambda: queue.finished != finished or not queue.is_full(), PATIENCE)  # noqa: B023
+            self._wait_for_room(finished)
             if queue.is_full() and queue.finished == finished:
-                state = "is gone" if not self._is_alive() else f"works on {_label(queue.running)}"
+                state = (
+                    "is gone"
+                    if not self._is_alive()
+                    else f"works on {_label(queue.running)}"
+                )
                 raise WorkerError(
                     f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs "
                     f"wait and none was finished in {PATIENCE:g} s; the worker {state}"
                 )
         with queue.lock:
-            if queue.failure is None:  # else it is reported by drain(); more work would be lost
+            if (
+                queue.failure is None
+            ):  # else it is reported by drain(); more work would be lost
                 queue.jobs.append(job)
                 queue.changed.notify_all()
 
@@ -177,7 +194,9 @@ class Worker:
         queue = self._queue
         with queue.lock:
             queue.jobs.clear()
-        queue.wait_until(lambda: queue.running is None or not self._is_alive(), PATIENCE)
+        queue.wait_until(
+            lambda: queue.running is None or not self._is_alive(), PATIENCE
+        )
         with queue.lock:
             is_stuck = queue.running is not None and self._is_alive()
             queue.closed = queue.closed or is_stuck
@@ -208,12 +227,17 @@ class Worker:
         if self._finalizer is not None:
             self._finalizer.detach()
         thread = threading.Thread(
-            target=_serve, args=(self._queue, self._set_up), name=self._name, daemon=True
+            target=_serve,
+            args=(self._queue, self._set_up),
+            name=self._name,
+            daemon=True,
         )
         self._thread = thread
         # Called when this object goes, and at exit before the interpreter stops daemon threads
         # wherever they are.
-        self._finalizer = weakref.finalize(self, _stop, self._queue, thread, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _stop, self._queue, thread, os.getpid()
+        )
         thread.start()
 
 

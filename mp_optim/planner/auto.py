@@ -62,10 +62,14 @@ def with_chosen_fraction(
     ranks = (_size(process_groups.dp), _size(process_groups.expert_dp))
 
     def plan_at(fraction: float) -> MemoryPlan:
-        return plan_rank(named, experts, with_fraction(config, fraction), *ranks, config_overrides)
+        return plan_rank(
+            named, experts, with_fraction(config, fraction), *ranks, config_overrides
+        )
 
     sharing = (
-        [process_groups.dp] if config.is_distributed else _mesh_groups(param for _, param in held)
+        [process_groups.dp]
+        if config.is_distributed
+        else _mesh_groups(param for _, param in held)
     )
     found = plan_at(_agreed(lambda: least(plan_at, gpu_memory=limit).fraction, sharing))
     _log.info(
@@ -86,7 +90,9 @@ def _limit(config: OptimizerConfig, device: torch.device) -> int | None:
     return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
-def _agreed(choose: Callable[[], float], groups: Iterable[ProcessGroup | None]) -> float:
+def _agreed(
+    choose: Callable[[], float], groups: Iterable[ProcessGroup | None]
+) -> float:
     """The largest of the ranks' choices; one that fails, fails on all."""
     own, trouble = 1.0, ""
     try:
@@ -115,7 +121,9 @@ def _gather(found: list[Any], own: Any, group: ProcessGroup | None) -> None:
 
 def _mesh_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:
     """The groups of the first mesh that a parameter is spread over."""
-    mesh = next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
+    mesh = next(
+        (param.device_mesh for param in params if isinstance(param, DTensor)), None
+    )
     return [] if mesh is None else mesh.get_all_groups()
 
 
@@ -129,7 +137,8 @@ def _on_meta(param: Tensor) -> nn.Parameter:
     """What this rank holds of a parameter, without data, and what is written on it (is it shared,
     what is it for)."""
     meta = nn.Parameter(
-        torch.empty_like(local_tensor(param), device="meta"), requires_grad=param.requires_grad
+        torch.empty_like(local_tensor(param), device="meta"),
+        requires_grad=param.requires_grad,
     )
     for name, value in vars(param).items():
         if not name.startswith("_"):

@@ -45,7 +45,9 @@ class Layout:
         if self.dp % self.ep:
             raise ValueError(f"ep={self.ep}: must divide dp={self.dp}")
         if self.sharding not in SHARDINGS:
-            raise ValueError(f"sharding={self.sharding!r}: must be one of {list(SHARDINGS)}")
+            raise ValueError(
+                f"sharding={self.sharding!r}: must be one of {list(SHARDINGS)}"
+            )
 
     def ranks_with_copies(self, spec: ParamSpec) -> int:
         """How many ranks a parameter is data-parallel over."""
@@ -59,9 +61,14 @@ def model_shard(specs: Iterable[ParamSpec], layout: Layout) -> list[ParamSpec]:
         ValueError: experts that ``ep`` does not divide.
     """
     specs = list(specs)
-    kept = [spec for spec in specs if not spec.is_expert or _is_mine(spec, specs, layout.ep)]
+    kept = [
+        spec for spec in specs if not spec.is_expert or _is_mine(spec, specs, layout.ep)
+    ]
     return [
-        replace(spec, shape=_split(_expert_shape(spec, layout.ep), layout.tp, spec.vector_like))
+        replace(
+            spec,
+            shape=_split(_expert_shape(spec, layout.ep), layout.tp, spec.vector_like),
+        )
         for spec in kept
     ]
 
@@ -86,7 +93,9 @@ def _is_mine(spec: ParamSpec, specs: list[ParamSpec], ep: int) -> bool:
     if ep == 1 or number is None:
         return True
     count = 1 + max(
-        n for other in specs if other.is_expert and (n := _expert_number(other)) is not None
+        n
+        for other in specs
+        if other.is_expert and (n := _expert_number(other)) is not None
     )
     if count % ep:
         raise ValueError(f"ep={ep}: does not divide the {count} experts of {spec.name}")
@@ -97,7 +106,9 @@ def _expert_shape(spec: ParamSpec, ep: int) -> tuple[int, ...]:
     if ep == 1 or not spec.is_expert or _expert_number(spec) is not None:
         return spec.shape
     if not spec.shape or spec.shape[0] % ep:
-        raise ValueError(f"ep={ep}: does not divide the experts of {spec.name}, shape {spec.shape}")
+        raise ValueError(
+            f"ep={ep}: does not divide the experts of {spec.name}, shape {spec.shape}"
+        )
     return (spec.shape[0] // ep, *spec.shape[1:])
 
 

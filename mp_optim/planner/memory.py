@@ -77,7 +77,9 @@ class MemoryPlan:
         return rows
 
     def __str__(self) -> str:
-        lines = [f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"]
+        lines = [
+            f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"
+        ]
         lines += [
             f"{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}"
             for name, a, p, h in self.rows()
@@ -92,11 +94,15 @@ class _Held(nn.Module):
         super().__init__()
         self._named = named
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, *_: Any, **__: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._named)
 
 
-def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> MemoryPlan:
+def plan(
+    source: Any, config: OptimizerConfig, layout: Layout | None = None
+) -> MemoryPlan:
     """Bytes per rank of a model and its optimizer, allocating nothing.
 
     Args:
@@ -111,7 +117,9 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
     """
     layout = layout or Layout()
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
-    specs = specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
+    specs = (
+        specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
+    )
     mine = model_shard(specs, layout)
     if config.is_distributed and layout.sharding != "no_shard":
         raise ValueError(
@@ -125,7 +133,9 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
         layout.dp,
         layout.dp // layout.ep,
     )
-    return dataclasses.replace(found, params=sum(spec.numel for spec in specs if spec.trainable))
+    return dataclasses.replace(
+        found, params=sum(spec.numel for spec in specs if spec.trainable)
+    )
 
 
 def plan_rank(
@@ -155,7 +165,9 @@ def plan_rank(
         expert_predicate=lambda _, name: name in experts,
     )
     held = memory_of(optimizer, config)
-    accelerator = dataclasses.replace(held.accelerator, model_params=rank.params, grads=rank.grads)
+    accelerator = dataclasses.replace(
+        held.accelerator, model_params=rank.params, grads=rank.grads
+    )
     return dataclasses.replace(
         held,
         accelerator=accelerator,
@@ -190,11 +202,19 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
         *(["main_params"] if config.pin_cpu_params else []),
         *(["staging"] if config.pin_cpu_grads else []),
     )
-    kinds: dict[str, dict[str, int]] = {"accelerator": {}, "pinned_host": {}, "pageable_host": {}}
+    kinds: dict[str, dict[str, int]] = {
+        "accelerator": {},
+        "pinned_host": {},
+        "pageable_host": {},
+    }
     for (where, what), size in found.items():
         is_pinned = where == "pinned" or (where == "host" and what in pinned)
         kinds[
-            "accelerator" if where == "device" else "pinned_host" if is_pinned else "pageable_host"
+            "accelerator"
+            if where == "device"
+            else "pinned_host"
+            if is_pinned
+            else "pageable_host"
         ][what] = size
     return MemoryPlan(
         Memory(**kinds["accelerator"]),
@@ -209,7 +229,11 @@ def _reserves(
     """Where, what for, and how much host memory is taken when stepping begins."""
     held = hybrid.stepper.host_bytes()
     yield "host", "staging", held.staging
-    yield "pinned" if part.config.pin_cpu_params else "host", "double_buffers", held.back_mains
+    yield (
+        "pinned" if part.config.pin_cpu_params else "host",
+        "double_buffers",
+        held.back_mains,
+    )
     yield "host", "double_buffers", held.back_state
 
 
@@ -221,7 +245,11 @@ def _tensors(part: WrappedOptimizer) -> Iterator[tuple[str, str, Tensor]]:
             continue
         where = "device" if hybrid is None else hybrid.place(slot)
         if part.has_separate_main(slot):
-            yield where, "main_params", part.inner.param_groups[slot.group]["params"][slot.position]
+            yield (
+                where,
+                "main_params",
+                part.inner.param_groups[slot.group]["params"][slot.position],
+            )
         for key, value in part.inner.slot_state(slot).items():
             yield (
                 ("host" if key == "step" else where),

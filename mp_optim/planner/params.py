@@ -70,7 +70,9 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
     )
 
 
-def _from_named(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[ParamSpec]:
+def _from_named(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> list[ParamSpec]:
     seen: set[int] = set()
     specs = []
     for name, param in named:

@@ -36,7 +36,11 @@ class Held:
 
 
 def of_one_rank(
-    named: Named, experts: Collection[str], config: OptimizerConfig, ranks: int, expert_ranks: int
+    named: Named,
+    experts: Collection[str],
+    config: OptimizerConfig,
+    ranks: int,
+    expert_ranks: int,
 ) -> Held:
     """A model's parameters as the config shares them out.
 
@@ -56,7 +60,9 @@ def of_one_rank(
         for bucket in buckets
         for entry in bucket.entries
     }
-    stepped = [(name, _like(param, owned.get(name, param.shape))) for name, param in named]
+    stepped = [
+        (name, _like(param, owned.get(name, param.shape))) for name, param in named
+    ]
     frozen = sum(param.nbytes for _, param in named if not param.requires_grad)
     return Held(
         stepped,
@@ -102,7 +108,11 @@ def _buckets(
 
 
 def _stepped(numel: int, whole: torch.Size, config: OptimizerConfig) -> torch.Size:
-    return whole if config.data_parallel_sharding_strategy == "no_shard" else torch.Size([numel])
+    return (
+        whole
+        if config.data_parallel_sharding_strategy == "no_shard"
+        else torch.Size([numel])
+    )
 
 
 def _grad_size(param: Tensor) -> int:
@@ -113,7 +123,8 @@ def _grad_size(param: Tensor) -> int:
 def _like(param: Tensor, shape: torch.Size) -> nn.Parameter:
     """A rank's part of a parameter, which says what it is a part of."""
     part = nn.Parameter(
-        torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+        torch.empty(shape, dtype=param.dtype, device="meta"),
+        requires_grad=param.requires_grad,
     )
     part.whole_shape = part_of(param).shape  # type: ignore[attr-defined]
     return part

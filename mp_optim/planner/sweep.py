@@ -43,7 +43,9 @@ class SweepRow:
 def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
     """The config with another share of the optimizer on the host; fields that then do nothing are
     as by default."""
-    settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+    settings = {
+        spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)
+    }
     if fraction == 0.0:
         defaults = {spec.name: spec.default for spec in dataclasses.fields(config)}
         for name in (
@@ -77,10 +79,17 @@ def sweep(
 ) -> list[SweepRow]:
     """A plan for every form of state and every fraction, in this order."""
     specs = specs_of(source)
-    base = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+    base = {
+        spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)
+    }
     return [
         SweepRow(
-            name, plan(specs, with_fraction(OptimizerConfig(**{**base, **form}), fraction), layout)
+            name,
+            plan(
+                specs,
+                with_fraction(OptimizerConfig(**{**base, **form}), fraction),
+                layout,
+            ),
         )
         for name, form in forms.items()
         for fraction in fractions

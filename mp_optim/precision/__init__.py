@@ -2,7 +2,11 @@
 
 from mp_optim.precision.float16 import Float16OptimizerWithFloat16Params
 from mp_optim.precision.fp32 import FP32Optimizer
-from mp_optim.precision.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from mp_optim.precision.grad_scaler import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    MegatronGradScaler,
+)
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.result import StepResult
 from mp_optim.precision.verdict import Verdict

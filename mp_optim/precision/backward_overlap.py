@@ -65,7 +65,11 @@ class BackwardOverlap:
     @property
     def host(self) -> HostPart | None:
         """What may begin to work during backward."""
-        return self._host if self._host is not None and self._host.works_in_backward else None
+        return (
+            self._host
+            if self._host is not None and self._host.works_in_backward
+            else None
+        )
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Have hooks on what is in the param groups now."""
@@ -86,7 +90,12 @@ class BackwardOverlap:
         slot, param = table.slots[index], table.params[index]
         grad = current_grad(param)
         now = param_at(self._wrapper.param_groups, slot)
-        if self.host is None or grad is None or now is not param or not table.bound[index]:
+        if (
+            self.host is None
+            or grad is None
+            or now is not param
+            or not table.bound[index]
+        ):
             return
         if grad.layout == torch.strided:
             self.host.on_grad_ready(table.update(index, local_tensor(grad)))
@@ -125,7 +134,9 @@ class BackwardOverlap:
         if len(unknown) == len(known):
             return self.sum_of_squares(grads)
         sums = torch.tensor(
-            [0.0 if value is None else value for value in known], dtype=torch.float64, device="cpu"
+            [0.0 if value is None else value for value in known],
+            dtype=torch.float64,
+            device="cpu",
         )
         if unknown:
             sums[torch.tensor(unknown, device="cpu")] = self.sum_of_squares(
@@ -139,7 +150,11 @@ class BackwardOverlap:
         """The loss scale may have changed: start to bring it to the host, for the prediction in the
         next backward."""
         scaler = self._wrapper.grad_scaler
-        if self.host is None or scaler is None or scaler.present_scale.device.type == "cpu":
+        if (
+            self.host is None
+            or scaler is None
+            or scaler.present_scale.device.type == "cpu"
+        ):
             return
         self._inverse_scale = self.host.fetch(scaler.inv_scale)
 
@@ -148,7 +163,9 @@ class BackwardOverlap:
         scaler = self._wrapper.grad_scaler
         if scaler is None:
             return 1.0
-        inverse = scaler.inv_scale if self._inverse_scale is None else self._inverse_scale()
+        inverse = (
+            scaler.inv_scale if self._inverse_scale is None else self._inverse_scale()
+        )
         return fp32(float(inverse))
 
 

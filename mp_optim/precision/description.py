@@ -57,7 +57,9 @@ class Description:
             table.append([_cell(getattr(row, name)) for name in shown])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-        reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
+        reasons = dict.fromkeys(
+            f"{row.place}: {row.backend} ({row.why})" for row in self.rows
+        )
         return "\n".join([*lines, *reasons, *self.notes])
 
 
@@ -77,11 +79,19 @@ class Described(Protocol):
 
 def describe(optimizer: Described) -> Description:
     """Read the rows off an optimizer; allocates its state if it had none."""
-    counts: dict[tuple[int, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    counts: dict[tuple[int, str, str, str, str], list[int]] = defaultdict(
+        lambda: [0, 0, 0]
+    )
     place_of, host = optimizer.inner.place, optimizer.inner.host
     for slot, param in iter_slots(optimizer.param_groups):
         backend, why = _stepper(optimizer, slot.group, place_of(slot), param.device)
-        key = (slot.group, place_of(slot), str(param.dtype).removeprefix("torch."), backend, why)
+        key = (
+            slot.group,
+            place_of(slot),
+            str(param.dtype).removeprefix("torch."),
+            backend,
+            why,
+        )
         state = optimizer.inner.slot_state(slot) if optimizer.has_state(slot) else {}
         main = param_at(optimizer.inner.param_groups, slot)
         own = main.nbytes if optimizer.has_separate_main(slot) else 0
@@ -92,7 +102,11 @@ def describe(optimizer: Described) -> Description:
     return Description(
         tuple(
             DescriptionRow(group, place, dtype, slots, params, size, backend, why)
-            for (group, place, dtype, backend, why), (slots, params, size) in counts.items()
+            for (group, place, dtype, backend, why), (
+                slots,
+                params,
+                size,
+            ) in counts.items()
         ),
         () if host is None else host.notes(),
     )

@@ -63,7 +63,12 @@ def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> For
         skip = skip | disagrees
         skips = skip.double() + disagrees
     controls = torch.stack([multipliers, skip.float().expand_as(multipliers)], dim=1)
-    parts = [overflow.double().reshape(1), skips.reshape(1), norms, multipliers.double()]
+    parts = [
+        overflow.double().reshape(1),
+        skips.reshape(1),
+        norms,
+        multipliers.double(),
+    ]
     if measurement.zeros is not None:
         parts.append(measurement.zeros.double().reshape(1))
     return Formed(names, controls, overflow, torch.cat(parts))

@@ -33,7 +33,9 @@ class MegatronGradScaler(ABC):
     """A positive factor on the loss that keeps FP16 gradients in range."""
 
     @in_own_modes
-    def __init__(self, initial_scale: float, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, initial_scale: float, device: torch.device | str = "cpu"
+    ) -> None:
         if not 0.0 < initial_scale <= _LARGEST:
             raise ValueError(
                 f"initial_scale={initial_scale!r}: must be positive and at most 2**126"
@@ -63,7 +65,11 @@ class MegatronGradScaler(ABC):
         """Whether gradients of the coming step may be scaled: the caller asked for :attr:`scale`
         since the last one, or kept what he got then."""
         own = type(self).scale is MegatronGradScaler.scale
-        return self._asked or not own or (self._lent is not None and self._lent() is not None)
+        return (
+            self._asked
+            or not own
+            or (self._lent is not None and self._lent() is not None)
+        )
 
     @property
     def may_shrink(self) -> bool:
@@ -142,12 +148,27 @@ class DynamicGradScaler(MegatronGradScaler):
     ) -> None:
         super().__init__(initial_scale, device)
         checks = {
-            "min_scale": (min_scale, 0.0 < min_scale <= initial_scale, "in (0, initial_scale]"),
+            "min_scale": (
+                min_scale,
+                0.0 < min_scale <= initial_scale,
+                "in (0, initial_scale]",
+            ),
             "growth_factor": (growth_factor, growth_factor > 1.0, "greater than 1"),
-            "backoff_factor": (backoff_factor, 0.0 < backoff_factor < 1.0, "between 0 and 1"),
+            "backoff_factor": (
+                backoff_factor,
+                0.0 < backoff_factor < 1.0,
+                "between 0 and 1",
+            ),
         }
-        for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
-            checks[name] = (count, count >= 1 and int(count) == count, "a whole number >= 1")
+        for name, count in (
+            ("growth_interval", growth_interval),
+            ("hysteresis", hysteresis),
+        ):
+            checks[name] = (
+                count,
+                count >= 1 and int(count) == count,
+                "a whole number >= 1",
+            )
         for name, (value, good, rule) in checks.items():
             if not good:
                 raise ValueError(f"{name}={value!r}: must be {rule}")
@@ -168,7 +189,9 @@ class DynamicGradScaler(MegatronGradScaler):
     def update(self, found_inf: bool | Tensor) -> None:
         super().update(found_inf)
         inf = torch.as_tensor(found_inf, device=self._scale.device).bool().reshape(1)
-        left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
+        left = torch.where(
+            inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis
+        )
         clean = torch.where(inf, 0, self._growth_tracker + 1)
         grows = clean >= self.growth_interval
         scale = self._scale.double()

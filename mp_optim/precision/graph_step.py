@@ -69,8 +69,13 @@ def check_capturable(stack: Capturable) -> None:
             "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)"
         )
     elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
-        _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
-    if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
+        _refuse(
+            f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'"
+        )
+    if (
+        stack.grad_scaler is not None
+        and stack.grad_scaler.present_scale.device != device
+    ):
         _refuse(
             f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on "
             f"{device}; build it there (device=)"
@@ -85,7 +90,9 @@ def check_capturable(stack: Capturable) -> None:
 
 
 def _refuse(reason: str) -> None:
-    raise ValueError(f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False")
+    raise ValueError(
+        f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False"
+    )
 
 
 @dataclass(frozen=True)
@@ -237,7 +244,9 @@ class GraphedStep:
         attempt, table = _Attempt(verdict), rehearsal.upload()
         with step.mark.rehearsal():
             apply.capture(
-                lambda: self._backend.record(lambda: step.grads.step(attempt.multipliers), table)
+                lambda: self._backend.record(
+                    lambda: step.grads.step(attempt.multipliers), table
+                )
             )
         step.mark.touch()
         apply.replay()

@@ -28,7 +28,9 @@ class Lifetimes:
         index."""
         self.gone.discard(index)
         gone = self.gone
-        self._watched[index] = weakref.ref(tensor.untyped_storage(), lambda _: gone.add(index))
+        self._watched[index] = weakref.ref(
+            tensor.untyped_storage(), lambda _: gone.add(index)
+        )
 
     def forget(self, index: int) -> None:
         """Watch nothing under this index."""

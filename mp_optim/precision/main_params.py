@@ -110,7 +110,9 @@ class MainParams:
             table.see(slot, param, self._norm_key(slot, param), layout)
             table.separate.append(param.requires_grad and self._bind(slot, param))
             table.bound.append(param.requires_grad)
-            table.streams.append(stream_of(self._name(slot), shard_info(param).first_element))
+            table.streams.append(
+                stream_of(self._name(slot), shard_info(param).first_element)
+            )
 
     def bind_trained(self, indices: Iterable[int]) -> None:
         """Give main params to parameters that were frozen when their group was added.
@@ -121,7 +123,9 @@ class MainParams:
         table = self.table
         for index in indices:
             if not table.bound[index]:
-                table.trained(index, self._bind(table.slots[index], table.params[index]))
+                table.trained(
+                    index, self._bind(table.slots[index], table.params[index])
+                )
 
     def _check_trainable(self, slot: Slot, param: Tensor) -> None:
         if param.is_inference():
@@ -142,8 +146,12 @@ class MainParams:
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
         ranks = self._tensor_parallel(slot)
-        is_copy = ranks is not None and not is_tensor_parallel(param) and ranks.rank() > 0
-        group = EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN
+        is_copy = (
+            ranks is not None and not is_tensor_parallel(param) and ranks.rank() > 0
+        )
+        group = (
+            EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN
+        )
         return NormKey(group, shard_groups_of(self._name(slot), param))
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
@@ -156,7 +164,9 @@ class MainParams:
         return slot_name(self._param_groups, slot)
 
     def _params(self) -> list[Tensor]:
-        return list(chain.from_iterable(group["params"] for group in self._param_groups))
+        return list(
+            chain.from_iterable(group["params"] for group in self._param_groups)
+        )
 
     def _param(self, slot: Slot) -> Tensor:
         return param_at(self._param_groups, slot)
@@ -190,7 +200,9 @@ class MainParams:
             tensors = list(self._inner.slot_state(slot).values())
             if self.is_separate(slot):
                 tensors.append(self._stepped(slot))
-            yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
+            yield from (
+                t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu"
+            )
 
     # -- following the model ----------------------------------------------------------------------
 
@@ -255,9 +267,15 @@ class MainParams:
         self.follow()
         table = self.table
         for index, (slot, param) in enumerate(iter_slots(self._param_groups)):
-            if table.separate[index] or (table.bound[index] and param.dtype != torch.float32):
+            if table.separate[index] or (
+                table.bound[index] and param.dtype != torch.float32
+            ):
                 source = values.get(self._name(slot), param)
-                value = dequantized(source) if is_quantized(source) else local_tensor(source)
+                value = (
+                    dequantized(source)
+                    if is_quantized(source)
+                    else local_tensor(source)
+                )
                 self._inner.set_main_param(slot, value)
         self._agreement.expected.clear()
         table.look(self._params())
@@ -286,9 +304,12 @@ class MainParams:
         slots = [
             slot
             for slot in filter(self.is_bound, self.table.slots)
-            if not is_cut(self._param(slot)) and self._trained_state(slot).has_remainder()
+            if not is_cut(self._param(slot))
+            and self._trained_state(slot).has_remainder()
         ]
-        known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
+        known = dict(
+            zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True)
+        )
         return [known.get(slot) for slot in self.table.slots]
 
     def check_remainders(self, slot: Slot | None) -> None:

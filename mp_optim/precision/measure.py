@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks, wait_for
+from mp_optim.ranks.missing_ranks import (
+    call,
+    learn_addresses,
+    naming_missing_ranks,
+    wait_for,
+)
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.sums import index_on
 
@@ -64,15 +69,23 @@ class Measurement:
     def __add__(self, other: Measurement) -> Measurement:
         sums = dict(self.sums)
         for name, value in other.sums.items():
-            sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
+            sums[name] = (
+                sums[name] + value.to(sums[name].device) if name in sums else value
+            )
         return Measurement(
-            sums, _total([self.zeros, other.zeros]), _total([self.disagreement, other.disagreement])
+            sums,
+            _total([self.zeros, other.zeros]),
+            _total([self.disagreement, other.disagreement]),
         )
 
 
 def _total(values: Sequence[Tensor | None]) -> Tensor | None:
     given = [value for value in values if value is not None]
-    return sum((value.to(given[0].device) for value in given[1:]), given[0]) if given else None
+    return (
+        sum((value.to(given[0].device) for value in given[1:]), given[0])
+        if given
+        else None
+    )
 
 
 def measure(
@@ -96,13 +109,18 @@ def measure(
         sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
         for where in grads.devices:
             here = [index for index, grad in enumerate(grads) if grad.device == where]
-            sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(device)
+            sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(
+                device
+            )
     if len(all_keys) == 1:
         return {all_keys[0]: _pairwise_sum(sums)}
     members: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
         members[key].append(index)
-    return {key: _pairwise_sum(sums[index_on(device, some)]) for key, some in members.items()}
+    return {
+        key: _pairwise_sum(sums[index_on(device, some)])
+        for key, some in members.items()
+    }
 
 
 def _pairwise_sum(values: Tensor) -> Tensor:
@@ -121,7 +139,9 @@ def count_zeros(
     device: torch.device,
 ) -> dict[NormKey, Tensor]:
     """Zero elements of the gradients of each key, shape () FP64 on ``device``."""
-    zeros = {key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys}
+    zeros = {
+        key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys
+    }
     for grad, key in zip(grads, keys, strict=True):
         if key.group != EXCLUDED:
             zeros[key] += (grad.numel() - torch.count_nonzero(grad)).to(device)
@@ -157,7 +177,9 @@ def agree(
         MissingRanksError: a rank is gone or stuck, naming it.
     """
     device = next((value.device for value in local.values()), torch.device("cpu"))
-    totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
+    totals = {
+        name: torch.zeros((), dtype=torch.float64, device=device) for name in names
+    }
     zero_total = torch.zeros((), dtype=torch.float64, device=device)
     off: Tensor | None = None
     for key, value in local.items():
@@ -168,7 +190,9 @@ def agree(
             )
         values = [value] if zeros is None else [value, zeros[key]]
         number = None if numbers is None else numbers.get(key)
-        packed, difference = _over_shards(key, values, number, list((copies or {}).get(key, ())))
+        packed, difference = _over_shards(
+            key, values, number, list((copies or {}).get(key, ()))
+        )
         if difference is not None:
             off = difference if off is None else off + difference
         totals[key.group] += packed[0]
@@ -183,7 +207,10 @@ def agree(
 
 
 def _over_shards(
-    key: NormKey, values: Sequence[Tensor], number: int | None, copies: Sequence[ProcessGroup]
+    key: NormKey,
+    values: Sequence[Tensor],
+    number: int | None,
+    copies: Sequence[ProcessGroup],
 ) -> tuple[Tensor, Tensor | None]:
     """Reduce scalars over a key's shard groups.
 
@@ -195,7 +222,9 @@ def _over_shards(
     """
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
     terms = () if number is None else _terms(number, ranks)
-    packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])
+    packed = torch.stack(
+        [*values, *(torch.full_like(values[0], term) for term in terms)]
+    )
     for shard_group in key.shard_groups:
         _reduce(packed, shard_group)
     if not terms:
@@ -204,12 +233,16 @@ def _over_shards(
         _reduce(packed[-2:], same)
     total, squares = packed[-2:]
     term, square = terms
-    return packed, (total - float(ranks * term)).abs() + (squares - float(ranks * square)).abs()
+    return packed, (total - float(ranks * term)).abs() + (
+        squares - float(ranks * square)
+    ).abs()
 
 
 def _reduce(packed: Tensor, group: ProcessGroup) -> None:
     with naming_missing_ranks(group)("agreeing on the gradient norm"):
-        wait_for(dist.all_reduce(packed, group=group, async_op=True), group, packed.device)
+        wait_for(
+            dist.all_reduce(packed, group=group, async_op=True), group, packed.device
+        )
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:

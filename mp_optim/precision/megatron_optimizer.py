@@ -224,7 +224,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def device(self) -> torch.device:
         """Where the model's parameters lie."""
         return next(
-            (local_tensor(p).device for _, p in iter_slots(self.param_groups)), torch.device("cpu")
+            (local_tensor(p).device for _, p in iter_slots(self.param_groups)),
+            torch.device("cpu"),
         )
 
     def get_parameters(self) -> list[Tensor]:

@@ -108,7 +108,9 @@ class ParamState(LayeredState):
         agreement: what is not yet certain about loaded slots.
     """
 
-    def __init__(self, stored: SlotState, bound: BoundParam, agreement: Agreement) -> None:
+    def __init__(
+        self, stored: SlotState, bound: BoundParam, agreement: Agreement
+    ) -> None:
         self._stored, self._bound, self._agreement = stored, bound, agreement
         super().__init__(
             WithMainParam(
@@ -124,7 +126,9 @@ class ParamState(LayeredState):
 
     def tensors(self) -> State:
         is_sharded = isinstance(self._bound.param, DTensor)
-        return self._in_layout(self.without_blocks() if is_sharded else self.below.tensors())
+        return self._in_layout(
+            self.without_blocks() if is_sharded else self.below.tensors()
+        )
 
     def takes_any(self) -> bool:
         """Not of a DTensor: how a tensor of another shape is split is not known."""
@@ -134,7 +138,10 @@ class ParamState(LayeredState):
         return self._in_layout(self.below.full_precision())
 
     def _in_layout(self, state: State) -> State:
-        return {key: as_sharded(value, self._bound.param, key) for key, value in state.items()}
+        return {
+            key: as_sharded(value, self._bound.param, key)
+            for key, value in state.items()
+        }
 
     def fit(self, saved: State, convert: bool) -> State:
         bound, state = self._bound, as_local_state(saved)
@@ -150,14 +157,19 @@ class ParamState(LayeredState):
         self._agreement.forget(bound.slot)
         becomes_remainder = MASTER in state and not bound.has_master
         if becomes_remainder and not stands_for(state[MASTER], bound.local):
-            self._agreement.written.add(bound.slot)  # as soon as parameter and remainder are split
+            self._agreement.written.add(
+                bound.slot
+            )  # as soon as parameter and remainder are split
         self.below.load(state)
 
     # -- remainders belong to the parameters they were saved with ---------------------------------
 
     def has_remainder(self) -> bool:
         """Whether the main param is the parameter and a remainder."""
-        return self._bound.stepped.dtype == torch.bfloat16 and REMAINDER in self._stored.tensors()
+        return (
+            self._bound.stepped.dtype == torch.bfloat16
+            and REMAINDER in self._stored.tensors()
+        )
 
     def check_weights(self, saved: State, checksum: int | None) -> None:
         if checksum is None or REMAINDER not in saved or is_cut(self._bound.param):
@@ -172,7 +184,9 @@ class ParamState(LayeredState):
             return
         if REMAINDER not in self._stored.tensors():
             return
-        if checksums_of([self._bound.local]) != [checksum]:  # its weights are yet to come
+        if checksums_of([self._bound.local]) != [
+            checksum
+        ]:  # its weights are yet to come
             self._agreement.expected[self._bound.slot] = checksum
 
     # -- the model's parameter --------------------------------------------------------------------

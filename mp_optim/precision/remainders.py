@@ -35,7 +35,9 @@ def stands_for(main: Tensor, param: Tensor) -> bool:
     away = torch.empty_like(param, memory_format=torch.contiguous_format)
     split_(main.to(param.device), away, torch.empty_like(away, dtype=torch.int16))
     return bool(
-        ((away == param) | (main.to(param) == param) | (away.isnan() & param.isnan())).all()
+        (
+            (away == param) | (main.to(param) == param) | (away.isnan() & param.isnan())
+        ).all()
     )
 
 
@@ -57,7 +59,10 @@ class Agreement:
         self.written.discard(slot)
 
     def check_expected(
-        self, slot: Slot | None, param_of: Callable[[Slot], Tensor], name_of: Callable[[Slot], str]
+        self,
+        slot: Slot | None,
+        param_of: Callable[[Slot], Tensor],
+        name_of: Callable[[Slot], str],
     ) -> None:
         """Raise unless what is expected of a slot, or of all, is so; what was found so once is not
         asked again.

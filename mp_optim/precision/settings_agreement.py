@@ -47,12 +47,20 @@ class SettingsAlike:
         for slot, param, key in zip(slots, params, keys, strict=True):
             if isinstance(param, DTensor) and key.shard_groups:
                 if key not in self._groups:
-                    self._ranks |= dict.fromkeys(param.device_mesh.mesh.reshape(-1).tolist())
-                self.copies.setdefault(key, {}).update(dict.fromkeys(ranks_of_copies(param)))
+                    self._ranks |= dict.fromkeys(
+                        param.device_mesh.mesh.reshape(-1).tolist()
+                    )
+                self.copies.setdefault(key, {}).update(
+                    dict.fromkeys(ranks_of_copies(param))
+                )
                 self._groups.setdefault(key, {})[slot.group] = None
 
     def numbers(
-        self, config: Any, groups: ParamGroups, keys: Sequence[NormKey], all_keys: Sequence[NormKey]
+        self,
+        config: Any,
+        groups: ParamGroups,
+        keys: Sequence[NormKey],
+        all_keys: Sequence[NormKey],
     ) -> dict[NormKey, int]:
         """A number for each norm key of split parameters, made of the settings of this step.
 
@@ -88,7 +96,9 @@ def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
     said = [line for settings in parts for line in settings.said]
     ranks = sorted({rank for settings in parts for rank in settings.ranks})
     how = difference_told(said, ranks)
-    return ValueError(f"the ranks that share split parameters disagree: {how}; nothing was stepped")
+    return ValueError(
+        f"the ranks that share split parameters disagree: {how}; nothing was stepped"
+    )
 
 
 def _settings(groups: ParamGroups, index: int) -> list[str]:

@@ -105,7 +105,12 @@ class SlotTable:
         plain = self._plain if same else are_plain(params)
         versions, addresses = _versions(params, plain), _addresses(params, plain)
         gone = self._memory.gone
-        if same and versions == self.versions and addresses == self.addresses and not gone:
+        if (
+            same
+            and versions == self.versions
+            and addresses == self.addresses
+            and not gone
+        ):
             return []
         return [
             index
@@ -177,7 +182,9 @@ class SlotTable:
         self.separate[index], self.bound[index] = separate, True
         self._forget()
 
-    def grads(self, name_of: Callable[[Slot], str]) -> tuple[list[int], CachedTensorList]:
+    def grads(
+        self, name_of: Callable[[Slot], str]
+    ) -> tuple[list[int], CachedTensorList]:
         """Which slots have a gradient now, as indices, and their local gradients.
 
         Raises:
@@ -185,10 +192,14 @@ class SlotTable:
             ValueError: it has no values, because its parameter is on the meta device.
         """
         simple = self._plain and have_grad_only(self.params)
-        present: list[Tensor | None] = list(map(_GRAD if simple else current_grad, self.params))
+        present: list[Tensor | None] = list(
+            map(_GRAD if simple else current_grad, self.params)
+        )
         if simple and all(map(operator.is_not, present, itertools.repeat(None))):
             whole = self._everything()
-            grads = CachedTensorList(cast("list[Tensor]", present)).gradients_of(whole.params)
+            grads = CachedTensorList(cast("list[Tensor]", present)).gradients_of(
+                whole.params
+            )
             self._check(whole.indices, grads, name_of)
             return whole.indices, grads
         indices = [index for index, grad in enumerate(present) if grad is not None]
@@ -201,11 +212,18 @@ class SlotTable:
         )
 
     def _check(
-        self, indices: Sequence[int], grads: CachedTensorList, name_of: Callable[[Slot], str]
+        self,
+        indices: Sequence[int],
+        grads: CachedTensorList,
+        name_of: Callable[[Slot], str],
     ) -> None:
         if torch.device("meta") in grads.devices:
             name = name_of(
-                next(self.slots[i] for i, g in zip(indices, grads, strict=True) if g.is_meta)
+                next(
+                    self.slots[i]
+                    for i, g in zip(indices, grads, strict=True)
+                    if g.is_meta
+                )
             )
             raise ValueError(
                 f"{name} is on the meta device, without values: call model.to_empty(device=...) "
@@ -238,7 +256,10 @@ class SlotTable:
         )
 
     def updates(
-        self, indices: list[int], grads: Sequence[Tensor], multipliers: Mapping[str, Multiplier]
+        self,
+        indices: list[int],
+        grads: Sequence[Tensor],
+        multipliers: Mapping[str, Multiplier],
     ) -> SlotUpdates:
         """The step of the slots that have a gradient.
 
@@ -278,10 +299,18 @@ class SlotTable:
 
     def _some(self, indices: list[int]) -> _Selection:
         params = [self.params[index] for index in indices]
-        writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
-        written = [self.separate[index] and not self.quantized[index] for index in indices]
+        writable = CachedTensorList(
+            params if are_plain(params) else map(local_tensor, params)
+        )
+        written = [
+            self.separate[index] and not self.quantized[index] for index in indices
+        ]
         pairs = zip(writable, written, strict=True)
-        outputs = writable if all(written) else [param if yes else None for param, yes in pairs]
+        outputs = (
+            writable
+            if all(written)
+            else [param if yes else None for param, yes in pairs]
+        )
         slots = tuple(self.slots[index] for index in indices)
         shard_groups = [self.keys[index].shard_groups for index in indices]
         streams = [self.streams[index] for index in indices]
@@ -308,5 +337,8 @@ def _addresses(params: Sequence[Tensor], plain: bool) -> list[int]:
     return (
         list(map(Tensor.data_ptr, params))
         if plain
-        else [local.data_ptr() if are_plain([local]) else 0 for local in map(local_tensor, params)]
+        else [
+            local.data_ptr() if are_plain([local]) else 0
+            for local in map(local_tensor, params)
+        ]
     )

@@ -100,7 +100,9 @@ class StandstillWatch:
         if present or self._warned_of_no_gradient or stack.is_stub_optimizer:
             return
         self._warned_of_no_gradient = True
-        untrained = [] if self.params is None else self.params.untrained(stack.param_groups)
+        untrained = (
+            [] if self.params is None else self.params.untrained(stack.param_groups)
+        )
         count = sum(len(group["params"]) for group in stack.param_groups)
         unknown = (
             f"The model has {len(untrained)} trainable parameters that the optimizer does not "
@@ -168,6 +170,9 @@ def _is_suspect(ranks: ProcessGroup | None, was_asked: bool, is_new: bool) -> bo
         return is_new and not was_asked
     notes: list[tuple[bool, bool]] = [(False, False)] * ranks.size()
     with naming_missing_ranks(ranks)("comparing whether gradients were scaled"):
-        call(ranks, lambda: dist.all_gather_object(notes, (was_asked, is_new), group=ranks))
+        call(
+            ranks,
+            lambda: dist.all_gather_object(notes, (was_asked, is_new), group=ranks),
+        )
     asked, new = zip(*notes, strict=True)
     return any(new) and not any(asked)

@@ -33,7 +33,9 @@ class StepGrads(ABC):
         """Step the slots that have a gradient, unless the verdict says skip."""
 
     @abstractmethod
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+    def step(
+        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
+    ) -> None:
         """Step the slots that have a gradient.
 
         Args:
@@ -67,7 +69,9 @@ class GradsOfParts(StepGrads):
         for part in self._parts:
             part.apply(verdict)
 
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+    def step(
+        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
+    ) -> None:
         for part in self._parts:
             part.step(multipliers, grad_norm)
 

@@ -105,7 +105,11 @@ class StepLoop:
 
     def take(self) -> Verdict | DeviceVerdict:
         """One step."""
-        return self._by_graph() if self._stack.config.optimizer_cuda_graph else self._eagerly()
+        return (
+            self._by_graph()
+            if self._stack.config.optimizer_cuda_graph
+            else self._eagerly()
+        )
 
     def _eagerly(self) -> Verdict | DeviceVerdict:
         with self._timed("optimizer-clip-main-grad"):
@@ -120,7 +124,10 @@ class StepLoop:
         stack, inv_scale = self._stack, self._inv_scale
         measurement, device = grads.sums(), stack.verdict_device()
         stack.watch.see_gradients(stack, grads.has_any())
-        scalars = [*measurement.sums.values(), *([] if inv_scale is None else [inv_scale])]
+        scalars = [
+            *measurement.sums.values(),
+            *([] if inv_scale is None else [inv_scale]),
+        ]
         if device is not None and all(value.device == device for value in scalars):
             # whatever reads the verdict is on the device: nothing waits for it
             return decide_on_device(measurement, inv_scale, stack.config)
@@ -131,8 +138,14 @@ class StepLoop:
 
     def _by_graph(self) -> Verdict | DeviceVerdict:
         self.settle()
-        stack, device, scaler = self._stack, self._stack.verdict_device(), self._stack.grad_scaler
-        if device is None or (scaler is not None and scaler.present_scale.device != device):
+        stack, device, scaler = (
+            self._stack,
+            self._stack.verdict_device(),
+            self._stack.grad_scaler,
+        )
+        if device is None or (
+            scaler is not None and scaler.present_scale.device != device
+        ):
             # a group was added that is stepped elsewhere, or the scaler was replaced
             return self._eagerly()
         if self._graphed is None:

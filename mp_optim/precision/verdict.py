@@ -70,11 +70,16 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
     if measurement.zeros is not None:
         scalars.append(measurement.zeros)
     device = scalars[0].device if scalars else torch.device("cpu")
-    values = torch.stack([value.to(device) for value in scalars]).tolist() if scalars else []
+    values = (
+        torch.stack([value.to(device) for value in scalars]).tolist() if scalars else []
+    )
     sums = dict(zip(names, values, strict=False))
     inverse = values[len(names)] if inv_scale is not None else 1.0
     num_zeros = int(values[-1]) if measurement.zeros is not None else None
-    if measurement.disagreement is not None and values[len(names) + (inv_scale is not None)] != 0.0:
+    if (
+        measurement.disagreement is not None
+        and values[len(names) + (inv_scale is not None)] != 0.0
+    ):
         return Verdict(skip=True, disagrees=True)
     if not all(math.isfinite(value) for value in sums.values()):
         return Verdict(skip=True, found_inf=True)

@@ -91,7 +91,10 @@ class WrappedOptimizer(MegatronOptimizer):
         self._table = self._mains.table
         self.use_mark(self.step_mark)
         self.backward_link = BackwardOverlap(
-            self, self._table, partial(_sum_of_squares, config.fused_backend), self._push_settings
+            self,
+            self._table,
+            partial(_sum_of_squares, config.fused_backend),
+            self._push_settings,
         )
         self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
@@ -124,13 +127,17 @@ class WrappedOptimizer(MegatronOptimizer):
             added.setdefault(key, value)
         self._mains.bind_group(len(self.param_groups) - 1)
         self._norm_groups = None
-        self.backward_link.follow(self.get_parameters())  # backward may come before a step
+        self.backward_link.follow(
+            self.get_parameters()
+        )  # backward may come before a step
 
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
         if self._host_swap.occupied:
-            raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
+            raise RuntimeError(
+                "the optimizer is offloaded: call restore_from_cpu() before step()"
+            )
         self.backward_link.finish()
         self._push_settings()
         self.inner.check_groups()
@@ -142,7 +149,10 @@ class WrappedOptimizer(MegatronOptimizer):
         return WrappedGrads(self, self._table, indices, grads)
 
     def measure_grads(
-        self, grads: Sequence[Tensor], keys: Sequence[NormKey], all_keys: Sequence[NormKey]
+        self,
+        grads: Sequence[Tensor],
+        keys: Sequence[NormKey],
+        all_keys: Sequence[NormKey],
     ) -> Measurement:
         """Sums of squares of gradients, agreed with the other ranks.
 
@@ -151,8 +161,14 @@ class WrappedOptimizer(MegatronOptimizer):
             all_keys: every key of the model, also those without a gradient now, so that all ranks
                 reduce alike.
         """
-        device, ranks, alike = self.device, self.process_groups.grad_stats, self._table.settings
-        sums = measure(grads, keys, all_keys, self.backward_link.sums_of_squares, device)
+        device, ranks, alike = (
+            self.device,
+            self.process_groups.grad_stats,
+            self._table.settings,
+        )
+        sums = measure(
+            grads, keys, all_keys, self.backward_link.sums_of_squares, device
+        )
         zeros = None
         if self.config.log_num_zeros_in_grad:
             zeros = count_zeros(grads, keys, all_keys, device)
@@ -161,13 +177,17 @@ class WrappedOptimizer(MegatronOptimizer):
         numbers = alike.numbers(self.config, self.param_groups, keys, all_keys)
         return agree(sums, zeros, ranks, self._norm_groups, numbers, alike.copies)
 
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+    def step_slots(
+        self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
+    ) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
         self._push_settings()
         self.inner.step_slots(updates, grad_norm=grad_norm)
 
     def _push_settings(self) -> None:
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+        for group, inner in zip(
+            self.param_groups, self.inner.param_groups, strict=True
+        ):
             inner.update(group_settings(group))
 
     def verdict_device(self) -> torch.device | None:
@@ -182,7 +202,9 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def reduces(self) -> bool:
         """Whether a step takes part in reductions with other ranks."""
-        return bool(self.norm_ranks()) or any(key.shard_groups for key in self._table.keys)
+        return bool(self.norm_ranks()) or any(
+            key.shard_groups for key in self._table.keys
+        )
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for slot, param in iter_slots(self.param_groups):
@@ -256,11 +278,15 @@ class WrappedOptimizer(MegatronOptimizer):
     def metrics(self) -> dict[str, float]:
         host, verdict = self.inner.host, self._steps.settle()
         norms = {
-            f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
+            f"grad_norm/{name}": norm
+            for name, norm in verdict.norms.items()
+            if name != EXCLUDED
         }
         scaler = self.grad_scaler
         return {
-            "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
+            "grad_norm": float("nan")
+            if verdict.grad_norm is None
+            else verdict.grad_norm,
             "loss_scale": 1.0 if scaler is None else float(scaler.present_scale),
             "multiplier": verdict.multipliers.get(MAIN, 0.0),
             "bytes_down": 0 if host is None else host.transfer_bytes.down,
@@ -273,17 +299,25 @@ class WrappedOptimizer(MegatronOptimizer):
         }
 
 
-def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:
+def _with_model_names(
+    wrapper: WrappedOptimizer, group: dict[str, Any]
+) -> dict[str, Any]:
     """The group, with names for its parameters where the other groups have names."""
     if wrapper.model_params is None or "params" not in group:
         return group
-    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    params = (
+        [group["params"]]
+        if isinstance(group["params"], Tensor)
+        else list(group["params"])
+    )
     is_stub = not any(live["params"] for live in wrapper.param_groups)
     named = "param_names" in group or any(isinstance(param, tuple) for param in params)
     names = [] if named else wrapper.model_params.names_of(params)
     if is_stub and None not in names:
         for groups in (wrapper.param_groups, wrapper.inner.param_groups):
-            groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
+            groups[0].setdefault(
+                "param_names", []
+            )  # torch wants them in all groups or none
     if named or not any("param_names" in live for live in wrapper.param_groups):
         return {**group, "params": params}
     if None in names:
@@ -337,7 +371,9 @@ class WrappedGrads(StepGrads):
         limit = self._wrapper.config.clip_grad
         return min(norm, limit) if norm is not None and limit > 0 else norm
 
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+    def step(
+        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
+    ) -> None:
         wrapper, table = self._wrapper, self._table
         updates = table.updates(self._indices, self._grads, multipliers)
         wrapper.step_slots(updates, grad_norm=grad_norm)
@@ -350,7 +386,11 @@ class WrappedGrads(StepGrads):
         table.stepped()
 
     def graph_key(self) -> Any:
-        config, scaler, grads = self._wrapper.config, self._wrapper.grad_scaler, self._grads
+        config, scaler, grads = (
+            self._wrapper.config,
+            self._wrapper.grad_scaler,
+            self._grads,
+        )
         settings = (
             config.clip_grad,
             config.grad_norm_skip_threshold,
@@ -360,7 +400,15 @@ class WrappedGrads(StepGrads):
         keys = self._table.keys_of(self._indices)
         dtypes = [grad.dtype for grad in grads]
         strides = [] if grads.contiguous else [grad.stride() for grad in grads]
-        return settings, self._indices, keys, grads.addresses, grads.sizes, dtypes, strides
+        return (
+            settings,
+            self._indices,
+            keys,
+            grads.addresses,
+            grads.sizes,
+            dtypes,
+            strides,
+        )
 
     def obstacle(self) -> str:
         params = map(local_tensor, self._wrapper.get_parameters())

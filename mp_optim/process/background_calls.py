@@ -23,9 +23,13 @@ class _Thread:
     """A daemon thread with one call at a time."""
 
     def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = (
+            queue.SimpleQueue()
+        )
         self.pid = os.getpid()
-        threading.Thread(target=self._serve, name="mp_optim-background", daemon=True).start()
+        threading.Thread(
+            target=self._serve, name="mp_optim-background", daemon=True
+        ).start()
 
     def _serve(self) -> None:
         while True:

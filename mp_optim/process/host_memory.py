@@ -54,7 +54,9 @@ def zeros_host(num_bytes: int) -> Tensor:
     if num_bytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     start = next(_allocations) * _STAGGER % _HUGE_PAGE
-    memory = mmap.mmap(-1, start + num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(
+        -1, start + num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, offset=start)
@@ -124,7 +126,9 @@ class Block:
         allocate: returns so many bytes as a 1-D uint8 tensor; called when the first tensor is cut.
     """
 
-    def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host) -> None:
+    def __init__(
+        self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host
+    ) -> None:
         self.capacity = num_bytes
         self._allocate = allocate
         self._memory: Tensor | None = None

@@ -91,8 +91,12 @@ def dequantized(param: Any) -> Tensor:
     with torch.no_grad():
         if _brings_its_own(param):
             initial = getattr(param, "get_high_precision_init_val", lambda: None)()
-            source = param.dequantize(dtype=torch.float32) if initial is None else initial
-            return torch.empty(param.shape, dtype=torch.float32, device=param.device).copy_(source)
+            source = (
+                param.dequantize(dtype=torch.float32) if initial is None else initial
+            )
+            return torch.empty(
+                param.shape, dtype=torch.float32, device=param.device
+            ).copy_(source)
         codes: Tensor = param.detach().float()
         scale = getattr(param, "fp8_scale", None)
         return codes if scale is None else codes.mul_(_spread(scale, codes.shape))
@@ -128,7 +132,8 @@ def holds(param: Any, main: Tensor) -> bool:
             other: Any = torch.empty_like(param.detach())
             other.quantize_(values)
             return torch.equal(
-                other.dequantize(dtype=torch.float32), param.dequantize(dtype=torch.float32)
+                other.dequantize(dtype=torch.float32),
+                param.dequantize(dtype=torch.float32),
             )
         scale, codes = scaled_codes(values, param.fp8_scale.shape, param.dtype)
         return bool(
@@ -157,7 +162,9 @@ def scaled_codes(
     """
     top = torch.finfo(dtype).max
     largest = _largest(values.abs(), scale_shape)
-    scale = torch.where(largest == 0.0, 1.0, largest.div(top).clamp_(min=_SMALLEST_SCALE))
+    scale = torch.where(
+        largest == 0.0, 1.0, largest.div(top).clamp_(min=_SMALLEST_SCALE)
+    )
     return scale, (values / _spread(scale, values.shape)).clamp_(-top, top).to(dtype)
 
 
@@ -172,7 +179,9 @@ def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
     for dim, count in enumerate(blocks):
         size = magnitudes.shape[dim]
         width = -(-size // count)
-        if count * width != size:  # the last block is filled up; magnitudes are not below 0
+        if (
+            count * width != size
+        ):  # the last block is filled up; magnitudes are not below 0
             filled = magnitudes.new_zeros(
                 (*magnitudes.shape[:dim], count * width, *magnitudes.shape[dim + 1 :])
             )

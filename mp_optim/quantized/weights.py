@@ -109,9 +109,12 @@ def quantize_weights(
             if other != f"{path}.{name}" and any(
                 param is other_param for *_, other_param in chosen
             ):
-                raise TypeError(f"{path}.{name} is tied to {other}: leave it out by select=")
+                raise TypeError(
+                    f"{path}.{name} is tied to {other}: leave it out by select="
+                )
     return [
-        _quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen
+        _quantize(path, module, name, param, dtype, rowwise)
+        for path, module, name, param in chosen
     ]
 
 
@@ -128,7 +131,12 @@ def _is_matrix(module: nn.Module, name: str, param: nn.Parameter) -> bool:
 
 
 def _quantize(
-    path: str, module: nn.Module, name: str, param: nn.Parameter, dtype: torch.dtype, rowwise: bool
+    path: str,
+    module: nn.Module,
+    name: str,
+    param: nn.Parameter,
+    dtype: torch.dtype,
+    rowwise: bool,
 ) -> str:
     codes: Any = nn.Parameter(
         torch.empty(param.shape, dtype=dtype, device=param.device),
@@ -137,7 +145,9 @@ def _quantize(
     for attribute, value in vars(param).items():
         setattr(codes, attribute, value)
     shape = (*param.shape[:-1], 1) if rowwise else ()
-    values = Dequantize(torch.ones(shape, dtype=torch.float32, device=param.device), param.dtype)
+    values = Dequantize(
+        torch.ones(shape, dtype=torch.float32, device=param.device), param.dtype
+    )
     values.bind(codes)
     quantize_(codes, param.detach().float())
     parametrize.register_parametrization(module, name, values, unsafe=True)

@@ -31,16 +31,22 @@ def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str 
         ranks: their global numbers.
     """
     said = list(map(tuple, described))
-    ((common, _),) = Counter(said).most_common(1)  # of those said equally often, the first
+    ((common, _),) = Counter(said).most_common(
+        1
+    )  # of those said equally often, the first
     reference = ranks[said.index(common)]
     differences = []
     for rank, lines in zip(ranks, said, strict=True):
         if lines == common:
             continue
         longest = max(len(lines), len(common))
-        padded = [[*side, *["nothing"] * (longest - len(side))] for side in (lines, common)]
+        padded = [
+            [*side, *["nothing"] * (longest - len(side))] for side in (lines, common)
+        ]
         here, there = next((a, b) for a, b in zip(*padded, strict=True) if a != b)
-        differences.append(f"rank {rank} has {here!r} where rank {reference} has {there!r}")
+        differences.append(
+            f"rank {rank} has {here!r} where rank {reference} has {there!r}"
+        )
     return "; ".join(differences) or None
 
 
@@ -64,13 +70,18 @@ def check_agreement(group: ProcessGroup, lines: Sequence[str], what: str) -> Non
 
 
 def check_number(
-    group: ProcessGroup, text: Callable[[], Sequence[str]], device: torch.device, what: str
+    group: ProcessGroup,
+    text: Callable[[], Sequence[str]],
+    device: torch.device,
+    what: str,
 ) -> None:
     """The same, for every step: one reduction of two numbers while ranks agree."""
     number = zlib.crc32("\n".join(text()).encode())
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
     wait_for(
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True), group, device
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True),
+        group,
+        device,
     )
     most, least = extremes.tolist()
     if most != -least:
@@ -98,6 +109,8 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
         silent = [rank for rank in silent if not store.check([keys[rank]])]
         time.sleep(0.05 if silent else 0.0)
     told = [rank for rank in ranks if rank not in silent]
-    how = difference([store.get(keys[rank]).decode().splitlines() for rank in told], told)
+    how = difference(
+        [store.get(keys[rank]).decode().splitlines() for rank in told], told
+    )
     quiet = f"ranks {silent} did not say what they have" if silent else ""
     return "; ".join(filter(None, (how, quiet))) or "they do not say how"

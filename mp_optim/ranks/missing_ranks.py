@@ -93,7 +93,11 @@ def learn_addresses(group: ProcessGroup) -> None:
 
 
 def _learn(store: Any, ranks: list[int]) -> None:
-    unknown = [rank for rank in ranks if rank not in _addresses and store.check([_present(rank)])]
+    unknown = [
+        rank
+        for rank in ranks
+        if rank not in _addresses and store.check([_present(rank)])
+    ]
     texts = store.multi_get([_present(rank) for rank in unknown]) if unknown else []
     for rank, text in zip(unknown, texts, strict=True):
         _addresses[rank] = Address.parse(text.decode())
@@ -124,7 +128,9 @@ def wait_for(work: Any, group: ProcessGroup, device: torch.device) -> None:
             _raise_if_noticed(group)
 
 
-def wait_for_all(works: Sequence[Any], group: ProcessGroup, device: torch.device) -> None:
+def wait_for_all(
+    works: Sequence[Any], group: ProcessGroup, device: torch.device
+) -> None:
     """The same for several."""
     for work in works:
         wait_for(work, group, device)
@@ -193,13 +199,17 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
             if not _is_communication(error):
                 raise
             who = _who_is_missing(group, doing)
-            raise MissingRanksError(f"{doing} failed: {who} ({_first_line(error)})") from error
+            raise MissingRanksError(
+                f"{doing} failed: {who} ({_first_line(error)})"
+            ) from error
 
     return guard
 
 
 def _tell_of_failure(group: ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError):  # the store is gone, and its readers with it
+    with contextlib.suppress(
+        RuntimeError
+    ):  # the store is gone, and its readers with it
         _get_default_store().set(_failed(group, "any"), "failed")
 
 
@@ -207,7 +217,14 @@ def _is_communication(error: RuntimeError) -> bool:
     text = str(error)
     return isinstance(error, dist.DistError | _NoticedError) or any(
         sign in text
-        for sign in ("gloo", "Connection", "Timed out", "timed out", "NCCL", "monitoredBarrier")
+        for sign in (
+            "gloo",
+            "Connection",
+            "Timed out",
+            "timed out",
+            "NCCL",
+            "monitoredBarrier",
+        )
     )
 
 
@@ -233,7 +250,11 @@ def _who_is_missing(group: ProcessGroup, doing: str) -> str:
 
 def _gone(ranks: Iterable[int]) -> list[int]:
     """Those whose processes do not exist any more."""
-    return [rank for rank in ranks if rank in _addresses and exists(_addresses[rank]) is False]
+    return [
+        rank
+        for rank in ranks
+        if rank in _addresses and exists(_addresses[rank]) is False
+    ]
 
 
 def _by_notes(group: ProcessGroup, doing: str, noticed: set[int]) -> str:
@@ -251,7 +272,9 @@ def _by_notes(group: ProcessGroup, doing: str, noticed: set[int]) -> str:
         store.set(_failed(group, dist.get_rank()), doing)
         store.set(_failed(group, "any"), "failed")
         _learn(store, ranks)
-        if store.check([_failed(group, "verdict")]):  # of ranks that may have ended since
+        if store.check(
+            [_failed(group, "verdict")]
+        ):  # of ranks that may have ended since
             told: str = store.get(_failed(group, "verdict")).decode()
             return told
         verdict = _watch(group, ranks, noticed)
@@ -287,7 +310,9 @@ def _at_other_places(doings: dict[int, str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, doing in doings.items():
         ranks_of.setdefault(doing, []).append(rank)
-    where = "; ".join(f"{_numbered(ranks)} was {doing}" for doing, ranks in ranks_of.items())
+    where = "; ".join(
+        f"{_numbered(ranks)} was {doing}" for doing, ranks in ranks_of.items()
+    )
     return (
         f", at different places: {where}; did one of them call step(), backward() or zero_grad() "
         "more often than the others?"
@@ -295,7 +320,9 @@ def _at_other_places(doings: dict[int, str]) -> str:
 
 
 def _numbered(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
+    return (
+        f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
+    )
 
 
 def _named(missing: list[int], ranks: list[int], how: str) -> str:

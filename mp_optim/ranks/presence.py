@@ -64,7 +64,9 @@ def own_address(towards: tuple[str, int] | None) -> Address | None:
         return _listening[0].address
     host = _local_host(towards)
     try:
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(
+            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+        )
         sock.bind((host, 0))
         sock.listen(_BACKLOG)
     except OSError:
@@ -89,7 +91,9 @@ def _local_host(towards: tuple[str, int] | None) -> str:
     if towards is None:
         return "127.0.0.1"
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, target = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            *towards, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # a datagram socket only chooses a route
             host: str = probe.getsockname()[0]

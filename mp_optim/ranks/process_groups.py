@@ -56,7 +56,9 @@ class ProcessGroups:
             if not present:
                 return None
             part = mesh[present]
-            return part.get_group() if len(present) == 1 else part._flatten().get_group()
+            return (
+                part.get_group() if len(present) == 1 else part._flatten().get_group()
+            )
 
         copies = ("dp", "dp_shard", "dp_replicate")
         expert_dp = over(*copies)
@@ -78,7 +80,8 @@ class ProcessGroups:
 
         def first(*names: str) -> ProcessGroup | None:
             return next(
-                (g for name in names if (g := getattr(groups, name, None)) is not None), None
+                (g for name in names if (g := getattr(groups, name, None)) is not None),
+                None,
             )
 
         return cls(

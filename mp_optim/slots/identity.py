@@ -49,7 +49,11 @@ def param_at(param_groups: ParamGroups, slot: Slot) -> Tensor:
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters: all that is not its parameters and their names."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
 
 
 def with_names(group: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +61,9 @@ def with_names(group: dict[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in group.items() if key != "param_names"}
     names = group.get("param_names")
     plain["params"] = (
-        list(group["params"]) if names is None else list(zip(names, group["params"], strict=True))
+        list(group["params"])
+        if names is None
+        else list(zip(names, group["params"], strict=True))
     )
     return plain
 

@@ -137,7 +137,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         read = self.full_slot_state if full_precision else self.slot_state
         states = (read(slot) for slot in self.slots())
         result: dict[str, Any] = {
-            "state": {index: dict(state) for index, state in enumerate(states) if state},
+            "state": {
+                index: dict(state) for index, state in enumerate(states) if state
+            },
             "param_groups": groups,
         }
         if not full_precision:
@@ -147,7 +149,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             result = result if hooked is None else hooked
         return result
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, convert: bool = False
+    ) -> None:
         """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
 
         State is copied into the tensors that exist, so placement and dtypes stay what they are
@@ -204,7 +208,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return [None] * len(self.slots())
 
 
-def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:
+def _add_checksums(
+    groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]
+) -> None:
     start = 0
     for group in groups:
         of_group = list(checksums[start : start + len(group["params"])])

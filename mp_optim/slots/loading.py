@@ -11,7 +11,12 @@ from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.identity import ParamGroups, Slot
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.state_dict import GroupMatch, check_form, match_groups, names_in_words
+from mp_optim.slots.state_dict import (
+    GroupMatch,
+    check_form,
+    match_groups,
+    names_in_words,
+)
 
 __all__ = ["Loadable", "StateLoad", "check_plain", "restore"]
 
@@ -40,7 +45,9 @@ class Loadable(Protocol):
 
 
 @in_own_modes
-def restore(optimizer: Loadable, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:
+def restore(
+    optimizer: Loadable, state_dict: dict[str, Any], *, convert: bool = False
+) -> list[str]:
     """As ``load_state_dict``; returns the names of the parameters that were written, instead of
     warning."""
     check_form(state_dict)
@@ -80,7 +87,9 @@ def check_plain(
         try:
             optimizer.check_settings({**group, **saved})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"param group {index} of the saved state: {error}") from error
+            raise ValueError(
+                f"param group {index} of the saved state: {error}"
+            ) from error
     scaler, scale = optimizer.grad_scaler, state_dict.get("grad_scaler")
     if scaler is not None and (scale or not convert):
         scaler.check_state_dict(scale)
@@ -99,7 +108,11 @@ class StateLoad:
     """
 
     def __init__(
-        self, optimizer: Loadable, match: GroupMatch, saved: Mapping[Any, Any], convert: bool
+        self,
+        optimizer: Loadable,
+        match: GroupMatch,
+        saved: Mapping[Any, Any],
+        convert: bool,
     ) -> None:
         self._optimizer, self._match, self._convert = optimizer, match, convert
         self._saved = self._matched(saved)
@@ -151,7 +164,9 @@ class StateLoad:
             if fitted is None:
                 fitted = optimizer.state_of(slot).fit(saved, self._convert)
             optimizer.load_slot_state(slot, fitted)
-        for group, settings in zip(optimizer.param_groups, self._match.settings, strict=True):
+        for group, settings in zip(
+            optimizer.param_groups, self._match.settings, strict=True
+        ):
             group.update(settings)
 
     def write_model(self) -> list[str]:
@@ -161,7 +176,9 @@ class StateLoad:
         for slot, saved in self._saved.items():
             checksum = None if self._convert else self._match.checksums.get(slot)
             optimizer.state_of(slot).expect_weights(saved, checksum)
-        written = [slot for slot in self._saved if optimizer.state_of(slot).write_model()]
+        written = [
+            slot for slot in self._saved if optimizer.state_of(slot).write_model()
+        ]
         return [optimizer.slot_name(slot) for slot in written]
 
 

@@ -54,7 +54,9 @@ def _wrapped(module: nn.Module | None) -> tuple[str, nn.Module] | None:
     """What a wrapper wraps, and the attribute that holds it; None of any other module."""
     kind: Any = type(module)
     attribute = None if module is None else _attribute(kind)
-    held = None if attribute is None or module is None else module._modules.get(attribute)
+    held = (
+        None if attribute is None or module is None else module._modules.get(attribute)
+    )
     return None if attribute is None or held is None else (attribute, held)
 
 
@@ -81,7 +83,8 @@ def canonical_name(module: nn.Module, name: str) -> str:
 
 def _has(module: nn.Module | None, part: str) -> bool:
     return module is not None and any(
-        part in names for names in (module._modules, module._parameters, module._buffers)
+        part in names
+        for names in (module._modules, module._parameters, module._buffers)
     )
 
 
@@ -90,13 +93,18 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     are."""
     renamed = {name: canonical_name(module, name) for name in names}
     counts = Counter(renamed.values())
-    return {name: short if counts[short] == 1 else name for name, short in renamed.items()}
+    return {
+        name: short if counts[short] == 1 else name for name, short in renamed.items()
+    }
 
 
 def prefixed(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Model chunks with what names in them begin with: nothing, or their index if there are
     several."""
-    return [(f"{index}." if len(chunks) > 1 else "", chunk) for index, chunk in enumerate(chunks)]
+    return [
+        (f"{index}." if len(chunks) > 1 else "", chunk)
+        for index, chunk in enumerate(chunks)
+    ]
 
 
 def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:

@@ -29,7 +29,9 @@ class SlotOptimizer(SlotKeyedOptimizer):
         super().__init__(params, defaults)
 
     @abstractmethod
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+    def step_slots(
+        self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
+    ) -> None:
         """Step the given slots, and only those.
 
         Args:
@@ -85,7 +87,9 @@ class SlotOptimizer(SlotKeyedOptimizer):
         main = (
             source
             if source.dtype == dtype
-            else _main_memory(self._reserved, source.shape, dtype, source.device).copy_(source)
+            else _main_memory(self._reserved, source.shape, dtype, source.device).copy_(
+                source
+            )
         )
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
@@ -96,7 +100,8 @@ class SlotOptimizer(SlotKeyedOptimizer):
         forms = [
             (source.shape, self.main_dtype(source.dtype))
             for _, source in coming
-            if source.device.type == "cpu" and source.dtype != self.main_dtype(source.dtype)
+            if source.device.type == "cpu"
+            and source.dtype != self.main_dtype(source.dtype)
         ]
         self._reserved = iter(beside(forms) or ())
 
@@ -118,7 +123,10 @@ class SlotOptimizer(SlotKeyedOptimizer):
 
 
 def _main_memory(
-    reserved: Iterator[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    reserved: Iterator[Tensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     coming = next(reserved, None) if device.type == "cpu" else None
     if coming is not None and (coming.shape, coming.dtype) == (shape, dtype):

@@ -39,7 +39,12 @@ __all__ = [
 ]
 
 _DICT = operator.attrgetter("__dict__")
-_NORM_ATTRIBUTES = ("shared", "tensor_model_parallel", "partition_dim", "grad_norm_group")
+_NORM_ATTRIBUTES = (
+    "shared",
+    "tensor_model_parallel",
+    "partition_dim",
+    "grad_norm_group",
+)
 
 # -- gradients and main params, as Megatron and Transformer Engine leave them ---------------------
 
@@ -150,7 +155,9 @@ def is_qkv(param: Tensor) -> bool:
 def norm_attributes(param: Tensor) -> dict[str, Any]:
     """The attributes that say in which norm a gradient counts, and how tensor parallelism splits
     it, where they are set."""
-    return {name: getattr(param, name) for name in _NORM_ATTRIBUTES if hasattr(param, name)}
+    return {
+        name: getattr(param, name) for name in _NORM_ATTRIBUTES if hasattr(param, name)
+    }
 
 
 def set_norm_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:

@@ -17,7 +17,14 @@ from torch import Tensor
 from mp_optim.config.setting_checks import Rule, check_setting
 from mp_optim.slots.state_keys import is_scale, scale_key
 
-__all__ = ["LayeredState", "SlotState", "State", "check_fits", "check_state", "check_step"]
+__all__ = [
+    "LayeredState",
+    "SlotState",
+    "State",
+    "check_fits",
+    "check_state",
+    "check_step",
+]
 
 State = dict[str, Any]
 """A slot's state by key: tensors, and what else a saved one may hold."""
@@ -136,7 +143,8 @@ class LayeredState(SlotState):
 # -- checks ---------------------------------------------------------------------------------------
 
 _STEPS = Rule(
-    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]"
+    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps),
+    "a whole number in [0, 2**24]",
 )
 """What an FP32 counter counts to."""
 
@@ -144,7 +152,10 @@ _STEPS = Rule(
 def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the slot, unless every live tensor can take a saved one, and none is
     left over."""
-    missing, unknown = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
+    missing, unknown = (
+        sorted(live.keys() - saved.keys()),
+        sorted(saved.keys() - live.keys()),
+    )
     if missing or unknown:
         raise ValueError(
             f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
@@ -173,7 +184,9 @@ def check_fits(label: str, live: Tensor, saved: Any) -> None:
             f"expected a tensor of shape {tuple(live.shape)}"
         )
     if saved.shape != live.shape:
-        raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(live.shape)}")
+        raise ValueError(
+            f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(live.shape)}"
+        )
     kinds = live.is_floating_point() == saved.is_floating_point()
     if (
         not kinds

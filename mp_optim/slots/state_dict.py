@@ -98,7 +98,9 @@ def check_form(state_dict: Any) -> None:
             )
     for index, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            raise ValueError(f"param_groups[{index}] of the state dict has no list 'params'")
+            raise ValueError(
+                f"param_groups[{index}] of the state dict has no list 'params'"
+            )
         for key in _PARALLEL[1:]:
             if key in group and len(group[key]) != len(group["params"]):
                 raise ValueError(
@@ -112,7 +114,9 @@ def check_form(state_dict: Any) -> None:
             raise ValueError(
                 f"{what} {names_in_words(twice)} is in the state dict's param_groups more than once"
             )
-    unknown = state_dict["state"].keys() - {index for group in groups for index in group["params"]}
+    unknown = state_dict["state"].keys() - {
+        index for group in groups for index in group["params"]
+    }
     if unknown:
         raise ValueError(
             f"the state dict has state for {names_in_words(sorted(map(str, unknown)))}, which no "
@@ -139,7 +143,9 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: deepcopy(value) for key, value in group.items() if key not in _OWN}
 
 
-def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
+def _match_by_position(
+    live: ParamGroups, saved: Sequence[dict[str, Any]]
+) -> GroupMatch:
     live_sizes = [len(group["params"]) for group in live]
     saved_sizes = [len(group["params"]) for group in saved]
     if live_sizes != saved_sizes:
@@ -150,12 +156,21 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
             "a state dict of torch, apex, Megatron or DeepSpeed with mp_optim.checkpoint.foreign"
         )
     saved_ids = (index for group in saved for index in group["params"])
-    index_of = {slot: index for (slot, _), index in zip(iter_slots(live), saved_ids, strict=True)}
-    return GroupMatch(index_of, [_settings(group) for group in saved], _checksums(index_of, saved))
+    index_of = {
+        slot: index
+        for (slot, _), index in zip(iter_slots(live), saved_ids, strict=True)
+    }
+    return GroupMatch(
+        index_of, [_settings(group) for group in saved], _checksums(index_of, saved)
+    )
 
 
-def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) -> dict[Slot, int]:
-    known = {index: value for group in saved for index, value in _saved_checksums(group)}
+def _checksums(
+    index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]
+) -> dict[Slot, int]:
+    known = {
+        index: value for group in saved for index, value in _saved_checksums(group)
+    }
     return {slot: known[index] for slot, index in index_of.items() if index in known}
 
 
@@ -169,15 +184,20 @@ def _saved_checksums(group: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
 
 def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any, int]]:
     for group_index, group in enumerate(saved):
-        for name, index in zip(group.get("param_names", ()), group["params"], strict=True):
+        for name, index in zip(
+            group.get("param_names", ()), group["params"], strict=True
+        ):
             yield name, index, group_index
 
 
 def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
     wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
-    canonical = matched_names((name for name, *_ in _saved_names(saved)), wanted.values())
+    canonical = matched_names(
+        (name for name, *_ in _saved_names(saved)), wanted.values()
+    )
     places = {
-        canonical[name]: (index, group_index) for name, index, group_index in _saved_names(saved)
+        canonical[name]: (index, group_index)
+        for name, index, group_index in _saved_names(saved)
     }
     missing = sorted(set(wanted.values()) - places.keys())
     unexpected = sorted(places.keys() - set(wanted.values()))
@@ -187,13 +207,17 @@ def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupM
         )
     settings = []
     for index, group in enumerate(live):
-        sources = dict.fromkeys(places[name][1] for name in group.get("param_names", ()))
+        sources = dict.fromkeys(
+            places[name][1] for name in group.get("param_names", ())
+        )
         settings.append(_merged(index, saved, list(sources)))
     index_of = {slot: places[name][0] for slot, name in wanted.items()}
     return GroupMatch(index_of, settings, _checksums(index_of, saved))
 
 
-def _merged(index: int, saved: Sequence[dict[str, Any]], sources: Sequence[int]) -> dict[str, Any]:
+def _merged(
+    index: int, saved: Sequence[dict[str, Any]], sources: Sequence[int]
+) -> dict[str, Any]:
     """The settings that saved groups share, which become one live group.
 
     Raises:

@@ -37,7 +37,9 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             self._index = {id(p): s for s, p in iter_slots(self._param_groups())}
             slot = self._index.get(id(tensor))
         if slot is None:
-            raise KeyError("this tensor is not a parameter of the optimizer (was it replaced?)")
+            raise KeyError(
+                "this tensor is not a parameter of the optimizer (was it replaced?)"
+            )
         return slot
 
     def _holds(self, slot: Slot, tensor: Tensor) -> bool:
@@ -58,13 +60,19 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (param for slot, param in iter_slots(self._param_groups()) if self._read(slot))
+        return (
+            param
+            for slot, param in iter_slots(self._param_groups())
+            if self._read(slot)
+        )
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, tensor: object) -> bool:
         try:
-            return isinstance(tensor, torch.Tensor) and bool(self._read(self._slot(tensor)))
+            return isinstance(tensor, torch.Tensor) and bool(
+                self._read(self._slot(tensor))
+            )
         except KeyError:
             return False

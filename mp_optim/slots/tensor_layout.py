@@ -14,7 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.placement_types import Placement
 
-from mp_optim.slots.param_attributes import is_tensor_parallel, partition_dim, shard_info
+from mp_optim.slots.param_attributes import (
+    is_tensor_parallel,
+    partition_dim,
+    shard_info,
+)
 
 __all__ = [
     "Layout",
@@ -88,7 +92,9 @@ def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
     """Process groups over which there are copies of this rank's part of a parameter."""
     mesh, cut = param.device_mesh, split_dims(param)
     return tuple(
-        mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in cut and mesh.size(dim) > 1
+        mesh.get_group(dim)
+        for dim in range(mesh.ndim)
+        if dim not in cut and mesh.size(dim) > 1
     )
 
 
@@ -157,7 +163,8 @@ class Layout:
     def splits_matrices(self) -> bool:
         """Whether a rank has only a part of each matrix."""
         return any(
-            p != keep for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
+            p != keep
+            for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
         )
 
     def gather(self, local: Tensor) -> Tensor:

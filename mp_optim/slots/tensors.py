@@ -79,7 +79,9 @@ class CachedTensorList(list[Tensor]):
         """Whether all are dense tensors with strides; one that is not has no answer to whether it
         is contiguous."""
         try:
-            return self.contiguous or all(tensor.layout == torch.strided for tensor in self)
+            return self.contiguous or all(
+                tensor.layout == torch.strided for tensor in self
+            )
         except RuntimeError:
             return False
 
@@ -105,7 +107,10 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
         and a.shape == b.shape
         and a.stride() == b.stride()
         and a.device == b.device
-        and (a.device.type != "meta" or a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+        and (
+            a.device.type != "meta"
+            or a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        )
     )
 
 

@@ -2,7 +2,11 @@
 
 from mp_optim.update.adam import FusedAdam
 from mp_optim.update.backends import Backend, check_serves, choose_backend, proof_of
-from mp_optim.update.backends.native import set_host_cores, set_host_threads, set_thread_share
+from mp_optim.update.backends.native import (
+    set_host_cores,
+    set_host_threads,
+    set_thread_share,
+)
 from mp_optim.update.foreign import ForeignOptimizer, as_slot_optimizer
 from mp_optim.update.lamb import FusedLAMB
 from mp_optim.update.lion import Lion

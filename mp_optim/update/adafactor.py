@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import NOT_NEGATIVE, as_number, check_schedule, check_setting
+from mp_optim.config.setting_checks import (
+    NOT_NEGATIVE,
+    as_number,
+    check_schedule,
+    check_setting,
+)
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.adafactor_passes import Averages, ElementPasses, average
@@ -85,15 +90,27 @@ class Adafactor(RuleOptimizer):
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_schedule(group)
-        check_range(group, "beta2_decay", as_number(group["beta2_decay"]) <= 0.0, "a number <= 0")
+        check_range(
+            group,
+            "beta2_decay",
+            as_number(group["beta2_decay"]) <= 0.0,
+            "a number <= 0",
+        )
         check_range(group, "d", as_number(group["d"]) >= 1.0, "a finite number >= 1")
         eps = group["eps"]
-        check_range(group, "eps", isinstance(eps, (tuple, list)) and len(eps) == 2, "two numbers")
+        check_range(
+            group,
+            "eps",
+            isinstance(eps, (tuple, list)) and len(eps) == 2,
+            "two numbers",
+        )
         if eps[0] is not None:
             check_setting("eps[0]", eps[0], NOT_NEGATIVE)
         check_setting("eps[1]", eps[1], NOT_NEGATIVE)
 
-    def group_backend(self, group: dict[str, Any], device: torch.device) -> tuple[str, str]:
+    def group_backend(
+        self, group: dict[str, Any], device: torch.device
+    ) -> tuple[str, str]:
         backend, why = self.backend_for(device)
         if isinstance(backend, NativeBackend):
             return backend.name, why
@@ -113,9 +130,13 @@ class Adafactor(RuleOptimizer):
         if isinstance(backend, NativeBackend):
             passes = NativeElementPasses(backend.library)
         scalars = _Scalars.at(group, step)
-        parts = [self._groups[slot.group].parts[slot.position] for slot in updates.slots]
+        parts = [
+            self._groups[slot.group].parts[slot.position] for slot in updates.slots
+        ]
         for members in _runs(parts):
-            params = [_Param.of(lists, at, parts[at], float(multiplier)) for at in members]
+            params = [
+                _Param.of(lists, at, parts[at], float(multiplier)) for at in members
+            ]
             _step(passes, params, scalars, [updates.shard_groups[at] for at in members])
             for at, param in zip(members, params, strict=True):
                 _store(lists, at, param)
@@ -175,7 +196,9 @@ class _Param:
         grad = lists.grad[at].to(torch.float32, copy=True)
         if multiplier != 1.0:
             grad.mul_(multiplier)
-        return cls(part, main, grad, state, matrices_shape(part.shape), blocks_of(part, grad))
+        return cls(
+            part, main, grad, state, matrices_shape(part.shape), blocks_of(part, grad)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -208,12 +231,17 @@ def _runs(parts: Sequence[Part]) -> Iterator[list[int]]:
 
 
 def _step(
-    passes: ElementPasses, params: list[_Param], scalars: _Scalars, shard_groups: Sequence[Any]
+    passes: ElementPasses,
+    params: list[_Param],
+    scalars: _Scalars,
+    shard_groups: Sequence[Any],
 ) -> None:
     """Step parameters that are stepped together; collective if some are split over ranks."""
 
     def reduced(values: list[Tensor], largest_of: bool) -> list[Tensor]:
-        return over_shards(values, shard_groups, largest_of, "adding up Adafactor's sums")
+        return over_shards(
+            values, shard_groups, largest_of, "adding up Adafactor's sums"
+        )
 
     def tops_of(values: list[Tensor]) -> list[list[float]]:
         return [top.tolist() for top in reduced(values, largest_of=True)]
@@ -228,7 +256,8 @@ def _step(
         _turn(passes, param, digits[2:], grad_top, scalars.averages)
     tops = tops_of([passes.largest(p.direction)[None] for p in params])
     sums = [
-        passes.total_digits(p.blocks, top, p.device) for p, (top,) in zip(params, tops, strict=True)
+        passes.total_digits(p.blocks, top, p.device)
+        for p, (top,) in zip(params, tops, strict=True)
     ]
     sums = reduced(sums, largest_of=False)
     for param, digits, (top,), scale in zip(params, sums, tops, scales, strict=True):
@@ -236,13 +265,17 @@ def _step(
         passes.descend(param.main, param.direction, scalars.decay_fp32, size)
 
 
-def _digits_of(passes: ElementPasses, param: _Param, grad_top: float, main_top: float) -> Tensor:
+def _digits_of(
+    passes: ElementPasses, param: _Param, grad_top: float, main_top: float
+) -> Tensor:
     """Digits of the sum of squares of the parameter, and of the gradient's rows and columns where
     they are kept; int64, shape (n,)."""
     mains = blocks_of(param.part, param.main)
     digits = [passes.total_digits(mains, main_top, param.device)]
     if param.is_factored:
-        digits += passes.row_and_column_digits(param.blocks, grad_top, param.shape, param.device)
+        digits += passes.row_and_column_digits(
+            param.blocks, grad_top, param.shape, param.device
+        )
     return torch.cat([each.reshape(-1) for each in digits])
 
 
@@ -260,7 +293,9 @@ def _turn_factored(
     passes: ElementPasses, param: _Param, digits: Tensor, top: float, scalars: Averages
 ) -> None:
     matrices, rows, columns = param.shape
-    by_row, by_column = torch.split(digits, [2 * matrices * rows, 2 * matrices * columns])
+    by_row, by_column = torch.split(
+        digits, [2 * matrices * rows, 2 * matrices * columns]
+    )
     row_var = param.state["row_var"].view(matrices, rows)
     column_var = param.state["col_var"].view(matrices, columns)
     if not row_var.numel() or not column_var.numel():

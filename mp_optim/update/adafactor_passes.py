@@ -53,23 +53,35 @@ class ElementPasses:
         """See :func:`~mp_optim.update.exact_sums.largest`."""
         return largest(values)
 
-    def total_digits(self, blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
+    def total_digits(
+        self, blocks: Sequence[Block], top: float, device: torch.device
+    ) -> Tensor:
         """See :func:`~mp_optim.update.exact_sums.total_digits`."""
         return total_digits(blocks, top, device)
 
     def row_and_column_digits(
-        self, blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
+        self,
+        blocks: Sequence[Block],
+        top: float,
+        shape: MatricesShape,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """See :func:`~mp_optim.update.exact_sums.row_and_column_digits`."""
         return row_and_column_digits(blocks, top, shape, device)
 
-    def turn_by_variance(self, grad: Tensor, variance: Tensor, scalars: Averages) -> None:
+    def turn_by_variance(
+        self, grad: Tensor, variance: Tensor, scalars: Averages
+    ) -> None:
         """Update the variance, and turn the gradient into the direction."""
         average(variance, grad * grad, scalars)
         grad.div_(_root(variance.clamp(min=scalars.squared_floor)))
 
     def turn_by_matrices(
-        self, blocks: Sequence[Block], weights: Tensor, columns: Tensor, scalars: Averages
+        self,
+        blocks: Sequence[Block],
+        weights: Tensor,
+        columns: Tensor,
+        scalars: Averages,
     ) -> None:
         """Turn gradients into directions.
 
@@ -81,10 +93,16 @@ class ElementPasses:
             for values, matrix, row, column in pieces_of(block):
                 deep, high, wide = values.shape
                 of_rows = weights[matrix : matrix + deep, row : row + high, None]
-                of_columns = columns[matrix : matrix + deep, None, column : column + wide]
-                values.div_(_root((of_rows * of_columns).clamp_(min=scalars.squared_floor)))
+                of_columns = columns[
+                    matrix : matrix + deep, None, column : column + wide
+                ]
+                values.div_(
+                    _root((of_rows * of_columns).clamp_(min=scalars.squared_floor))
+                )
 
-    def descend(self, main: Tensor, direction: Tensor, decay: float, size: float) -> None:
+    def descend(
+        self, main: Tensor, direction: Tensor, decay: float, size: float
+    ) -> None:
         """Take the step; the direction is spent."""
         if decay != 0.0:
             main.sub_(main * decay)

@@ -24,7 +24,9 @@ def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
     sums = [_sum(tensor) for tensor in tensors]
     if not sums:
         return []
-    found: list[int] = torch.stack([value.to(sums[0].device) for value in sums]).tolist()
+    found: list[int] = torch.stack(
+        [value.to(sums[0].device) for value in sums]
+    ).tolist()
     return [
         mix((value & 0xFFFFFFFF) ^ mix(tensor.numel() & 0xFFFFFFFF))
         for value, tensor in zip(found, tensors, strict=True)
@@ -40,9 +42,13 @@ def _sum(tensor: Tensor) -> Tensor:
     piece = max(_WIDTH, piece_elements(tensor.device) // _WIDTH * _WIDTH)
     for start in range(0, bits.numel(), piece):
         part = bits[start : start + piece]
-        rows = torch.nn.functional.pad(part, (0, -part.numel() % _WIDTH)).view(-1, _WIDTH)
+        rows = torch.nn.functional.pad(part, (0, -part.numel() % _WIDTH)).view(
+            -1, _WIDTH
+        )
         by_row = (rows * columns).sum(1)
-        total += (by_row * _weights(start // _WIDTH, rows.shape[0], tensor.device)).sum()
+        total += (
+            by_row * _weights(start // _WIDTH, rows.shape[0], tensor.device)
+        ).sum()
     return total
 
 

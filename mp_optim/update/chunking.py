@@ -75,12 +75,18 @@ def _empty(lists: TensorLists) -> Batch:
     return Batch(
         [],
         TensorLists(
-            [], [], {key: [] for key in lists.state}, [], None if lists.noise is None else []
+            [],
+            [],
+            {key: [] for key in lists.state},
+            [],
+            None if lists.noise is None else [],
         ),
     )
 
 
-def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int) -> None:
+def _append(
+    batch: Batch, lists: TensorLists, index: int, start: int, count: int
+) -> None:
     def cut(tensor: Tensor) -> Tensor:
         return tensor.view(-1).narrow(0, start, count)
 

@@ -96,7 +96,10 @@ class Noise:
         """32 random bits for each element, int64, shape (count,)."""
         key = mix(self.seed ^ self.stream)
         index = (
-            torch.arange(self.start, self.start + count, dtype=torch.int64, device=device) & _MASK
+            torch.arange(
+                self.start, self.start + count, dtype=torch.int64, device=device
+            )
+            & _MASK
         )
         return _mix((key + index * _GOLDEN) & _MASK)
 
@@ -125,7 +128,11 @@ def decode(stored: Tensor, scale: Tensor | None, second: bool) -> Tensor:
 
 
 def encode_(
-    value: Tensor, stored: Tensor, scale: Tensor | None, second: bool, noise: Noise | None = None
+    value: Tensor,
+    stored: Tensor,
+    scale: Tensor | None,
+    second: bool,
+    noise: Noise | None = None,
 ) -> None:
     """Store FP32 values, rounded to nearest even, or stochastically if there is noise.
 
@@ -136,7 +143,11 @@ def encode_(
         return
     if scale is not None:
         _encode_blocks(
-            value.double().sqrt_().float() if second else value, stored, scale, second, noise
+            value.double().sqrt_().float() if second else value,
+            stored,
+            scale,
+            second,
+            noise,
         )
     elif noise is not None and stored.dtype == torch.bfloat16:
         stored.copy_(_dithered(value, _sixteen(noise, value, second)))
@@ -161,10 +172,14 @@ def _encode_blocks(
     ).view(-1)[: x.numel()]
     half = stored.dtype == torch.float16
     stored.copy_(scaled if half else _codes(scaled, roots, noise))
-    if roots:  # a root is never stored as 0: dividing by it would be a step of any length
+    if (
+        roots
+    ):  # a root is never stored as 0: dividing by it would be a step of any length
         codes = stored.view(torch.int16) if half else stored
         codes.copy_(
-            torch.where(good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes)
+            torch.where(
+                good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes
+            )
         )
 
 
@@ -210,7 +225,9 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     return torch.where((high & 0x7FFFFFFF) != 0, high + low, high).view(torch.float32)
 
 
-def split_(value: Tensor, param: Tensor, remainder: Tensor, noise: Noise | None = None) -> None:
+def split_(
+    value: Tensor, param: Tensor, remainder: Tensor, noise: Noise | None = None
+) -> None:
     """Write an FP32 main param into parameter and remainder: the parameter is the value rounded to
     nearest, ties away from zero. 16 bits hold the value itself; 8 bits its upper 24 bits, rounded
     to nearest even or stochastically.
@@ -239,4 +256,6 @@ def keep_valid(param: Tensor, remainder: Tensor) -> None:
     """
     rounded, rest = torch.empty_like(param), torch.empty_like(remainder)
     split_(join(param, remainder), rounded, rest)
-    remainder.mul_((rounded.view(torch.int16) == param.view(torch.int16)).to(remainder.dtype))
+    remainder.mul_(
+        (rounded.view(torch.int16) == param.view(torch.int16)).to(remainder.dtype)
+    )

@@ -69,11 +69,16 @@ def blocks_of(part: Part, local: Tensor) -> list[Block]:
         flat = local.view(-1)
         found = boxes(matrices_shape(part.shape), part.start, flat.numel())
         return [
-            Block(flat[box.start - part.start :][: box.numel].view(box.sizes), *box.offsets)
+            Block(
+                flat[box.start - part.start :][: box.numel].view(box.sizes),
+                *box.offsets,
+            )
             for box in found
         ]
     if local.dim() < 2:
-        return [Block(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)]
+        return [
+            Block(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)
+        ]
     return list(_boxed(local, part.offsets, part.shape, 0))
 
 
@@ -88,7 +93,9 @@ def _boxed(
         return
     inner = math.prod(shape[1:-2])
     if local.shape[1:-2] == shape[1:-2]:
-        yield Block(local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:])
+        yield Block(
+            local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:]
+        )
         return
     for index in range(local.shape[0]):
         first = matrix + (offsets[0] + index) * inner
@@ -114,7 +121,9 @@ def pieces_of(block: Block) -> Iterator[Block]:
                 yield Block(piece, matrix, row, column)
 
 
-def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tensor, int]]:
+def _cut(
+    values: Tensor, dim: int, size: int, first: int
+) -> Iterator[tuple[Tensor, int]]:
     for start in range(0, values.shape[dim], size):
         count = min(size, values.shape[dim] - start)
         yield values.narrow(dim, start, count), first + start
@@ -147,7 +156,9 @@ def total_digits(blocks: Sequence[Block], top: float, device: torch.device) -> T
     total = torch.zeros(2, dtype=torch.int64, device=device)
     for block in blocks if math.isfinite(top) else ():
         for piece in pieces_of(block):
-            total += torch.stack([digits.sum() for digits in _digits(piece.values, top)]).long()
+            total += torch.stack(
+                [digits.sum() for digits in _digits(piece.values, top)]
+            ).long()
     return total
 
 
@@ -177,7 +188,9 @@ def digits_to_values(digits: Tensor, top: float) -> Tensor:
     """Sums of digits as FP64 values, of the shape without the first dimension; NaN if ``top`` is
     not finite."""
     if not math.isfinite(top):
-        return torch.full(digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device)
+        return torch.full(
+            digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device
+        )
     exponent = math.frexp(top)[1]
     values = digits[0].double().mul_(2.0**_BITS).add_(digits[1].double())
     return values.mul_(2.0 ** (2 * exponent - 2 * _BITS))
@@ -200,12 +213,16 @@ def over_shards(
     op = dist.ReduceOp.MAX if largest_of else dist.ReduceOp.SUM
     result = list(values)
     for groups in dict.fromkeys(filter(None, shard_groups)):
-        members = [at for at, its_groups in enumerate(shard_groups) if its_groups == groups]
+        members = [
+            at for at, its_groups in enumerate(shard_groups) if its_groups == groups
+        ]
         flat = torch.cat([values[at].reshape(-1) for at in members])
         for group in groups:
             with naming_missing_ranks(group)(doing):
                 wait_for(
-                    dist.all_reduce(flat, op=op, group=group, async_op=True), group, flat.device
+                    dist.all_reduce(flat, op=op, group=group, async_op=True),
+                    group,
+                    flat.device,
                 )
         sizes = [values[at].numel() for at in members]
         for at, piece in zip(members, torch.split(flat, sizes), strict=True):

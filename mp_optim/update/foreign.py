@@ -56,7 +56,10 @@ class ForeignOptimizer(SlotOptimizer):
     def _param(self, slot: Slot) -> Tensor:
         """The tensor at a slot, with the optimizer's state under it."""
         param: Tensor = self.param_groups[slot.group]["params"][slot.position]
-        if len(self._bound) <= slot.group or self._bound[slot.group][slot.position] is not param:
+        if (
+            len(self._bound) <= slot.group
+            or self._bound[slot.group][slot.position] is not param
+        ):
             self._rebind()
         return param
 
@@ -70,7 +73,9 @@ class ForeignOptimizer(SlotOptimizer):
     def state_of(self, slot: Slot) -> SlotState:
         param = self._param(slot)
         group = self.param_groups[slot.group]
-        return ForeignSlotState(self.optimizer, self.slot_name(slot), param, group, self._counted)
+        return ForeignSlotState(
+            self.optimizer, self.slot_name(slot), param, group, self._counted
+        )
 
     @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
@@ -79,7 +84,9 @@ class ForeignOptimizer(SlotOptimizer):
         return self._step(closure)
 
     @in_own_modes
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+    def step_slots(
+        self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
+    ) -> None:
         self._rebind()
         for _, param in iter_slots(self.param_groups):
             param.grad = None
@@ -88,9 +95,13 @@ class ForeignOptimizer(SlotOptimizer):
             for update in updates
         ]
         for update, main in zip(updates, mains, strict=True):
-            assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
+            assert not isinstance(
+                update.multiplier, DeviceMultiplier
+            )  # no verdict_device here
             wide = torch.promote_types(main.dtype, torch.float32)
-            main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
+            main.grad = (
+                update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
+            )
         with self.step_mark.step(self):
             self.step_mark.touch()
             self._step()
@@ -120,7 +131,10 @@ class ForeignSlotState(SlotState):
         the param group, ``group:key``."""
         state = dict(_flat(self._optimizer.state.get(self._param, {})))
         if state:
-            counts = {_GROUP + key: self._group[key] for key in self._counted & self._group.keys()}
+            counts = {
+                _GROUP + key: self._group[key]
+                for key in self._counted & self._group.keys()
+            }
             state |= dict(_flat(counts))
         return state
 
@@ -179,7 +193,9 @@ def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Tensors, numbers and empty lists, and what is in lists, by key."""
     for key, value in state.items():
         if isinstance(value, list | tuple) and value:
-            yield from _leaves({f"{key}[{index}]": item for index, item in enumerate(value)})
+            yield from _leaves(
+                {f"{key}[{index}]": item for index, item in enumerate(value)}
+            )
         elif isinstance(value, Tensor | int | float | list):
             yield key, value
 
@@ -227,4 +243,8 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_slot_optimizer(optimizer: torch.optim.Optimizer) -> SlotOptimizer:
     """The optimizer itself if it knows slots, else an adapter around it."""
-    return optimizer if isinstance(optimizer, SlotOptimizer) else ForeignOptimizer(optimizer)
+    return (
+        optimizer
+        if isinstance(optimizer, SlotOptimizer)
+        else ForeignOptimizer(optimizer)
+    )

@@ -65,7 +65,9 @@ class GroupState:
         if not self.is_whole(positions):
             return [self.slots[position][name] for position in positions]
         if name not in self._whole:
-            self._whole[name] = CachedTensorList(slot[name] for slot in self.slots).hold()
+            self._whole[name] = CachedTensorList(
+                slot[name] for slot in self.slots
+            ).hold()
         return self._whole[name]
 
     def replaced(self) -> None:

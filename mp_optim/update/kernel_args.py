@@ -75,7 +75,9 @@ class TensorLists:
             {key: some(tensors) for key, tensors in self.state.items()},
             some(self.output),
             None if self.noise is None else some(self.noise),
-            None if source is None else {key: some(each) for key, each in source.items()},
+            None
+            if source is None
+            else {key: some(each) for key, each in source.items()},
         )
 
     def in_place(self) -> TensorLists:
@@ -259,4 +261,6 @@ SCALARS: dict[str, Any] = {
 def _bias_corrections(
     group: Mapping[str, Any], beta1: float, beta2: float, step: int
 ) -> tuple[float, float]:
-    return (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+    return (
+        (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+    )

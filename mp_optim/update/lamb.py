@@ -100,7 +100,9 @@ class FusedLAMB(RuleOptimizer):
     ) -> None:
         scalars = LambScalars.at(group, step)
         if any(updates.shard_groups):
-            sums = _reduced(backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups)
+            sums = _reduced(
+                backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups
+            )
             backend.lamb_finish(lists, scalars, sums, multiplier)
         else:
             backend.lamb(lists, scalars, multiplier)
@@ -117,6 +119,10 @@ def _reduced(sums: Tensor, shard_groups: Sequence[tuple[ProcessGroup, ...]]) -> 
         part = sums[where]
         for group in groups:
             with naming_missing_ranks(group)("adding up LAMB's norms"):
-                wait_for(dist.all_reduce(part, group=group, async_op=True), group, part.device)
+                wait_for(
+                    dist.all_reduce(part, group=group, async_op=True),
+                    group,
+                    part.device,
+                )
         sums[where] = part
     return sums

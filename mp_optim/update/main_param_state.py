@@ -39,7 +39,11 @@ class WithMainParam(LayeredState):
     def fit(self, saved: State, convert: bool) -> State:
         rest, main = _split(saved)
         fitted = self.below.fit(rest, convert)
-        return fitted if main is None else {**fitted, MASTER: as_master(self._name, main, convert)}
+        return (
+            fitted
+            if main is None
+            else {**fitted, MASTER: as_master(self._name, main, convert)}
+        )
 
     def check(self, state: State) -> None:
         if MASTER not in state:

@@ -20,7 +20,13 @@ from mp_optim.config.muon import (
     scale_factor,
 )
 from mp_optim.config.rules import RULES
-from mp_optim.config.setting_checks import FRACTION, POSITIVE, WHOLE, check_flags, check_setting
+from mp_optim.config.setting_checks import (
+    FRACTION,
+    POSITIVE,
+    WHOLE,
+    check_flags,
+    check_setting,
+)
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.tensor_layout import Layout
 from mp_optim.update.backends import Backend
@@ -151,7 +157,9 @@ class Muon(RuleOptimizer):
             and update.layout.splits_matrices
         )
 
-    def group_backend(self, group: dict[str, Any], device: torch.device) -> tuple[str, str]:
+    def group_backend(
+        self, group: dict[str, Any], device: torch.device
+    ) -> tuple[str, str]:
         if group["optimizer"] == "muon":
             return "torch", (
                 "muon: products of matrices are torch's, where the model's parameters lie; their "
@@ -172,9 +180,17 @@ class Muon(RuleOptimizer):
         if group["optimizer"] != "muon":
             step_with(backend, group["optimizer"], lists, group, step, multiplier)
             return
-        rule, lists = _Rule.of(group), lists.in_place()  # kernels may read a source; this does not
+        rule, lists = (
+            _Rule.of(group),
+            lists.in_place(),
+        )  # kernels may read a source; this does not
         for index in range(len(lists.main)):
-            _step(rule, _Matrices.of(lists, index), float(multiplier), updates[index].layout)
+            _step(
+                rule,
+                _Matrices.of(lists, index),
+                float(multiplier),
+                updates[index].layout,
+            )
 
 
 def _check_matrices(group: Mapping[str, Any]) -> None:
@@ -236,7 +252,10 @@ class _Matrices:
 
     @classmethod
     def of(cls, lists: TensorLists, index: int) -> _Matrices:
-        scales, remainders = lists.state.get(scale_key(MOMENTUM)), lists.state.get(REMAINDER)
+        scales, remainders = (
+            lists.state.get(scale_key(MOMENTUM)),
+            lists.state.get(REMAINDER),
+        )
         return cls(
             lists.main[index],
             lists.grad[index],
@@ -249,7 +268,9 @@ class _Matrices:
 
 
 def _step(rule: _Rule, at: _Matrices, multiplier: float, layout: Layout | None) -> None:
-    direction = _orthogonal(rule, _averaged(rule, at, multiplier).view(at.main.shape), layout)
+    direction = _orthogonal(
+        rule, _averaged(rule, at, multiplier).view(at.main.shape), layout
+    )
     main = at.main if at.remainder is None else join(at.main, at.remainder)
     if rule.decay != 0.0:
         main.sub_(main * rule.decay)
@@ -288,7 +309,9 @@ def _blend(start: Tensor, end: Tensor, weight: float, out: Tensor) -> Tensor:
     for at in range(0, out.numel(), piece):
         left, right = start[at : at + piece], end[at : at + piece]
         base = right if near_end else left
-        out[at : at + piece] = torch.add(base.double(), (right - left).double(), alpha=factor)
+        out[at : at + piece] = torch.add(
+            base.double(), (right - left).double(), alpha=factor
+        )
     return out
 
 

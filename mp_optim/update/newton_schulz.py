@@ -18,7 +18,9 @@ _EPS = 1e-7
 
 
 def orthogonalize(
-    matrices: Tensor, polynomials: Sequence[tuple[float, float, float]], dtype: torch.dtype
+    matrices: Tensor,
+    polynomials: Sequence[tuple[float, float, float]],
+    dtype: torch.dtype,
 ) -> Tensor:
     """U V^T, roughly, of each matrix U S V^T: the singular values come near one, not to one.
 

@@ -196,7 +196,9 @@ class RuleOptimizer(RuleState):
         return loss
 
     @in_own_modes
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+    def step_slots(
+        self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
+    ) -> None:
         self.settle()
         self.check_groups()
         # All launches are formed before the first is carried out: what does not fit is found while
@@ -205,7 +207,11 @@ class RuleOptimizer(RuleState):
             (
                 share,
                 part,
-                list(self._plan_group(share, part, self.param_groups[share.group], grad_norm)),
+                list(
+                    self._plan_group(
+                        share, part, self.param_groups[share.group], grad_norm
+                    )
+                ),
             )
             for share, part in self._shares_of(SlotUpdates.of(updates))
         ]
@@ -217,15 +223,21 @@ class RuleOptimizer(RuleState):
                 own = self._groups[share.group]
                 own.count(share.positions)
                 waits = [
-                    value for value in set(part.multipliers) if isinstance(value, DeviceMultiplier)
+                    value
+                    for value in set(part.multipliers)
+                    if isinstance(value, DeviceMultiplier)
                 ]
-                self._unsettled += [(own, share.positions, value) for value in waits[:1]]
+                self._unsettled += [
+                    (own, share.positions, value) for value in waits[:1]
+                ]
 
     def check_groups(self) -> None:
         """Raise ValueError, naming group and setting, if one is out of range; looks again only at
         what was changed."""
         for index, group in enumerate(self.param_groups):
-            now = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+            now = {
+                key: value for key, value in group.items() if key not in _NO_SETTINGS
+            }
             if any(isinstance(value, Tensor) for value in now.values()):
                 self._settled_settings.pop(index, None)  # it can be written in place
             elif self._settled_settings.get(index) == now:
@@ -233,7 +245,9 @@ class RuleOptimizer(RuleState):
             try:
                 self.check_settings(group)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"param_groups[{index}]: {error}; nothing was stepped") from error
+                raise ValueError(
+                    f"param_groups[{index}]: {error}; nothing was stepped"
+                ) from error
             self._settled_settings[index] = now
 
     def recover(self) -> None:
@@ -275,11 +289,17 @@ class RuleOptimizer(RuleState):
         shares = self._shares[1]
         for share in shares:
             yield share, columns if len(shares) == 1 else columns.take(share.members)
-        if not isinstance(columns.slots, tuple):  # a list may hold others at the next step
+        if not isinstance(
+            columns.slots, tuple
+        ):  # a list may hold others at the next step
             self._shares = None
 
     def _plan_group(
-        self, share: Share, updates: SlotUpdates, settings: dict[str, Any], grad_norm: float | None
+        self,
+        share: Share,
+        updates: SlotUpdates,
+        settings: dict[str, Any],
+        grad_norm: float | None,
     ) -> Iterator[PlannedLaunch]:
         index, positions, own = share.group, share.positions, self._groups[share.group]
         mains = self._mains(index, positions)
@@ -290,7 +310,11 @@ class RuleOptimizer(RuleState):
             else self.effective_multiplier(settings, value, grad_norm)
             for value in set(updates.multipliers)
         }
-        counts = steps if own.is_whole(positions) else [steps[position] for position in positions]
+        counts = (
+            steps
+            if own.is_whole(positions)
+            else [steps[position] for position in positions]
+        )
         kept = self._kept(index, positions)
         alike = (mains.devices, mains.dtypes, set(counts), multipliers, set(kept))
         if all(len(values) == 1 for values in alike):
@@ -306,7 +330,9 @@ class RuleOptimizer(RuleState):
         values = [multipliers[value] for value in updates.multipliers]
         launches = [
             _Launch(main.device, main.dtype, count, value, names)
-            for main, count, value, names in zip(mains, counts, values, kept, strict=True)
+            for main, count, value, names in zip(
+                mains, counts, values, kept, strict=True
+            )
         ]
         for launch in dict.fromkeys(launches):
             members = [at for at, other in enumerate(launches) if other == launch]
@@ -326,10 +352,15 @@ class RuleOptimizer(RuleState):
                 own.count(positions, -1)
 
     def verdict_device(self) -> torch.device | None:
-        if self.needs_numbers or any(group.get("max_grad_norm") for group in self.param_groups):
+        if self.needs_numbers or any(
+            group.get("max_grad_norm") for group in self.param_groups
+        ):
             return None
         params = [param for group in self.param_groups for param in group["params"]]
-        if not params or not self.backend_for(params[0].device)[0].takes_device_multipliers:
+        if (
+            not params
+            or not self.backend_for(params[0].device)[0].takes_device_multipliers
+        ):
             return None  # thousands of parameters need not be asked
         devices = {param.device for param in params}
         return devices.pop() if len(devices) == 1 else None
@@ -341,7 +372,9 @@ class RuleOptimizer(RuleState):
             return choose_backend("reference", device)[0], f"{why}; {note}"
         return backend, why
 
-    def group_backend(self, group: dict[str, Any], device: torch.device) -> tuple[str, str]:
+    def group_backend(
+        self, group: dict[str, Any], device: torch.device
+    ) -> tuple[str, str]:
         """Name of what steps a group on a device, and why."""
         backend, why = self.backend_for(device)
         return backend.name, why
@@ -356,19 +389,26 @@ class RuleOptimizer(RuleState):
         """The plain tensors to step at some positions of a group, with state that fits them."""
         params, own = self.param_groups[index]["params"], self._groups[index]
         whole = own.is_whole(positions)
-        tensors = list(params) if whole else [params[position] for position in positions]
+        tensors = (
+            list(params) if whole else [params[position] for position in positions]
+        )
         if all_same(
-            tensors, own.mains if whole else [own.mains[position] for position in positions]
+            tensors,
+            own.mains if whole else [own.mains[position] for position in positions],
         ):
             if whole and own.steady_mains is not None:
                 return own.steady_mains
         else:
             self.allocate_state([Slot(index, position) for position in positions])
-        mains = CachedTensorList(tensors if are_plain(tensors) else map(local_tensor, tensors))
+        mains = CachedTensorList(
+            tensors if are_plain(tensors) else map(local_tensor, tensors)
+        )
         for dtype in mains.dtypes:
             if dtype != self.precision.main_dtype(dtype):
                 position = next(
-                    p for p, main in zip(positions, mains, strict=True) if main.dtype == dtype
+                    p
+                    for p, main in zip(positions, mains, strict=True)
+                    if main.dtype == dtype
                 )
                 raise TypeError(
                     f"{self.slot_name(Slot(index, position))} is {dtype}: {type(self).__name__} "
@@ -403,7 +443,9 @@ class RuleOptimizer(RuleState):
             output=_contiguous_outputs(outputs),
             noise=self._noise(index, launch, updates),
         )
-        return PlannedLaunch(index, positions, settings, launch, updates, mains, outputs, lists)
+        return PlannedLaunch(
+            index, positions, settings, launch, updates, mains, outputs, lists
+        )
 
     def carry_out(self, planned: PlannedLaunch) -> None:
         """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
@@ -418,9 +460,17 @@ class RuleOptimizer(RuleState):
             else launch.multiplier
         )
         self.apply(
-            backend, lists, planned.settings, int(launch.step) + 1, multiplier, planned.updates
+            backend,
+            lists,
+            planned.settings,
+            int(launch.step) + 1,
+            multiplier,
+            planned.updates,
         )
-        for mine, stepped in ((planned.mains, lists.main), (planned.outputs, lists.output)):
+        for mine, stepped in (
+            (planned.mains, lists.main),
+            (planned.outputs, lists.output),
+        ):
             if mine is not stepped:
                 _copy_back(mine, stepped)
 
@@ -434,11 +484,15 @@ class RuleOptimizer(RuleState):
     def _stored_keys(self, names: tuple[str, ...], dtype: torch.dtype) -> list[str]:
         """Keys of the state tensors that are stepped along with main params of a dtype."""
         scales = [
-            scale_key(name) for name in names if is_blocked(self.precision.stored_dtype(name))
+            scale_key(name)
+            for name in names
+            if is_blocked(self.precision.stored_dtype(name))
         ]
         return [*names, *scales, *([REMAINDER] if dtype != torch.float32 else [])]
 
-    def _noise(self, index: int, launch: _Launch, updates: SlotUpdates) -> list[Noise] | None:
+    def _noise(
+        self, index: int, launch: _Launch, updates: SlotUpdates
+    ) -> list[Noise] | None:
         """Random bits that depend on seed, step and parameter alone."""
         if not self.precision.stochastic_rounding:
             return None
@@ -471,12 +525,16 @@ def _contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | N
     not: a step that the device skips leaves them as they are."""
     if isinstance(outputs, CachedTensorList) and outputs.contiguous:
         return outputs
-    if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
+    if all(
+        map(Tensor.is_contiguous, [output for output in outputs if output is not None])
+    ):
         return outputs
     return [None if output is None else output.contiguous() for output in outputs]
 
 
-def _copy_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
+def _copy_back(
+    tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]
+) -> None:
     for tensor, copy in zip(tensors, written, strict=True):
         if tensor is not None and copy is not None and tensor is not copy:
             tensor.copy_(copy)
@@ -485,7 +543,9 @@ def _copy_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None
 def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
     """L2 norm over gradients that may lie on several devices and be split over ranks, in FP64.
     Collective if some are."""
-    alike: dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[Tensor]] = defaultdict(list)
+    alike: dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[Tensor]] = (
+        defaultdict(list)
+    )
     for update in updates:
         alike[update.grad.device, update.shard_groups].append(update.grad)
     total = 0.0
@@ -493,7 +553,11 @@ def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
         part = choose_backend("auto", device)[0].sum_of_squares(grads).sum()
         for group in groups:
             with naming_missing_ranks(group)("agreeing on the gradient norm"):
-                wait_for(dist.all_reduce(part, group=group, async_op=True), group, part.device)
+                wait_for(
+                    dist.all_reduce(part, group=group, async_op=True),
+                    group,
+                    part.device,
+                )
         total += float(part)
     return math.sqrt(total)
 

@@ -92,7 +92,10 @@ class RuleState(SlotOptimizer):
         tensor = group["params"][slot.position]
         main = local_tensor(tensor)
         state.setdefault("step", own.steps[slot.position])
-        new = {key: zeros(*form, main.device) for key, form in self._missing(slot, main).items()}
+        new = {
+            key: zeros(*form, main.device)
+            for key, form in self._missing(slot, main).items()
+        }
         new |= {
             key: value.to(main.device)
             for key, value in state.items()
@@ -166,7 +169,10 @@ class RuleState(SlotOptimizer):
         return local_tensor(self.param_groups[slot.group]["params"][slot.position])
 
     def _is_split(self, main: Tensor) -> bool:
-        return main.dtype != torch.float32 and self.precision.main_dtype(main.dtype) == main.dtype
+        return (
+            main.dtype != torch.float32
+            and self.precision.main_dtype(main.dtype) == main.dtype
+        )
 
     @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:
@@ -180,7 +186,11 @@ class RuleState(SlotOptimizer):
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         main = self.stepped(slot)
         if self._is_split(main):
-            split_(value.to(main.device, torch.float32), main, self.live_state(slot)[REMAINDER])
+            split_(
+                value.to(main.device, torch.float32),
+                main,
+                self.live_state(slot)[REMAINDER],
+            )
         else:
             main.copy_(value)
 
@@ -214,10 +224,16 @@ class RuleSlotState(SlotState):
     def check(self, state: State) -> None:
         rest, main = self._without_main(state)
         if main is not None:
-            check_fits(f"{self._name}.{MASTER}", self._rule.main_param(self._slot), main)
+            check_fits(
+                f"{self._name}.{MASTER}", self._rule.main_param(self._slot), main
+            )
         check_state(self._name, self.tensors(), rest)
         second = rest.get(SECOND)
-        if second is not None and second.is_floating_point() and bool((second < 0).any()):
+        if (
+            second is not None
+            and second.is_floating_point()
+            and bool((second < 0).any())
+        ):
             raise ValueError(
                 f"{self._name}.{SECOND}: has negative elements; it is a mean of squares"
             )

@@ -34,7 +34,11 @@ def settings_of(config: OptimizerConfig) -> dict[str, Any]:
     sources = dict(rule.settings)
     if scalar is not rule:
         sources |= {name: scalar.settings[name] for name in scalar.beside_muon}
-    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **rule.fixed}
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        **rule.fixed,
+    }
     for name, source in sources.items():
         if isinstance(source, str):
             settings[name] = getattr(config, source)

@@ -67,9 +67,14 @@ class SGD(RuleOptimizer):
         check_setting("momentum", group["momentum"], NOT_NEGATIVE)
         check_setting("dampening", group["dampening"], FINITE)
         check_flags(group, ("nesterov",))
-        nesterov_fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
+        nesterov_fits = not group["nesterov"] or (
+            group["momentum"] > 0 and group["dampening"] == 0
+        )
         check_range(
-            group, "nesterov", nesterov_fits, "False unless momentum > 0 and dampening == 0"
+            group,
+            "nesterov",
+            nesterov_fits,
+            "False unless momentum > 0 and dampening == 0",
         )
 
     def apply(

@@ -68,7 +68,9 @@ class StatePrecision:
                     f"{name}={getattr(self, name)}: must be one of {list(MOMENT_DTYPES)}"
                 )
         if self.param_remainder_bits not in (8, 16):
-            raise ValueError(f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8")
+            raise ValueError(
+                f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8"
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
 
@@ -82,11 +84,19 @@ class StatePrecision:
     def stored_dtype(self, moment: str) -> torch.dtype:
         """Dtype of the stored tensor of a moment."""
         source = moment_of(moment).dtype_field
-        return torch.float32 if source is None else stored_dtype(moment, getattr(self, source))
+        return (
+            torch.float32
+            if source is None
+            else stored_dtype(moment, getattr(self, source))
+        )
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the main param of a parameter."""
-        return dtype if dtype == torch.bfloat16 and self.store_param_remainders else torch.float32
+        return (
+            dtype
+            if dtype == torch.bfloat16 and self.store_param_remainders
+            else torch.float32
+        )
 
     @property
     def remainder_dtype(self) -> torch.dtype:
@@ -122,7 +132,11 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
 
 
 def fitted(
-    label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool
+    label: str,
+    mine: Mapping[str, Any],
+    main: Tensor,
+    saved: Mapping[str, Any],
+    convert: bool,
 ) -> State:
     """Saved state in the form of ``mine``.
 
@@ -142,10 +156,16 @@ def fitted(
         theirs, scale = saved.get(key), scale_key(key)
         if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):
             continue
-        if theirs.dtype == own.dtype and _same_scales(saved.get(scale), mine.get(scale)):
+        if theirs.dtype == own.dtype and _same_scales(
+            saved.get(scale), mine.get(scale)
+        ):
             result |= {scale: saved[scale]} if scale in mine else {}
-        elif theirs.shape == own.shape and _can_be_read(theirs, saved.get(scale), convert):
-            result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key), convert)
+        elif theirs.shape == own.shape and _can_be_read(
+            theirs, saved.get(scale), convert
+        ):
+            result |= _converted(
+                f"{label}.{key}", key, mine, _decoded(saved, key), convert
+            )
     if REMAINDER in saved and (
         REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype
     ):
@@ -163,7 +183,9 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
     if saved.is_complex() or saved.is_meta:
         return False
     return (
-        scale is not None or convert or (saved.is_floating_point() and saved.dtype != torch.float64)
+        scale is not None
+        or convert
+        or (saved.is_floating_point() and saved.dtype != torch.float64)
     )
 
 
@@ -174,7 +196,9 @@ def as_master(label: str, saved: Any, convert: bool) -> Tensor:
         ValueError: it is none, or would lose bits and ``convert`` is false.
     """
     if not isinstance(saved, Tensor) or saved.is_complex() or saved.is_meta:
-        check_fits(f"{label}.{MASTER}", _fp32_of(getattr(saved, "shape", torch.Size())), saved)
+        check_fits(
+            f"{label}.{MASTER}", _fp32_of(getattr(saved, "shape", torch.Size())), saved
+        )
     narrow = saved.is_floating_point() and saved.dtype != torch.float64
     if not (narrow or convert):
         check_fits(f"{label}.{MASTER}", _fp32_of(saved.shape), saved)
@@ -215,8 +239,12 @@ def _converted(
         name: zeros(*form, value.device)
         for name, form in moment_forms(key, value.shape, mine[key].dtype).items()
     }
-    encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
-    if not convert and not torch.equal(_decoded(fresh, key).nan_to_num(0.5), value.nan_to_num(0.5)):
+    encode_(
+        value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND
+    )
+    if not convert and not torch.equal(
+        _decoded(fresh, key).nan_to_num(0.5), value.nan_to_num(0.5)
+    ):
         raise ValueError(
             f"{label}: saved with values that {mine[key].dtype} cannot hold without loss; load "
             "with "

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from mp_optim.update.chunking import piece_elements
 
-__all__ = ["BLOCK", "combine_pieces", "index_on", "root", "sum_in_pairs", "sum_of_squares"]
+__all__ = [
+    "BLOCK",
+    "combine_pieces",
+    "index_on",
+    "root",
+    "sum_in_pairs",
+    "sum_of_squares",
+]
 
 BLOCK = 1024
 _ROW = 128
@@ -62,7 +69,9 @@ def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
     Returns:
         FP64, shape (count, k).
     """
-    sums = torch.zeros(count, pieces.shape[-1], dtype=torch.float64, device=pieces.device)
+    sums = torch.zeros(
+        count, pieces.shape[-1], dtype=torch.float64, device=pieces.device
+    )
     cut: dict[int, list[int]] = defaultdict(list)
     for position, owner in enumerate(owners):
         cut[owner].append(position)
@@ -84,7 +93,9 @@ def root(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return values.sqrt()
     return torch.tensor(
-        [math.sqrt(value) for value in values.flatten().tolist()], dtype=torch.float64, device="cpu"
+        [math.sqrt(value) for value in values.flatten().tolist()],
+        dtype=torch.float64,
+        device="cpu",
     ).view_as(values)
 
 
@@ -144,12 +155,17 @@ def _add_pairs(sums: Tensor) -> Tensor:
 
 def _filled(sums: Tensor) -> Tensor:
     """Zero filled along the last dimension up to a power of two."""
-    return torch.nn.functional.pad(sums, (0, _next_power(sums.shape[-1]) - sums.shape[-1]))
+    return torch.nn.functional.pad(
+        sums, (0, _next_power(sums.shape[-1]) - sums.shape[-1])
+    )
 
 
 def _sum_large(tensor: Tensor, piece: int) -> Tensor:
     parts = [
-        _sum_batch([_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // BLOCK)
+        _sum_batch(
+            [_row_major(tensor, start, min(start + piece, tensor.numel()))],
+            piece // BLOCK,
+        )
         for start in range(0, tensor.numel(), piece)
     ]
     return _add_pairs(_filled(torch.cat(parts)))
@@ -164,4 +180,6 @@ def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:
         return tensor.view(-1)[start:stop]
     row = tensor[0].numel()
     first = start // row
-    return tensor[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row]
+    return tensor[first : -(-stop // row)].reshape(-1)[
+        start - first * row : stop - first * row
+    ]

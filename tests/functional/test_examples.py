@@ -20,12 +20,18 @@ ALONE = {
     "float8_weights": 0.3,
 }
 """Examples that return losses, and what fraction of the first one the last may be."""
-LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "fsdp2_qwen3_moe": (2, 0.2), "megatron_gpt": (0, 0.8)}
+LAUNCHED = {
+    "accelerate_fsdp2": (2, 0.2),
+    "fsdp2_qwen3_moe": (2, 0.2),
+    "megatron_gpt": (0, 0.8),
+}
 """Examples with processes of their own: how many, or 0 for no launcher; and the same."""
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"example_{name}", EXAMPLES / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -33,7 +39,11 @@ def load(name: str) -> ModuleType:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*ALONE, *LAUNCHED, "rl_loop"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *ALONE,
+        *LAUNCHED,
+        "rl_loop",
+    }
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -25,7 +25,9 @@ STEPS = 24
 def command(case: str, output: Path, *flags: str) -> list[str]:
     """The trainer on a case, one thread, a checkpoint after every step."""
     values = (
-        (CASES / case / "model_config.yaml").read_text(encoding="utf-8").partition("\ntest:")[0]
+        (CASES / case / "model_config.yaml")
+        .read_text(encoding="utf-8")
+        .partition("\ntest:")[0]
     )
     config = output.with_suffix(".yaml")
     config.write_text(values, encoding="utf-8")
@@ -61,20 +63,29 @@ def kill_after(steps: int, process: subprocess.Popen[str], output: Path) -> None
 
 def config_of(case: str, output: Path) -> TrainConfig:
     config, _ = load_case(case)
-    run = dataclasses.replace(config.run, steps=STEPS, save_interval=STEPS, output_dir=str(output))
+    run = dataclasses.replace(
+        config.run, steps=STEPS, save_interval=STEPS, output_dir=str(output)
+    )
     return dataclasses.replace(config, run=run)
 
 
 def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the run's last checkpoint."""
     config = config_of(case, output)
-    trainer = Trainer(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
+    trainer = Trainer(
+        dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    )
     assert trainer.step == STEPS
     states = trainer.optimizer.state_dict()["state"]
     found = {
-        f"{index}.{key}": value for index, state in states.items() for key, value in state.items()
+        f"{index}.{key}": value
+        for index, state in states.items()
+        for key, value in state.items()
     }
-    return {**found, **{name: param.detach() for name, param in trainer.model.named_parameters()}}
+    return {
+        **found,
+        **{name: param.detach() for name, param in trainer.model.named_parameters()},
+    }
 
 
 @pytest.mark.parametrize("case", ["moe_bf16_offload_03", "dense_fp16", "moe_fp32"])
@@ -84,7 +95,10 @@ def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path) -> N
     kill_after(STEPS // 2, process, killed)
     assert process.returncode == -signal.SIGKILL
     newest = checkpoints.latest(killed)
-    assert newest is not None and STEPS // 2 - 1 <= int(newest.name.removeprefix("step-")) < STEPS
+    assert (
+        newest is not None
+        and STEPS // 2 - 1 <= int(newest.name.removeprefix("step-")) < STEPS
+    )
     resumed = start(command(case, killed, "--resume"))
     _, errors = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, errors.decode()

@@ -42,9 +42,16 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
             "1.0",
         ]
     )
-    assert (config.optimizer.lr, config.optimizer.optimizer_offload_fraction) == (1e-3, 1.0)
+    assert (config.optimizer.lr, config.optimizer.optimizer_offload_fraction) == (
+        1e-3,
+        1.0,
+    )
     assert config.optimizer.params_dtype is torch.bfloat16 and config.run.resume
-    assert config.optimizer.weight_decay == load_yaml(QUICKSTART).optimizer.weight_decay == 0.1
+    assert (
+        config.optimizer.weight_decay
+        == load_yaml(QUICKSTART).optimizer.weight_decay
+        == 0.1
+    )
     assert config.optimizer.adam_beta1 == OptimizerConfig().adam_beta1
     assert parse_command_line([]) == TrainConfig()
 
@@ -64,7 +71,9 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
         ("run:\n  save_interval: 0", "run.save_interval=0"),
     ],
 )
-def test_a_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_file_is_explained_in_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit) as stopped:
@@ -95,19 +104,23 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
     together = read_records(tmp_path / "run" / "metrics.jsonl")
     alone = train(
         dataclasses.replace(
-            load_yaml(config), run=dataclasses.replace(load_yaml(config).run, save_interval=None)
+            load_yaml(config),
+            run=dataclasses.replace(load_yaml(config).run, save_interval=None),
         )
     )
     assert [record.loss for record in together] == pytest.approx(alone.losses, rel=1e-2)
     assert together[0].loss == pytest.approx(alone.losses[0], rel=1e-6)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000002"
     with pytest.raises(
-        ValueError, match=r"run\.layout='zero1' needs several processes: start this with torchrun"
+        ValueError,
+        match=r"run\.layout='zero1' needs several processes: start this with torchrun",
     ):
         train(parse_command_line(["--config", str(config), "--run.layout", "zero1"]))
 
 
-def test_a_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_what_it_promises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from rich.console import Console
 
     config, _ = load_case("moe_bf16_offload_03")
@@ -116,7 +129,9 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
     )
     result = main(
         dataclasses.replace(
-            config, run=run, scheduler=dataclasses.replace(config.scheduler, lr_warmup_steps=0)
+            config,
+            run=run,
+            scheduler=dataclasses.replace(config.scheduler, lr_warmup_steps=0),
         ),
         Console(width=120),
     )
@@ -129,8 +144,13 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
         "optimizer on host",
     ):
         assert expected in printed
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [0, 1, 2, 3] and "eval_loss" in lines[1]
-    assert [record.loss for record in read_records(tmp_path / "metrics.jsonl")] == result.losses
+    assert [
+        record.loss for record in read_records(tmp_path / "metrics.jsonl")
+    ] == result.losses
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "tensorboard").iterdir()) and result.checkpoint is not None

@@ -28,7 +28,9 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.played = played
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         assert name not in _READS, f"{func} while a graph is captured"
@@ -41,7 +43,11 @@ class _Tape(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor)
         }
-        views = [leaf for leaf in tree_leaves(found) if leaf.untyped_storage().data_ptr() in memory]
+        views = [
+            leaf
+            for leaf in tree_leaves(found)
+            if leaf.untyped_storage().data_ptr() in memory
+        ]
         if not views and not name.startswith(("empty", "new_empty")):
             self.played.append(lambda: self.write(found, func(*args, **kwargs)))
         return found

@@ -41,7 +41,9 @@ def bf16(x: Array) -> Array:
     return bits.astype(np.uint32).view(np.float32).reshape(x.shape)
 
 
-def _moments(g: Array, m: Array, v: Array, h: dict[str, Any], weight: float) -> tuple[Array, Array]:
+def _moments(
+    g: Array, m: Array, v: Array, h: dict[str, Any], weight: float
+) -> tuple[Array, Array]:
     b1, b2 = h["betas"]
     return m * F(b1) + g * F(weight), v * F(b2) + (g * F(1 - b2)) * g
 
@@ -91,7 +93,9 @@ def sgd(
     return p - g * F(h["lr"]), m
 
 
-def lion(p: Array, g: Array, m: Array, h: dict[str, Any], mult: float) -> tuple[Array, Array]:
+def lion(
+    p: Array, g: Array, m: Array, h: dict[str, Any], mult: float
+) -> tuple[Array, Array]:
     lr, wd, (b1, b2) = h["lr"], h["weight_decay"], h["betas"]
     g = g * F(mult)
     u = np.sign(m * F(b1) + g * F(1 - b1)) * F(lr)
@@ -111,14 +115,18 @@ def split(p: Array, bits: int) -> tuple[Any, Any]:
     pattern = np.where(np.isnan(p), 0x7FC00000, pattern)
     high = (pattern + 0x8000) // 65536
     low = (pattern - high * 65536) // (256 if bits == 8 else 1)
-    return high.astype(np.uint16).view(np.int16), low.astype(np.int8 if bits == 8 else np.int16)
+    return high.astype(np.uint16).view(np.int16), low.astype(
+        np.int8 if bits == 8 else np.int16
+    )
 
 
 def join(high: Any, low: Any) -> Array:
     pattern = high.view(np.uint16).astype(np.int64) * 65536
     rest = low.astype(np.int64) * (256 if low.dtype == np.int8 else 1)
     return (
-        np.where(pattern % 2**31 == 0, pattern, pattern + rest).astype(np.uint32).view(np.float32)
+        np.where(pattern % 2**31 == 0, pattern, pattern + rest)
+        .astype(np.uint32)
+        .view(np.float32)
     )
 
 
@@ -129,17 +137,25 @@ def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
     for block in (x[start : start + 256] for start in range(0, x.size, 256)):
         top = np.max(np.abs(block))
         if kind == "half":
-            mantissa, exponent = np.frexp(np.float64(top))  # top = mantissa * 2^exponent, below 1
-            carry = np.rint(mantissa * 2**11) == 2**11  # what half() would make a power of two
+            mantissa, exponent = np.frexp(
+                np.float64(top)
+            )  # top = mantissa * 2^exponent, below 1
+            carry = (
+                np.rint(mantissa * 2**11) == 2**11
+            )  # what half() would make a power of two
             scale = np.ldexp(F(1), int(exponent) - 15 + int(carry)).astype(np.float32)
             code = (block * (F(1) / scale)).astype(np.float16)
             code = np.maximum(code, np.float16(2.0**-24)) if second else code
         else:
             rough = top / F(255 if second else 127)
-            unit = np.float64(2.0) ** (math.floor(math.log2(rough)) - 15)  # 16 significant bits
+            unit = np.float64(2.0) ** (
+                math.floor(math.log2(rough)) - 15
+            )  # 16 significant bits
             scale = F(math.ceil(np.float64(rough) / unit) * unit)
             code = np.clip(
-                np.rint(block * (F(1) / scale)), 1 if second else -127, 255 if second else 127
+                np.rint(block * (F(1) / scale)),
+                1 if second else -127,
+                255 if second else 127,
             )
             code = code.astype(np.uint8 if second else np.int8)
         codes.append(code)

@@ -39,7 +39,10 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     state = dict(model.state_dict())
     for slot in optimizer.slots():
         name = optimizer.slot_name(slot)
-        state |= {f"{name}.{key}": value for key, value in optimizer.full_slot_state(slot).items()}
+        state |= {
+            f"{name}.{key}": value
+            for key, value in optimizer.full_slot_state(slot).items()
+        }
     return {name: whole(value, None) for name, value in state.items()}
 
 
@@ -47,7 +50,8 @@ def digest(state: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name in sorted(state):
         found.update(
-            name.encode() + bytes(state[name].contiguous().reshape(-1).view(torch.uint8).tolist())
+            name.encode()
+            + bytes(state[name].contiguous().reshape(-1).view(torch.uint8).tolist())
         )
     return found.hexdigest()
 
@@ -57,7 +61,10 @@ def replaced(version: Path, name: str, content: bytes) -> None:
     intent would do."""
     (version / name).write_bytes(content)
     manifest = json.loads((version / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"][name] = {
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
     (version / "manifest.json").write_text(json.dumps(manifest))
 
 

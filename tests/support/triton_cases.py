@@ -80,16 +80,22 @@ def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
     )
     if odd and n:
         where = torch.randint(0, n, (min(n, 40),), generator=generator)
-        x[where] = torch.tensor(ODD)[torch.randint(0, len(ODD), (len(where),), generator=generator)]
+        x[where] = torch.tensor(ODD)[
+            torch.randint(0, len(ODD), (len(where),), generator=generator)
+        ]
     return x
 
 
-def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case) -> TensorLists:
+def lists_of(
+    seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case
+) -> TensorLists:
     """The same lists for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
 
     def put(x: Tensor, dtype: torch.dtype) -> Tensor:
-        offset = 0 if case.aligned else int(torch.randint(0, 9, (), generator=generator))
+        offset = (
+            0 if case.aligned else int(torch.randint(0, 9, (), generator=generator))
+        )
         buffer = torch.zeros(len(x) + offset, dtype=dtype)[offset:]
         return buffer.copy_(x)
 
@@ -116,7 +122,9 @@ def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case)
         random(case.grad),
         state,
         [None] * len(sizes) if case.output is None else random(case.output),
-        [Noise(0x9ABCDEF1, 77 + at) for at in range(len(sizes))] if case.noisy else None,
+        [Noise(0x9ABCDEF1, 77 + at) for at in range(len(sizes))]
+        if case.noisy
+        else None,
     )
 
 

@@ -60,16 +60,21 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._on_host = on_host
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # The literal "cpu" is the host; a device that is handed on is the one that stands for an
         # accelerator.
         made = func in _MAKERS and (kwargs or {}).get("device") not in (None, "cpu")
-        if made and not isinstance(args[0], Tensor):  # a copy from memory that is not page-locked
+        if made and not isinstance(
+            args[0], Tensor
+        ):  # a copy from memory that is not page-locked
             raise WaitedError(f"{func.__name__} of host values on a device")
         if func in _READS:
             hosted = {tensor.untyped_storage().data_ptr() for tensor in self._on_host()}
             if any(
-                isinstance(a, Tensor) and a.untyped_storage().data_ptr() not in hosted for a in args
+                isinstance(a, Tensor) and a.untyped_storage().data_ptr() not in hosted
+                for a in args
             ):
                 raise WaitedError(
                     f"{func.__name__} of {[a.shape for a in args if isinstance(a, Tensor)]}"
@@ -78,7 +83,9 @@ class _Functions(TorchFunctionMode):
 
 
 class _Kernels(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.overloadpacket.__name__ in _READING_KERNELS:
             raise WaitedError(str(func))
         return func(*args, **(kwargs or {}))
@@ -105,7 +112,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
             with ExitStack() as stack:
                 if modes:
                     stack.enter_context(torch._C.DisableTorchFunction())
-                    stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+                    stack.enter_context(
+                        torch.utils._python_dispatch._disable_current_modes()
+                    )
                 return function(*args, **kwargs)
 
         return run
@@ -142,6 +151,10 @@ def _groups(optimizer: Any) -> Iterator[Any]:
     """The step counters of every rule below an optimizer."""
     for part in optimizer.chained_optimizers:
         inner = part.inner
-        subs = [inner.sub_optimizer("device")] if hasattr(inner, "sub_optimizer") else [inner]
+        subs = (
+            [inner.sub_optimizer("device")]
+            if hasattr(inner, "sub_optimizer")
+            else [inner]
+        )
         for sub in subs:
             yield from sub._groups

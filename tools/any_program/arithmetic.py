@@ -47,7 +47,9 @@ def same_bits(a: Array, b: Array) -> bool:
     """Whether FP32 arrays are the same bits, where any two NaNs are."""
     if a.shape != b.shape:
         return False
-    same = np.ascontiguousarray(a).view(np.uint32) == np.ascontiguousarray(b).view(np.uint32)
+    same = np.ascontiguousarray(a).view(np.uint32) == np.ascontiguousarray(b).view(
+        np.uint32
+    )
     return bool(np.all(same | (np.isnan(a) & np.isnan(b))))
 
 
@@ -106,7 +108,8 @@ def stored(x: Array, form: str, second: bool) -> Stored:
         return Stored(form, to_bfloat16(x) if form == "bfloat16" else x, None, second)
     roots = np.sqrt(x.astype(np.float64)).astype(F) if second else x
     blocks = [
-        _block(roots[start : start + BLOCK], form, second) for start in range(0, x.size, BLOCK)
+        _block(roots[start : start + BLOCK], form, second)
+        for start in range(0, x.size, BLOCK)
     ]
     codes = np.concatenate([np.zeros(0, F), *(codes for codes, _ in blocks)])
     return Stored(form, codes, np.array([scale for _, scale in blocks], F), second)
@@ -125,7 +128,9 @@ def _block(x: Array, form: str, second: bool) -> tuple[Array, float]:
         return codes.astype(F), float(scale)
     levels = 255 if second else 127
     rough = np.array([F(top) / F(levels)])
-    scale = ((rough.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(F)[0]
+    scale = ((rough.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(F)[
+        0
+    ]
     codes = np.clip(np.rint(x * (F(1) / scale)), 1 if second else -127, levels)
     return codes.astype(F) + F(0), float(scale)  # integers have one zero
 
@@ -170,7 +175,13 @@ State = dict[str, Stored]
 
 
 def stepped(
-    rule: str, p: Array, g: Array, state: State, t: int, h: Mapping[str, Any], multiplier: float
+    rule: str,
+    p: Array,
+    g: Array,
+    state: State,
+    t: int,
+    h: Mapping[str, Any],
+    multiplier: float,
 ) -> tuple[Array, State]:
     """A parameter and its moments after step ``t``, with the settings ``h`` of its group."""
     with np.errstate(all="ignore"):
@@ -180,11 +191,14 @@ def stepped(
 
 def _kept(state: State, **values: Array) -> State:
     return {
-        name: stored(value, state[name].form, state[name].second) for name, value in values.items()
+        name: stored(value, state[name].form, state[name].second)
+        for name, value in values.items()
     }
 
 
-def _moments(g: Array, state: State, h: Mapping[str, Any], weight: float) -> tuple[Array, Array]:
+def _moments(
+    g: Array, state: State, h: Mapping[str, Any], weight: float
+) -> tuple[Array, Array]:
     b1, b2 = h["betas"]
     m, v = state["exp_avg"].values(), state["exp_avg_sq"].values()
     return m * F(b1) + g * F(weight), v * F(b2) + (g * F(1 - b2)) * g
@@ -210,16 +224,22 @@ def _decayed(p: Array, h: Mapping[str, Any]) -> Array:
     return p if decay == 0 else p - p * decay
 
 
-def _adam(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+def _adam(
+    p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]
+) -> tuple[Array, State]:
     m, v = _moments(_with_l2(p, g, h), state, h, 1 - h["betas"][0])
     u = (m / _denominator(v, h, t)) * F(h["lr"] / _corrections(h, t)[0])
     p = _decayed(p, h) if h["adam_w_mode"] else p
     return p - u, _kept(state, exp_avg=m, exp_avg_sq=v)
 
 
-def _lamb(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+def _lamb(
+    p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]
+) -> tuple[Array, State]:
     """The direction is taken from the moments as they are stored."""
-    m, v = _moments(_with_l2(p, g, h), state, h, 1 - h["betas"][0] if h["grad_averaging"] else 1.0)
+    m, v = _moments(
+        _with_l2(p, g, h), state, h, 1 - h["betas"][0] if h["grad_averaging"] else 1.0
+    )
     state = _kept(state, exp_avg=m, exp_avg_sq=v)
     direction = state["exp_avg"].values() * F(1 / _corrections(h, t)[0])
     u = direction / _denominator(state["exp_avg_sq"].values(), h, t)
@@ -231,17 +251,25 @@ def _lamb(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tup
     return p - u * F(ratio), state
 
 
-def _sgd(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+def _sgd(
+    p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]
+) -> tuple[Array, State]:
     decay, momentum = F(h["weight_decay"]), F(h["momentum"])
     g = g if decay == 0 else g + p * decay
     if "momentum_buffer" not in state:
         return p - g * F(h["lr"]), state
-    b = g if t == 1 else state["momentum_buffer"].values() * momentum + g * F(1 - h["dampening"])
+    b = (
+        g
+        if t == 1
+        else state["momentum_buffer"].values() * momentum + g * F(1 - h["dampening"])
+    )
     g = g + b * momentum if h["nesterov"] else b
     return p - g * F(h["lr"]), _kept(state, momentum_buffer=b)
 
 
-def _lion(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+def _lion(
+    p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]
+) -> tuple[Array, State]:
     b1, b2 = h["betas"]
     m = state["exp_avg"].values()
     u = np.sign(m * F(b1) + g * F(1 - b1)) * F(h["lr"])

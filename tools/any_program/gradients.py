@@ -37,7 +37,8 @@ def loss(subject: Subject, seed: int, unused: set[int], size: str) -> Tensor | N
             wanted = torch.from_numpy(_normal(seed + index, tuple(param.shape)))
             wide = param.float()
             terms.append(
-                ((wide - wanted) * (wide - wanted)).sum() * (0.1 if "experts" in name else 0.5)
+                ((wide - wanted) * (wide - wanted)).sum()
+                * (0.1 if "experts" in name else 0.5)
             )
     return sum(terms[1:], terms[0]) * FACTORS[size] if terms else None
 

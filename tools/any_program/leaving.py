@@ -14,10 +14,25 @@ from torch import Tensor, nn
 
 from any_program.oracle import Oracle, Scaler
 from any_program.setups import Place
-from any_program.subject import Model, Subject, as_tensor, expect_bits, random_values, refused
+from any_program.subject import (
+    Model,
+    Subject,
+    as_tensor,
+    expect_bits,
+    random_values,
+    refused,
+)
 from mp_optim import checkpoint
 
-LOOKS = ("state_dict", "full precision", "torch.save", "pickle", "view", "main params", "export")
+LOOKS = (
+    "state_dict",
+    "full precision",
+    "torch.save",
+    "pickle",
+    "view",
+    "main params",
+    "export",
+)
 WAYS = (
     "state_dict",
     "deepcopy",
@@ -68,9 +83,13 @@ def look(subject: Subject, oracle: Oracle, how: str) -> None:
     else:
         full = how == "full precision"
         state_dict = optimizer.state_dict(full_precision=full)
-        subject.check_state_dict(oracle, COPIES.get(how, lambda value: value)(state_dict), full)
+        subject.check_state_dict(
+            oracle, COPIES.get(how, lambda value: value)(state_dict), full
+        )
         _write_over_settings(state_dict)
-        subject.check_state_dict(oracle, optimizer.state_dict(full_precision=full), full)
+        subject.check_state_dict(
+            oracle, optimizer.state_dict(full_precision=full), full
+        )
 
 
 def _write_over_settings(state_dict: dict[str, Any]) -> None:
@@ -98,7 +117,11 @@ def _check_export(subject: Subject, oracle: Oracle) -> None:
 
 
 def fresh(
-    before: Subject, oracle: Oracle, place: Place, seed: int, transposed: dict[str, bool]
+    before: Subject,
+    oracle: Oracle,
+    place: Place,
+    seed: int,
+    transposed: dict[str, bool],
 ) -> Subject:
     """A model with other values, and an optimizer for it, grouped as the one before."""
     model = Model()
@@ -113,7 +136,12 @@ def fresh(
 
 
 def resumed(
-    before: Subject, oracle: Oracle, how: str, place: Place, seed: int, transposed: dict[str, bool]
+    before: Subject,
+    oracle: Oracle,
+    how: str,
+    place: Place,
+    seed: int,
+    transposed: dict[str, bool],
 ) -> Subject:
     """Go on with another model and optimizer in another place; brings the oracle there too."""
     _as_saved(oracle, how)
@@ -182,7 +210,10 @@ def _by_checkpoint(before: Subject, after: Subject, how: str, lossless: bool) ->
         if not lossless:
             with refused("convert"):
                 checkpoint.load(path, after.model, after.optimizer)
-        assert checkpoint.load(path, after.model, after.optimizer, convert=not lossless) == extra
+        assert (
+            checkpoint.load(path, after.model, after.optimizer, convert=not lossless)
+            == extra
+        )
 
 
 def _carry_config(before: Subject, after: Subject) -> None:
@@ -191,7 +222,9 @@ def _carry_config(before: Subject, after: Subject) -> None:
         setattr(after.optimizer.config, name, getattr(before.optimizer.config, name))
 
 
-def rewound(subject: Subject, oracle: Oracle, model: Any, state: Any, then: Oracle) -> None:
+def rewound(
+    subject: Subject, oracle: Oracle, model: Any, state: Any, then: Oracle
+) -> None:
     """Load an earlier state into the optimizer that is there; its form is the place's."""
     kept = copy.deepcopy(then)
     subject.model.load_state_dict(model, strict=False)
@@ -204,7 +237,11 @@ def rewound(subject: Subject, oracle: Oracle, model: Any, state: Any, then: Orac
         oracle.slots[name] = kept.slots.get(name, slot)
     for group, saved in zip(oracle.groups, kept.groups, strict=True):
         group.settings, group.tensor = saved.settings, saved.tensor
-    if oracle.scaler is not None and kept.scaler is not None and not oracle.scaler.constant:
+    if (
+        oracle.scaler is not None
+        and kept.scaler is not None
+        and not oracle.scaler.constant
+    ):
         scaler: Scaler = oracle.scaler
         scaler.scale, scaler.clean, scaler.left = (
             kept.scaler.scale,

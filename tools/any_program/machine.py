@@ -137,18 +137,26 @@ class AnyProgram(RuleBasedStateMachine):
         hold=st.booleans(),
         size=st.sampled_from(gradients.SIZES),
     )
-    def train(self, seed: int, micro: int, unused: set[int], hold: bool, size: str) -> None:
+    def train(
+        self, seed: int, micro: int, unused: set[int], hold: bool, size: str
+    ) -> None:
         """zero_grad, backward and step."""
         self.subject.optimizer.zero_grad()
         self.go_backward(seed, micro, unused, hold, size)
         self.take_step(closure=False)
 
-    @operation(seed=SEED, unused=st.sets(INDEX, max_size=3), size=st.sampled_from(gradients.SIZES))
+    @operation(
+        seed=SEED,
+        unused=st.sets(INDEX, max_size=3),
+        size=st.sampled_from(gradients.SIZES),
+    )
     def backward(self, seed: int, unused: set[int], size: str) -> None:
         """Gradients that are added to those that are there."""
         self.go_backward(seed, 1, unused, False, size)
 
-    def go_backward(self, seed: int, micro: int, unused: set[int], hold: bool, size: str) -> None:
+    def go_backward(
+        self, seed: int, micro: int, unused: set[int], hold: bool, size: str
+    ) -> None:
         optimizer = self.subject.optimizer
         gradients.own_memory(self.subject)
         for number in range(micro):
@@ -159,7 +167,10 @@ class AnyProgram(RuleBasedStateMachine):
             with optimizer.no_sync() if hold_now else contextlib.nullcontext():
                 optimizer.scale_loss(loss).backward()
 
-    @operation(kinds=st.lists(st.sampled_from(gradients.KINDS), min_size=1, max_size=6), seed=SEED)
+    @operation(
+        kinds=st.lists(st.sampled_from(gradients.KINDS), min_size=1, max_size=6),
+        seed=SEED,
+    )
     def hand(self, kinds: list[str], seed: int) -> None:
         """Gradients made by hand."""
         self.subject.optimizer.get_loss_scale()
@@ -192,7 +203,9 @@ class AnyProgram(RuleBasedStateMachine):
 
     def take_step(self, closure: bool) -> None:
         grads = {
-            name: grad for name, grad in self.subject.grads().items() if name in self.oracle.slots
+            name: grad
+            for name, grad in self.subject.grads().items()
+            if name in self.oracle.slots
         }
         expected = self.oracle.step(grads, self.subject.place)
         if closure:
@@ -208,7 +221,10 @@ class AnyProgram(RuleBasedStateMachine):
         ]
         assert changed == [], "the step changed gradients"
         if self.oracle.scaler:
-            assert float(self.subject.optimizer.get_loss_scale()) == self.oracle.scaler.scale
+            assert (
+                float(self.subject.optimizer.get_loss_scale())
+                == self.oracle.scaler.scale
+            )
 
     # -- outside writes ---------------------------------------------------------------------------
 
@@ -217,7 +233,13 @@ class AnyProgram(RuleBasedStateMachine):
         values = random_values(seed, slot.shape, slot.dtype).reshape(-1)
         if kind == "same":
             return as_values(self.subject.model.param(slot.name))
-        special = {"zero": 0.0, "one": 1.0, "nan": np.nan, "inf": np.inf, "subnormal": 1e-41}
+        special = {
+            "zero": 0.0,
+            "one": 1.0,
+            "nan": np.nan,
+            "inf": np.inf,
+            "subnormal": 1e-41,
+        }
         if kind in special and values.size:
             values[seed % values.size :: 3] = special[kind]
         if kind == "fine":  # more bits than 16, where the parameter has them
@@ -230,7 +252,9 @@ class AnyProgram(RuleBasedStateMachine):
         slot = self.pick(index)
         values = self.values(slot, kind, seed)
         with torch.no_grad():
-            self.subject.model.param(slot.name).copy_(as_tensor(values, slot.shape, slot.dtype))
+            self.subject.model.param(slot.name).copy_(
+                as_tensor(values, slot.shape, slot.dtype)
+            )
         self.oracle.wrote(slot.name, values)
 
     @operation(
@@ -258,7 +282,9 @@ class AnyProgram(RuleBasedStateMachine):
             new = nn.Parameter(fresh, requires_grad=param.requires_grad)
             try:
                 torch.utils.swap_tensors(param, new)
-            except RuntimeError:  # torch refuses while something else refers to the tensor
+            except (
+                RuntimeError
+            ):  # torch refuses while something else refers to the tensor
                 need(False)
         self.oracle.wrote(slot.name, values)
 
@@ -309,7 +335,9 @@ class AnyProgram(RuleBasedStateMachine):
 
     @operation(
         index=INDEX,
-        setting=st.sampled_from(("lr", "weight_decay", "betas", "eps", "clip", "threshold")),
+        setting=st.sampled_from(
+            ("lr", "weight_decay", "betas", "eps", "clip", "threshold")
+        ),
         given=SETTINGS,
         limit=st.sampled_from((1.0, 0.0, 0.01, 1e6)),
     )
@@ -319,7 +347,9 @@ class AnyProgram(RuleBasedStateMachine):
             self.oracle.clip = self.subject.optimizer.config.clip_grad = limit
         elif setting == "threshold":
             limit = limit or float("inf")
-            self.oracle.threshold = self.subject.optimizer.config.grad_norm_skip_threshold = limit
+            self.oracle.threshold = (
+                self.subject.optimizer.config.grad_norm_skip_threshold
+            ) = limit
         else:
             group = self.oracle.groups[index % len(self.oracle.groups)]
             need(setting in group.settings)
@@ -344,14 +374,29 @@ class AnyProgram(RuleBasedStateMachine):
         """A scheduler's step; its numbers are its own tests' affair."""
         if self.scheduler is None:
             self.scheduler = OptimizerParamScheduler(
-                self.subject.optimizer, 0.0, 0.01, 0.0, 2, 12, "cosine", 0.0, 0.1, 10, "linear"
+                self.subject.optimizer,
+                0.0,
+                0.01,
+                0.0,
+                2,
+                12,
+                "cosine",
+                0.0,
+                0.1,
+                10,
+                "linear",
             )
         self.scheduler.step(increment)
         for group in self.oracle.groups:
             live = self.subject.live_group(group)
-            group.settings |= {"lr": float(live["lr"]), "weight_decay": float(live["weight_decay"])}
+            group.settings |= {
+                "lr": float(live["lr"]),
+                "weight_decay": float(live["weight_decay"]),
+            }
 
-    @operation(how=st.sampled_from(("threads", "park", "numbers")), count=st.integers(1, 3))
+    @operation(
+        how=st.sampled_from(("threads", "park", "numbers")), count=st.integers(1, 3)
+    )
     def between(self, how: str, count: int) -> None:
         """What happens between the steps of a loop and concerns no number."""
         if how == "threads":
@@ -382,7 +427,9 @@ class AnyProgram(RuleBasedStateMachine):
             place = replace(place, form="8bit")
         self.leave()
         self.scheduler = None
-        self.subject = leaving.resumed(self.subject, self.oracle, how, place, seed, self.transposed)
+        self.subject = leaving.resumed(
+            self.subject, self.oracle, how, place, seed, self.transposed
+        )
 
     @operation()
     def remember(self) -> None:
@@ -405,10 +452,17 @@ class AnyProgram(RuleBasedStateMachine):
             == [group.names for group in self.oracle.groups]
         )
         need(
-            all(slot.bound == self.oracle.slots[name].bound for name, slot in oracle.slots.items())
+            all(
+                slot.bound == self.oracle.slots[name].bound
+                for name, slot in oracle.slots.items()
+            )
         )
         leaving.rewound(
-            self.subject, self.oracle, copy.deepcopy(model), copy.deepcopy(state), oracle
+            self.subject,
+            self.oracle,
+            copy.deepcopy(model),
+            copy.deepcopy(state),
+            oracle,
         )
 
     @operation(kind=st.sampled_from(nonsense.KINDS), index=INDEX)
@@ -432,7 +486,9 @@ class AnyProgram(RuleBasedStateMachine):
             self.check_state()
 
     def check_state(self) -> None:
-        if "pending" in self.without and any(slot.touched for slot in self.oracle.slots.values()):
+        if "pending" in self.without and any(
+            slot.touched for slot in self.oracle.slots.values()
+        ):
             return
         self.oracle.follow()
         leaving.look(

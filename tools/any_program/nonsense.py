@@ -16,7 +16,9 @@ Change = Callable[[dict[str, Any], int], None]
 
 def _setting(key: str, value: Any) -> Change:
     def change(state_dict: dict[str, Any], index: int) -> None:
-        group = next(group for group in state_dict["param_groups"] if index in group["params"])
+        group = next(
+            group for group in state_dict["param_groups"] if index in group["params"]
+        )
         need(key in group)
         group[key] = value
 
@@ -27,9 +29,16 @@ def _state(key: str, convert: Callable[[torch.Tensor], Any]) -> Change:
     def change(state_dict: dict[str, Any], index: int) -> None:
         state = state_dict["state"][index]
         found = next(
-            (name for name in state if name.startswith(key) and not name.endswith("_scale")), None
+            (
+                name
+                for name in state
+                if name.startswith(key) and not name.endswith("_scale")
+            ),
+            None,
         )
-        need(found is not None and f"{found}_scale" not in state)  # of codes, the values decide
+        need(
+            found is not None and f"{found}_scale" not in state
+        )  # of codes, the values decide
         state[found] = convert(state[found])
 
     return change
@@ -49,7 +58,9 @@ def _without_scaler(state_dict: dict[str, Any], index: int) -> None:
 
 
 def _foreign_index(state_dict: dict[str, Any], index: int) -> None:
-    group = next(group for group in state_dict["param_groups"] if index in group["params"])
+    group = next(
+        group for group in state_dict["param_groups"] if index in group["params"]
+    )
     group["params"] = [i + 77 for i in group["params"]]
 
 

@@ -86,10 +86,12 @@ class Slot:
         """Take notice of what was written from outside."""
         if self.touched and self.bound:
             if self.low is not None:
-                high, _ = split(join(self.model, self.low, self.low_bits), self.low_bits)
-                fits = np.ascontiguousarray(high).view(np.uint32) == np.ascontiguousarray(
-                    self.model
-                ).view(np.uint32)
+                high, _ = split(
+                    join(self.model, self.low, self.low_bits), self.low_bits
+                )
+                fits = np.ascontiguousarray(high).view(
+                    np.uint32
+                ) == np.ascontiguousarray(self.model).view(np.uint32)
                 self.low = self.low * fits
             elif self.main is not None and not np.array_equal(
                 rounded(self.main, self.dtype), self.model
@@ -139,7 +141,13 @@ class Scaler:
             return
         self.left = max(self.left - 1, 0) if overflow else self.hysteresis
         self.clean = 0 if overflow else self.clean + 1
-        factor = 0.5 if overflow and self.left == 0 else 2.0 if self.clean >= self.window else 1.0
+        factor = (
+            0.5
+            if overflow and self.left == 0
+            else 2.0
+            if self.clean >= self.window
+            else 1.0
+        )
         self.clean = 0 if self.clean >= self.window else self.clean
         self.scale = min(max(self.scale * factor, 1.0), LARGEST_SCALE)
 
@@ -185,9 +193,15 @@ class Oracle:
             slot.main, slot.low_bits = None, bits
             slot.model, slot.low = split(value, bits)
         elif half and not remains and slot.main is None:
-            slot.low, slot.main, slot.model = None, value.copy(), rounded(value, slot.dtype)
+            slot.low, slot.main, slot.model = (
+                None,
+                value.copy(),
+                rounded(value, slot.dtype),
+            )
         for name in self.moment_names(slot):
-            slot.moments[name] = in_form(slot.moments.get(name), name, place, slot.model.size)
+            slot.moments[name] = in_form(
+                slot.moments.get(name), name, place, slot.model.size
+            )
 
     def moment_names(self, slot: Slot) -> tuple[str, ...]:
         """Moments that a slot has under the settings of its group."""
@@ -200,7 +214,8 @@ class Oracle:
             trial = copy.deepcopy(slot)
             self.keep_slot_as(trial, place)
             pairs = [
-                (trial.moments[name].values(), kept.values()) for name, kept in slot.moments.items()
+                (trial.moments[name].values(), kept.values())
+                for name, kept in slot.moments.items()
             ]
             if not all(
                 np.array_equal(a, b, equal_nan=True)
@@ -213,7 +228,9 @@ class Oracle:
 
     def order(self) -> list[tuple[Group, Slot]]:
         """Every slot in the optimizer's order."""
-        return [(group, self.slots[name]) for group in self.groups for name in group.names]
+        return [
+            (group, self.slots[name]) for group in self.groups for name in group.names
+        ]
 
     def group_of(self, name: str) -> Group:
         return next(group for group in self.groups if name in group.names)
@@ -253,13 +270,24 @@ class Oracle:
             self._apply(grads, fp32(inverse * clip))
         if self.scaler:
             self.scaler.update(overflow)
-        zeros = sum(int(np.sum(g == 0)) for g in grads.values()) if self.count_zeros else None
-        return Outcome(not skip, None if overflow else norm, None if overflow else zeros)
+        zeros = (
+            sum(int(np.sum(g == 0)) for g in grads.values())
+            if self.count_zeros
+            else None
+        )
+        return Outcome(
+            not skip, None if overflow else norm, None if overflow else zeros
+        )
 
     def _parts(self) -> list[list[str]]:
         """Names of the dense and of the expert parameters: their sums are formed apart."""
         return [
-            [name for group in self.groups if group.part == part for name in group.names]
+            [
+                name
+                for group in self.groups
+                if group.part == part
+                for name in group.names
+            ]
             for part in (0, 1)
         ]
 
@@ -308,7 +336,9 @@ def in_form(now: Stored | None, name: str, place: Place, size: int) -> Stored:
     """A moment in a place's form: zeros if there is none yet, the same codes if it is in that form
     already."""
     second = name == "exp_avg_sq"
-    form = FORMS[place.form].get("exp_avg_sq_dtype" if second else "exp_avg_dtype", "float32")
+    form = FORMS[place.form].get(
+        "exp_avg_sq_dtype" if second else "exp_avg_dtype", "float32"
+    )
     if now is not None and now.form == form:
         return now
     return stored(np.zeros(size, F) if now is None else now.values(), form, second)
@@ -321,4 +351,13 @@ def equal_settings(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-__all__ = ["Group", "Oracle", "Outcome", "Scaler", "Slot", "equal_settings", "in_form", "same_bits"]
+__all__ = [
+    "Group",
+    "Oracle",
+    "Outcome",
+    "Scaler",
+    "Slot",
+    "equal_settings",
+    "in_form",
+    "same_bits",
+]

@@ -28,7 +28,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "store_param_remainders": False,
     },
     "remainders": {},
-    "remainders and bfloat16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+    "remainders and bfloat16": {
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+    },
     "remainders and 8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
     "8bit remainders": {
         "exp_avg_dtype": "uint8",
@@ -128,7 +131,11 @@ FRACTIONS = (0.0, 0.37, 1.0)
 
 def fitting(place: Place) -> Place:
     """Without a host part there is no mode."""
-    return Place(0.0, "sync", place.backend, place.form) if place.fraction == 0.0 else place
+    return (
+        Place(0.0, "sync", place.backend, place.form)
+        if place.fraction == 0.0
+        else place
+    )
 
 
 def places(precision: str) -> SearchStrategy[Place]:
@@ -175,7 +182,9 @@ def setups() -> SearchStrategy[Setup]:
             st.just(precision),
             st.sampled_from(("adam", "adam", "lamb", "sgd", "lion")),
             places(precision),
-            st.one_of(st.just(()), st.lists(SETTINGS, min_size=3, max_size=3).map(tuple)),
+            st.one_of(
+                st.just(()), st.lists(SETTINGS, min_size=3, max_size=3).map(tuple)
+            ),
             st.sampled_from((1.0, 0.0, 1e-3, 1e6)),
             st.sampled_from((float("inf"), float("inf"), 50.0)),
             st.integers(0, 99),

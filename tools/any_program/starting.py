@@ -26,7 +26,9 @@ def predicted(setup: Setup, slots: dict[str, Slot]) -> Oracle:
         setup.threshold,
         setup.count_zeros,
     )
-    oracle.outside = {name: slot.model for name, slot in slots.items() if name not in grouped}
+    oracle.outside = {
+        name: slot.model for name, slot in slots.items() if name not in grouped
+    }
     oracle.deal_out()
     oracle.keep_as(setup.place)
     return oracle
@@ -47,7 +49,9 @@ def _groups(setup: Setup) -> list[Group]:
                 continue
             decay = 0.0 if len(param.shape) <= 1 else 0.1
             group = Group(
-                [], param.expert, settings_of(setup, Settings(0.01, decay), explicit=False)
+                [],
+                param.expert,
+                settings_of(setup, Settings(0.01, decay), explicit=False),
             )
             key = (param.expert, int(decay == 0.0))
         found.setdefault(key, group).names.append(name)
@@ -72,5 +76,9 @@ def settings_of(setup: Setup, given: Settings, explicit: bool) -> dict[str, Any]
     elif rule == "lion":
         more = {"betas": (0.5 if variant else 0.95, 0.98)}
     else:
-        more = {"momentum": 0.0 if variant else 0.9, "dampening": 0.0, "nesterov": False}
+        more = {
+            "momentum": 0.0 if variant else 0.9,
+            "dampening": 0.0,
+            "nesterov": False,
+        }
     return {**common, **more}

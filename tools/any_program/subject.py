@@ -75,7 +75,9 @@ def random_values(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
 
 def as_values(tensor: Tensor) -> Array:
     """A tensor's elements, row-major, in FP32 (or FP64 if they are); a copy."""
-    wide = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    wide = tensor.detach().to(
+        torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    )
     return wide.contiguous().reshape(-1).numpy().copy()
 
 
@@ -215,7 +217,11 @@ class Subject:
     def check_model(self, oracle: Oracle) -> None:
         """The model's parameters, which no look can change."""
         for name, param in self.params():
-            expected = oracle.slots[name].model if name in oracle.slots else oracle.outside[name]
+            expected = (
+                oracle.slots[name].model
+                if name in oracle.slots
+                else oracle.outside[name]
+            )
             expect_bits(f"model parameter {name}", param, expected)
 
     def check_main_params(self, oracle: Oracle) -> None:
@@ -223,11 +229,16 @@ class Subject:
         assert list(named) == [slot.name for _, slot in oracle.order()]
         for name, main in named.items():
             slot = oracle.slots[name]
-            assert main.dtype == (torch.float32 if slot.bound else self.model.param(name).dtype)
+            assert main.dtype == (
+                torch.float32 if slot.bound else self.model.param(name).dtype
+            )
             expect_bits(f"main param {name}", main, slot.value())
 
     def check_state_dict(
-        self, oracle: Oracle, state_dict: Mapping[str, Any], full_precision: bool = False
+        self,
+        oracle: Oracle,
+        state_dict: Mapping[str, Any],
+        full_precision: bool = False,
     ) -> None:
         """A state dict says what the oracle says, by name."""
         assert len(state_dict["param_groups"]) == len(oracle.groups)
@@ -236,11 +247,15 @@ class Subject:
             check_settings(saved, group)
             for index, name in zip(saved["params"], group.names, strict=True):
                 expected = expected_state(
-                    oracle.slots[name], oracle.moment_names(oracle.slots[name]), full_precision
+                    oracle.slots[name],
+                    oracle.moment_names(oracle.slots[name]),
+                    full_precision,
                 )
                 check_slot(name, state_dict["state"].get(index, {}), expected)
         if oracle.scaler and not oracle.scaler.constant:
-            found = {key: float(value) for key, value in state_dict["grad_scaler"].items()}
+            found = {
+                key: float(value) for key, value in state_dict["grad_scaler"].items()
+            }
             assert found == {
                 "scale": oracle.scaler.scale,
                 "growth_tracker": oracle.scaler.clean,
@@ -278,7 +293,9 @@ def check_settings(saved: Mapping[str, Any], group: Group) -> None:
     )
 
 
-def expected_state(slot: Slot, moments: tuple[str, ...], full: bool) -> dict[str, Array]:
+def expected_state(
+    slot: Slot, moments: tuple[str, ...], full: bool
+) -> dict[str, Array]:
     """Keys and FP32 values of a slot's state, stored or in full precision."""
     if not slot.bound:
         return {}
@@ -296,7 +313,9 @@ def expected_state(slot: Slot, moments: tuple[str, ...], full: bool) -> dict[str
     return expected
 
 
-def check_slot(name: str, state: Mapping[str, Any], expected: Mapping[str, Array]) -> None:
+def check_slot(
+    name: str, state: Mapping[str, Any], expected: Mapping[str, Array]
+) -> None:
     assert state.keys() == expected.keys(), (
         f"state of {name}: has {sorted(state)}, should have {sorted(expected)}"
     )

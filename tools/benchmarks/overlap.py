@@ -68,14 +68,20 @@ class Bus:
 
     def mark(self) -> None: ...
 
-    def _copy(self, lane: str, to: Sequence[Tensor], sources: Sequence[Tensor]) -> float:
+    def _copy(
+        self, lane: str, to: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> float:
         started = max(time.perf_counter(), self._free_at[lane])
         for destination, source in zip(to, sources, strict=True):
             destination.copy_(source)
-        self._free_at[lane] = started + sum(source.nbytes for source in sources) / self._rate
+        self._free_at[lane] = (
+            started + sum(source.nbytes for source in sources) / self._rate
+        )
         return self._free_at[lane]
 
-    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> float:
+    def download(
+        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None
+    ) -> float:
         return self._copy("down", to, sources)
 
     def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> float:
@@ -92,14 +98,21 @@ class _Layer(torch.autograd.Function):
     """Takes its share of the time of backward, then has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, model: Model, index: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, model: Model, index: int
+    ) -> Tensor:
         ctx.model, ctx.index = model, index
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ctx.model.work()
-        return grad, ctx.model.grads[ctx.index].view(ctx.model.weights[ctx.index].shape), None, None
+        return (
+            grad,
+            ctx.model.grads[ctx.index].view(ctx.model.weights[ctx.index].shape),
+            None,
+            None,
+        )
 
 
 class Model(nn.Module):
@@ -110,7 +123,8 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(0)
         size = setting.params // setting.tensors
         self.weights = nn.ParameterList(
-            torch.randn(size, generator=generator).bfloat16() for _ in range(setting.tensors)
+            torch.randn(size, generator=generator).bfloat16()
+            for _ in range(setting.tensors)
         )
         self.grads = [
             torch.randn(size, generator=generator).mul_(1e-3).bfloat16()
@@ -204,7 +218,9 @@ def measure(setting: Setting, lengths: Sequence[float], rounds: int) -> Section:
     for length in lengths:
         for run in runs.values():
             run.step.clear(), run.whole.clear(), run.hidden.clear()
-        for _ in track(range(rounds), description=f"{setting.title}, {length:g}", transient=True):
+        for _ in track(
+            range(rounds), description=f"{setting.title}, {length:g}", transient=True
+        ):
             for run in runs.values():
                 run.once(length * alone)
         for mode, run in runs.items():
@@ -225,7 +241,9 @@ def write(folder: Path, sections: Sequence[Section]) -> None:
         "machine": report.machine(),
         "sections": [dataclasses.asdict(section) for section in sections],
     }
-    (folder / "overlap.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    (folder / "overlap.json").write_text(
+        json.dumps(values, indent=1) + "\n", encoding="utf-8"
+    )
     (folder / "overlap.md").write_text(report.tables(sections), encoding="utf-8")
     _plot(sections[0], folder / "overlap.png")
 
@@ -241,7 +259,10 @@ def _plot(section: Section, path: Path) -> None:
     )
     axes.bar_label(
         bars,
-        [f"{section.rows[n]['ms']:.1f} ms, {section.rows[n]['hidden']:.0%} hidden" for n in names],
+        [
+            f"{section.rows[n]['ms']:.1f} ms, {section.rows[n]['hidden']:.0%} hidden"
+            for n in names
+        ],
         padding=4,
         fontsize=8,
     )

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from benchmarks import megatron, opponents
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Composite
 from benchmarks.timing import Timing, alternate, ratio
-from mp_optim import FusedAdam, Lion, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from mp_optim import (
+    FusedAdam,
+    Lion,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.update import set_host_threads
 
@@ -69,9 +75,13 @@ class Contenders:
         try:
             step = build()
             step()
-        except Exception as error:  # whatever an opponent's import, build or first step raises
+        except (
+            Exception
+        ) as error:  # whatever an opponent's import, build or first step raises
             self.missing[name] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
+                    :120
+                ]
             )
         else:
             self.steps[name] = step
@@ -89,29 +99,42 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def tensors(numel: int, count: int, dtype: torch.dtype, value: float | None = None) -> list[Tensor]:
+def tensors(
+    numel: int, count: int, dtype: torch.dtype, value: float | None = None
+) -> list[Tensor]:
     """``count`` tensors of ``numel`` elements: random, or all of one value."""
     if value is not None:
         return [torch.full((numel,), value, dtype=dtype) for _ in range(count)]
     generator = torch.Generator().manual_seed(count)
-    return [(torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)]
+    return [
+        (torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)
+    ]
 
 
 def our_kernel(
-    mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None, **settings: Any
+    mains: list[Tensor],
+    grads: list[Tensor],
+    outputs: list[Tensor] | None,
+    **settings: Any,
 ) -> Callable[[], object]:
     """``FusedAdam.step_slots``: the update alone."""
-    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings)
+    optimizer = FusedAdam(
+        mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings
+    )
     updates = SlotUpdates.of(
         [
-            SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
+            SlotUpdate(
+                Slot(0, index), grad, 0.5, None if outputs is None else outputs[index]
+            )
             for index, grad in enumerate(grads)
         ]
     )
     return lambda: optimizer.step_slots(updates)
 
 
-def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) -> MegatronOptimizer:
+def our_optimizer(
+    params: list[Tensor], grads: list[Tensor], **settings: Any
+) -> MegatronOptimizer:
     """What ``get_megatron_optimizer`` makes of params that have these gradients; clipping is on,
     all are decayed."""
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
@@ -134,7 +157,9 @@ def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) ->
     return optimizer
 
 
-def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
+def our_step(
+    params: list[Tensor], grads: list[Tensor], **settings: Any
+) -> Callable[[], object]:
     """The whole mixed-precision step."""
     return our_optimizer(params, grads, **settings).step
 
@@ -154,16 +179,23 @@ def memory_limit(numel: int, rounds: int) -> tuple[Section, float]:
             5 * other.nbytes,
         ),
     }
-    timings = alternate({name: run for name, (run, _) in probes.items()}, rounds, "memory")
+    timings = alternate(
+        {name: run for name, (run, _) in probes.items()}, rounds, "memory"
+    )
     section = Section("Memory: GB/s of bytes asked for")
-    section.take(timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9)
+    section.take(
+        timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9
+    )
     return section, max(row["gbs"] for row in section.rows.values()) * 1e9
 
 
 def update_kernels(numel: int, rounds: int, limit: float) -> Section:
     """FP32 states, the update alone."""
     count = numel // PIECE
-    mains, grads = tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32)
+    mains, grads = (
+        tensors(PIECE, count, torch.float32),
+        tensors(PIECE, count, torch.float32),
+    )
     half_grads, outputs = (
         tensors(PIECE, count, torch.bfloat16),
         tensors(PIECE, count, torch.bfloat16),
@@ -174,7 +206,8 @@ def update_kernels(numel: int, rounds: int, limit: float) -> Section:
         lambda: our_kernel([main.clone() for main in mains], half_grads, outputs),
     )
     field_.add(
-        f"{OURS}, FP32 gradient", lambda: our_kernel([main.clone() for main in mains], grads, None)
+        f"{OURS}, FP32 gradient",
+        lambda: our_kernel([main.clone() for main in mains], grads, None),
     )
     field_.add(
         "torch AdamW fused",
@@ -185,7 +218,8 @@ def update_kernels(numel: int, rounds: int, limit: float) -> Section:
         lambda: opponents.torch_adamw([m.clone() for m in mains], grads, foreach=True),
     )
     field_.add(
-        "DeepSpeedCPUAdam", lambda: opponents.deepspeed_cpu_adam([m.clone() for m in mains], grads)
+        "DeepSpeedCPUAdam",
+        lambda: opponents.deepspeed_cpu_adam([m.clone() for m in mains], grads),
     )
     timings = alternate(field_.steps, rounds, "update")
     section = Section("Update kernels alone, FP32 states", missing=field_.missing)
@@ -217,7 +251,9 @@ def full_step(numel: int, rounds: int, limit: float) -> Section:
         section.take(
             timings,
             of_limit=lambda name, t: STEP_BYTES * count * PIECE / t.median / limit,
-            times_ours=lambda name, t, ours=ours, timings=timings: ratio(t, timings[ours]),
+            times_ours=lambda name, t, ours=ours, timings=timings: ratio(
+                t, timings[ours]
+            ),
         )  # type: ignore[misc]
         del composite, params, grads, steps
         gc.collect()
@@ -241,7 +277,9 @@ def _add_megatron(section: Section, numel: int, rounds: int, limit: float) -> No
         field_.add(
             f"Megatron-core, {name}",
             lambda fused=fused, dtype=dtype: megatron.megatron_step(  # type: ignore[misc]
-                [param.clone() for param in params], [grad.to(dtype) for grad in grads], fused=fused
+                [param.clone() for param in params],
+                [grad.to(dtype) for grad in grads],
+                fused=fused,
             ),
         )
         section.missing |= field_.missing
@@ -294,7 +332,9 @@ def compact_states(numel: int, rounds: int) -> Section:
     field_ = Contenders()
 
     def build(name: str, kind: dict[str, Any]) -> Callable[[], object]:
-        optimizers[name] = our_optimizer([param.clone() for param in params], grads, **kind)
+        optimizers[name] = our_optimizer(
+            [param.clone() for param in params], grads, **kind
+        )
         return optimizers[name].step
 
     for kind_name, kind in KINDS.items():
@@ -335,13 +375,20 @@ def eight_bit(numel: int, rounds: int) -> Section:
     """The update alone with moments of 8 bits or few: ours and those of others, on a few pieces, as
     most are slow."""
     count = max(1, min(numel // PIECE, FEW))
-    mains, grads = tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32)
+    mains, grads = (
+        tensors(PIECE, count, torch.float32),
+        tensors(PIECE, count, torch.float32),
+    )
     half_mains, half_grads = (
         tensors(PIECE, count, torch.bfloat16),
         tensors(PIECE, count, torch.bfloat16),
     )
     field_ = Contenders()
-    for name, dtype in (("8-bit", torch.uint8), ("bf16", torch.bfloat16), ("FP32", torch.float32)):
+    for name, dtype in (
+        ("8-bit", torch.uint8),
+        ("bf16", torch.bfloat16),
+        ("FP32", torch.float32),
+    ):
         field_.add(
             f"{OURS}, {name} moments",
             lambda dtype=dtype: our_kernel(  # type: ignore[misc]
@@ -361,7 +408,9 @@ def eight_bit(numel: int, rounds: int) -> Section:
             ),
         )
     timings = alternate(field_.steps, max(3, min(rounds, 5)), "eight bit")
-    section = Section("8-bit and other compact moments, the update alone", missing=field_.missing)
+    section = Section(
+        "8-bit and other compact moments, the update alone", missing=field_.missing
+    )
     columns: dict[str, Callable[[str, Timing], float]] = {
         "gparams": lambda _, t: count * PIECE / t.median / 1e9
     }
@@ -375,7 +424,11 @@ def many_tensors(total: int, rounds: int) -> Section:
     """As many elements in 10,000 small tensors, in a mix as of a mixture of experts, and in one."""
     small = total // 10_000
     moe = [total // 4, total // 4] + [total // 512] * 256
-    sizes = {"1 tensor": [total], f"10,000 of {small:,}": [small] * 10_000, "MoE mix": moe}
+    sizes = {
+        "1 tensor": [total],
+        f"10,000 of {small:,}": [small] * 10_000,
+        "MoE mix": moe,
+    }
     section = Section("Many tensors: ms, and how many times one tensor's")
     for name, build in {
         "full step, " + OURS: our_step,
@@ -386,10 +439,15 @@ def many_tensors(total: int, rounds: int) -> Section:
         field_ = Contenders()
         for label, numels in sizes.items():
             field_.add(
-                label, lambda name=name, build=build, numels=numels: _of_sizes(name, build, numels)
+                label,
+                lambda name=name, build=build, numels=numels: _of_sizes(
+                    name, build, numels
+                ),
             )  # type: ignore[misc]
         timings = alternate(field_.steps, max(3, rounds // 2), name)
-        section.missing |= {f"{name}, {label}": why for label, why in field_.missing.items()}
+        section.missing |= {
+            f"{name}, {label}": why for label, why in field_.missing.items()
+        }
         for label, timing in timings.items():
             section.rows[f"{name}: {label}"] = {
                 "ms": timing.median * 1e3,
@@ -426,7 +484,9 @@ def thread_scaling(numel: int, rounds: int, most: int) -> Section:
     for count in sorted({1, 2, most} | {2**k for k in range(1, 7) if 2**k <= most}):
         if count <= most:
             with threads(count):
-                timing = alternate({str(count): step}, rounds, f"{count} threads")[str(count)]
+                timing = alternate({str(count): step}, rounds, f"{count} threads")[
+                    str(count)
+                ]
             first = section.rows.get("1", {"ms": timing.median * 1e3})["ms"]
             section.rows[str(count)] = {
                 "ms": timing.median * 1e3,

@@ -26,9 +26,13 @@ def sharding_accelerator() -> Accelerator:
         transformer_cls_names_to_wrap=["Linear"],
         cpu_ram_efficient_loading=False,
     )
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin)
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin
+    )
     if accelerator.distributed_type is DistributedType.MULTI_CPU:
-        vars(accelerator.state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        vars(accelerator.state).update(
+            distributed_type=DistributedType.FSDP, fsdp_plugin=plugin
+        )
     return accelerator
 
 
@@ -42,7 +46,10 @@ def main(steps: int = 40) -> list[float]:
     assert all(isinstance(param, DTensor) for param in model.parameters())
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
+            lr=1e-2,
+            bf16=True,
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=0.5,
         ),
         model,
     )
@@ -51,7 +58,9 @@ def main(steps: int = 40) -> list[float]:
     for _ in range(steps):
         inputs = torch.randn(64, 16, device=accelerator.device)
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs.bfloat16()).float(), teacher(inputs).detach())
+        loss = nn.functional.mse_loss(
+            model(inputs.bfloat16()).float(), teacher(inputs).detach()
+        )
         accelerator.backward(loss)
         optimizer.step()
         losses.append(loss.item())

@@ -30,7 +30,10 @@ def _train(
     **settings: Any,
 ) -> tuple[list[float], list[Tensor]]:
     if fraction > 0.0:
-        settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+        settings |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": fraction,
+        }
     model = _model(device)
     if float8:
         quantize_weights(model)
@@ -41,9 +44,9 @@ def _train(
         with_host_verdict(optimizer)
     losses = []
     for step in range(STEPS):
-        tokens = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(step)).to(
-            device
-        )
+        tokens = torch.randint(
+            0, 64, (32,), generator=torch.Generator().manual_seed(step)
+        ).to(device)
         optimizer.zero_grad(set_to_none=False)  # their memory stays, for the graph
         loss = nn.functional.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
         loss.backward()
@@ -52,8 +55,12 @@ def _train(
     return losses, [param.detach().float().cpu() for param in model.parameters()]
 
 
-def _equal(a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[Tensor]]) -> bool:
-    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+def _equal(
+    a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[Tensor]]
+) -> bool:
+    return a[0] == b[0] and all(
+        torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True)
+    )
 
 
 def bits(device: torch.device) -> Section:
@@ -73,14 +80,18 @@ def bits(device: torch.device) -> Section:
         expected = _train(device, 0.0, **settings)
         for fraction in (0.5, 1.0):
             same = _equal(_train(device, fraction, **settings), expected)
-            section.rows[f"{kind}: {STEPS} steps, fraction {fraction} as 0"] = {"same": float(same)}
+            section.rows[f"{kind}: {STEPS} steps, fraction {fraction} as 0"] = {
+                "same": float(same)
+            }
         same = _equal(_train(device, 0.0, on_host=True, **settings), expected)
         section.rows[f"{kind}: {STEPS} steps, verdict on the host as on the device"] = {
             "same": float(same)
         }
         name = f"{kind}: {STEPS} steps, CUDA graph as eager"
         try:
-            same = _equal(_train(device, 0.0, optimizer_cuda_graph=True, **settings), expected)
+            same = _equal(
+                _train(device, 0.0, optimizer_cuda_graph=True, **settings), expected
+            )
             section.rows[name] = {"same": float(same)}
         except ValueError as error:
             section.missing[name] = str(error)[:120]
@@ -93,12 +104,13 @@ def bits(device: torch.device) -> Section:
     for rule in (FusedAdam, FusedLAMB, Lion):
         for states, precision in _STATES.items():
             ours, theirs = (
-                _stream(rule, where, precision) for where in (device, torch.device("cpu"))
+                _stream(rule, where, precision)
+                for where in (device, torch.device("cpu"))
             )
             same = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-            section.rows[f"{rule.__name__}, {states}: one stream of gradients, device as CPU"] = {
-                "same": float(same)
-            }
+            section.rows[
+                f"{rule.__name__}, {states}: one stream of gradients, device as CPU"
+            ] = {"same": float(same)}
     torch.use_deterministic_algorithms(False)
     return section
 

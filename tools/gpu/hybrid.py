@@ -21,14 +21,18 @@ def fractions(device: torch.device, numel: int, rounds: int) -> Section:
     fractions 0, 0.5, 1."""
     section = Section("Hybrid step: fraction on the host")
     for fraction in (0.0, 0.5, 1.0):
-        section.rows[f"{fraction}"] = _one(device, numel // PIECE or 1, fraction, rounds)
+        section.rows[f"{fraction}"] = _one(
+            device, numel // PIECE or 1, fraction, rounds
+        )
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return section
 
 
-def _one(device: torch.device, count: int, fraction: float, rounds: int) -> dict[str, float]:
+def _one(
+    device: torch.device, count: int, fraction: float, rounds: int
+) -> dict[str, float]:
     settings: dict[str, Any] = (
         {}
         if fraction == 0.0
@@ -42,12 +46,16 @@ def _one(device: torch.device, count: int, fraction: float, rounds: int) -> dict
     before = torch.cuda.memory_allocated(device) if cuda else 0
     model = nn.ParameterList(
         [
-            nn.Parameter(torch.full((PIECE,), 0.02, dtype=torch.bfloat16, device=device))
+            nn.Parameter(
+                torch.full((PIECE,), 0.02, dtype=torch.bfloat16, device=device)
+            )
             for _ in range(count)
         ]
     )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, **settings),
+        OptimizerConfig(
+            bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, **settings
+        ),
         model,
         config_overrides={},
     )
@@ -56,9 +64,13 @@ def _one(device: torch.device, count: int, fraction: float, rounds: int) -> dict
     optimizer.init_state()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    timing = alternate(device, {"step": optimizer.step}, rounds, f"hybrid {fraction}")["step"]
+    timing = alternate(device, {"step": optimizer.step}, rounds, f"hybrid {fraction}")[
+        "step"
+    ]
     peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
-    on_device = sum(row.params for row in optimizer.describe().rows if row.place == "device")
+    on_device = sum(
+        row.params for row in optimizer.describe().rows if row.place == "device"
+    )
     formula = count * PIECE * 4 + on_device * 12
     metrics, hosted = optimizer.metrics(), count * PIECE - on_device
     return {

@@ -18,11 +18,18 @@ def adams() -> list[str]:
 
 
 def _adam(name: str, params: list[Tensor]) -> torch.optim.Optimizer:
-    settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    settings: dict[str, Any] = {
+        "lr": LR,
+        "betas": BETAS,
+        "eps": EPS,
+        "weight_decay": DECAY,
+    }
     if name == "torch fused":
         return torch.optim.AdamW(params, fused=True, **settings)
     module = (
-        "apex.optimizers" if name.startswith("apex") else "transformer_engine.pytorch.optimizers"
+        "apex.optimizers"
+        if name.startswith("apex")
+        else "transformer_engine.pytorch.optimizers"
     )
     optimizer: torch.optim.Optimizer = importlib.import_module(module).FusedAdam(
         params, adam_w_mode=True, **settings
@@ -50,7 +57,9 @@ class MegatronStyle:
         main_grads = [main.grad for main in self.mains]
         torch._foreach_copy_(main_grads, self.grads)
         self.found_inf.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(main_grads, self.found_inf, self.inv_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            main_grads, self.found_inf, self.inv_scale
+        )
         torch.nn.utils.clip_grad_norm_(self.mains, CLIP, foreach=True)
         self.adam.step()
         torch._foreach_copy_(self.params, self.mains)

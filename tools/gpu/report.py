@@ -9,11 +9,16 @@ from typing import Any
 def markdown(found: Mapping[str, Any]) -> str:
     """What was measured on, then one table a part."""
     machine = found["machine"]
-    lines = [", ".join(f"{key} {value}" for key, value in machine.items() if value) + ".", ""]
+    lines = [
+        ", ".join(f"{key} {value}" for key, value in machine.items() if value) + ".",
+        "",
+    ]
     for name, section in found.items():
         if name == "machine":
             continue
-        columns = list(dict.fromkeys(key for row in section["rows"].values() for key in row))
+        columns = list(
+            dict.fromkeys(key for row in section["rows"].values() for key in row)
+        )
         lines += [
             f"### {section['title']}",
             "",
@@ -35,4 +40,6 @@ def markdown(found: Mapping[str, Any]) -> str:
 def _cell(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3f}"
+    return (
+        f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3f}"
+    )

@@ -47,7 +47,10 @@ class Rate:
 def rates(rate: Rate, rounds: int) -> Section:
     """GB/s of the simplest things that read and write."""
     numel = 1 << (28 if rate.device.type == "cuda" else 22)
-    flat, other = torch.zeros(numel, device=rate.device), torch.zeros(numel, device=rate.device)
+    flat, other = (
+        torch.zeros(numel, device=rate.device),
+        torch.zeros(numel, device=rate.device),
+    )
     probes: dict[str, tuple[Callable[[], object], int]] = {
         "x *= c": (lambda: flat.mul_(1.0001), 2 * flat.nbytes),
         "copy": (lambda: other.copy_(flat), 2 * flat.nbytes),
@@ -58,8 +61,12 @@ def rates(rate: Rate, rounds: int) -> Section:
         rate.device, {name: run for name, (run, _) in probes.items()}, rounds, "rates"
     )
     section = Section("Memory of the device: GB/s of bytes asked for")
-    section.take(timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9)
-    rate.limit = max(row["gbs"] for name, row in section.rows.items() if name != "fill") * 1e9
+    section.take(
+        timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9
+    )
+    rate.limit = (
+        max(row["gbs"] for name, row in section.rows.items() if name != "fill") * 1e9
+    )
     return section
 
 
@@ -69,7 +76,9 @@ def sizes_of(numel: int, kind: str) -> list[int]:
         return [min(LARGE, numel)] * max(1, numel // LARGE)
     if kind == "small":
         return [max(1, numel // 10_000)] * 10_000
-    return [max(1, numel // 4)] * 2 + [max(1, numel // 512)] * 256  # a mixture of experts
+    return [max(1, numel // 4)] * 2 + [
+        max(1, numel // 512)
+    ] * 256  # a mixture of experts
 
 
 def _tensors(
@@ -78,20 +87,32 @@ def _tensors(
     return [torch.full((size,), value, dtype=dtype, device=device) for size in sizes]
 
 
-def _kernel(rate: Rate, backend: str, sizes: list[int], **precision: Any) -> Callable[[], object]:
+def _kernel(
+    rate: Rate, backend: str, sizes: list[int], **precision: Any
+) -> Callable[[], object]:
     """The update alone, through a backend that must be the one that steps."""
     choose_backend(backend, rate.device)
     remainders = precision.get("store_param_remainders", False)
-    mains = _tensors(rate.device, sizes, torch.bfloat16 if remainders else torch.float32, 0.02)
+    mains = _tensors(
+        rate.device, sizes, torch.bfloat16 if remainders else torch.float32, 0.02
+    )
     optimizer = FusedAdam(
-        mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, backend=backend, **precision
+        mains,
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=DECAY,
+        backend=backend,
+        **precision,
     )
     found = optimizer.backend_for(rate.device)[0].name
     if found != backend:
         raise RuntimeError(f"stepped by {found}")
     grads = _tensors(rate.device, sizes, torch.bfloat16, 1e-3)
     outputs = (
-        [None] * len(sizes) if remainders else _tensors(rate.device, sizes, torch.bfloat16, 0.0)
+        [None] * len(sizes)
+        if remainders
+        else _tensors(rate.device, sizes, torch.bfloat16, 0.0)
     )
     updates = SlotUpdates.of(
         [
@@ -102,7 +123,9 @@ def _kernel(rate: Rate, backend: str, sizes: list[int], **precision: Any) -> Cal
     return lambda: optimizer.step_slots(updates)
 
 
-def _step(rate: Rate, backend: str, sizes: list[int], **settings: Any) -> Callable[[], object]:
+def _step(
+    rate: Rate, backend: str, sizes: list[int], **settings: Any
+) -> Callable[[], object]:
     """The whole mixed-precision step, clipping on."""
     config = OptimizerConfig(
         bf16=True,
@@ -167,7 +190,10 @@ def kernels(rate: Rate, numel: int, rounds: int) -> Section:
 
 
 def _add(
-    section: Section, rate: Rate, builds: dict[str, tuple[Callable[[], Any], int]], rounds: int
+    section: Section,
+    rate: Rate,
+    builds: dict[str, tuple[Callable[[], Any], int]],
+    rounds: int,
 ) -> None:
     field = Contenders()
     for name, (build, _) in builds.items():
@@ -175,7 +201,8 @@ def _add(
     timings = alternate(rate.device, field.steps, rounds, ", ".join(builds))
     section.missing |= field.missing
     section.take(
-        timings, of_limit=lambda name, timing: builds[name][1] / timing.median / rate.limit
+        timings,
+        of_limit=lambda name, timing: builds[name][1] / timing.median / rate.limit,
     )
     del field
     clean(rate.device)
@@ -201,7 +228,9 @@ def steps(rate: Rate, numel: int, rounds: int) -> Section:
         field.add(
             f"Megatron's sequence, {adam}",
             lambda a=adam: (
-                MegatronStyle(_tensors(rate.device, sizes, torch.bfloat16, 0.02), a).step
+                MegatronStyle(
+                    _tensors(rate.device, sizes, torch.bfloat16, 0.02), a
+                ).step
             ),
         )
         if field.steps:
@@ -235,14 +264,19 @@ def many(rate: Rate, numel: int, rounds: int) -> Section:
         field = Contenders()
         for kind in ("large", "small", "moe"):
             field.add(
-                f"{backend}: {kind}", lambda k=kind, b=backend: _step(rate, b, sizes_of(numel, k))
+                f"{backend}: {kind}",
+                lambda k=kind, b=backend: _step(rate, b, sizes_of(numel, k)),
             )
         timings = alternate(rate.device, field.steps, rounds, f"many, {backend}")
         section.missing |= field.missing
         first = timings.get(f"{backend}: large")
         section.take(
             timings,
-            **({"times_one": lambda name, timing, f=first: ratio(timing, f)} if first else {}),
+            **(
+                {"times_one": lambda name, timing, f=first: ratio(timing, f)}
+                if first
+                else {}
+            ),
         )
         del field
         clean(rate.device)

@@ -27,7 +27,15 @@ def run(device: torch.device) -> Section:
     """Numbers of tests by outcome."""
     section = Section(f"Tests on {device}")
     for name, arguments in SUITES.items():
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *arguments,
+        ]
         try:
             done = subprocess.run(
                 [*command, *_workers()],

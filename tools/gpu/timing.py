@@ -11,7 +11,10 @@ from rich.progress import track
 
 
 def alternate(
-    device: torch.device, contenders: Mapping[str, Callable[[], object]], rounds: int, label: str
+    device: torch.device,
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    label: str,
 ) -> dict[str, Timing]:
     """Time every contender once a round, after two rounds that do not count. Includes what the host
     adds: launches that the device waits for show in its clock."""

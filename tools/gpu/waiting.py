@@ -27,7 +27,9 @@ def with_host_verdict(optimizer: MegatronOptimizer) -> MegatronOptimizer:
     return optimizer
 
 
-def _build(device: torch.device, sizes: list[int], **settings: Any) -> MegatronOptimizer:
+def _build(
+    device: torch.device, sizes: list[int], **settings: Any
+) -> MegatronOptimizer:
     model = nn.ParameterList(
         [
             nn.Parameter(torch.full((size,), 0.02, dtype=torch.bfloat16, device=device))
@@ -35,7 +37,12 @@ def _build(device: torch.device, sizes: list[int], **settings: Any) -> MegatronO
         ]
     )
     config = OptimizerConfig(
-        bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, fused_backend=ours(device), **settings
+        bf16=True,
+        lr=LR,
+        weight_decay=DECAY,
+        clip_grad=CLIP,
+        fused_backend=ours(device),
+        **settings,
     )
     optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param in model:
@@ -72,7 +79,9 @@ def verdicts(rate: Rate, numel: int, rounds: int) -> Section:
                 section.missing[name] = f"backend {ours(device)} needs it on the host"
                 del steps[name]
         timings = alternate(device, steps, rounds, f"who waits, {kind}")
-        section.take(timings, host_ms=lambda name, timing, s=steps: _host_ms(device, s[name]))
+        section.take(
+            timings, host_ms=lambda name, timing, s=steps: _host_ms(device, s[name])
+        )
         del steps, optimizer
         clean(device)
     return section

@@ -45,7 +45,9 @@ class _Alone:
                 for param in layer.params
             },
         )
-        self.optimizer: Any = get_megatron_optimizer(config_of(case, Layout("alone")), self.model)
+        self.optimizer: Any = get_megatron_optimizer(
+            config_of(case, Layout("alone")), self.model
+        )
         self.sums: dict[int, _Sum] = {}
         for layer in case.layers:
             for param in layer.params:
@@ -54,7 +56,9 @@ class _Alone:
         for layer in case.layers:
             if layer.tied_to:
                 tensor = self.model.part(layer).get_parameter("tied")
-                self.sums[id(tensor)].sources.append((layer, Param("tied", tuple(tensor.shape))))
+                self.sums[id(tensor)].sources.append(
+                    (layer, Param("tied", tuple(tensor.shape)))
+                )
 
     def run(self) -> list[Outcome]:
         found = []
@@ -82,7 +86,9 @@ class _Alone:
         found = []
         for rank in range(layout.data_ranks):
             place = Place(self.case, layout, rank)
-            found.append([self._loss(place, step, part) for part in range(self.case.parts)])
+            found.append(
+                [self._loss(place, step, part) for part in range(self.case.parts)]
+            )
         return found
 
     def _loss(self, place: Place, step: int, part: int) -> float | None:
@@ -117,7 +123,8 @@ class _Alone:
             if not each.tensor.requires_grad:
                 continue
             anybody = any(
-                used(self.case, layer, step, range(self.case.streams)) for layer, _ in each.sources
+                used(self.case, layer, step, range(self.case.streams))
+                for layer, _ in each.sources
             )
             each.tensor.main_grad = None
             if not anybody and layout.kind != "copies":
@@ -136,7 +143,9 @@ class _Alone:
         total = torch.zeros(each.tensor.shape)
         for layer, param in each.sources:
             for part in range(self.case.parts):
-                total += gradient(self.case, layer, param, step, part, range(self.case.streams))
+                total += gradient(
+                    self.case, layer, param, step, part, range(self.case.streams)
+                )
         return total
 
     def _in_order(self, each: _Sum, step: int, layout: Layout, scale: float) -> Tensor:
@@ -146,10 +155,14 @@ class _Alone:
         kept = torch.float32 if layout.setting("grad_reduce_in_fp32") else kept
         total = torch.zeros(each.tensor.shape)
         for rank in range(layout.data_ranks):
-            place, mine = Place(self.case, layout, rank), torch.zeros(each.tensor.shape, dtype=kept)
+            place, mine = (
+                Place(self.case, layout, rank),
+                torch.zeros(each.tensor.shape, dtype=kept),
+            )
             for part in range(self.case.parts):
                 passes = [
-                    gradient(self.case, layer, param, step, part, place.streams(layer)) * scale
+                    gradient(self.case, layer, param, step, part, place.streams(layer))
+                    * scale
                     for layer, param in each.sources
                 ]
                 mine += sum(one.to(own) for one in passes)
@@ -165,6 +178,6 @@ class _Alone:
             outcome.tensors[f"main/{name}"] = main.detach().clone()
         for slot in self.optimizer.slots():
             for key, value in self.optimizer.full_slot_state(slot).items():
-                outcome.tensors[f"state/{self.optimizer.slot_name(slot)}/{key}"] = torch.as_tensor(
-                    value
-                ).clone()
+                outcome.tensors[f"state/{self.optimizer.slot_name(slot)}/{key}"] = (
+                    torch.as_tensor(value).clone()
+                )

@@ -171,7 +171,9 @@ def grouped(case: Case) -> str:
                     layout.kind,
                     "x".join(f"{name}{size}" for name, size in layout.mesh),
                     layout.setting("data_parallel_sharding_strategy", ""),
-                    "layer-wise" if layout.setting("use_layer_wise_distributed_optimizer") else "",
+                    "layer-wise"
+                    if layout.setting("use_layer_wise_distributed_optimizer")
+                    else "",
                     "overlap"
                     if layout.setting("overlap_grad_reduce")
                     or layout.setting("overlap_param_gather")
@@ -183,6 +185,10 @@ def grouped(case: Case) -> str:
         for layout in case.layouts
     )
     trouble = (
-        case.disagreement.what if case.disagreement else str(case.bad.value) if case.bad else ""
+        case.disagreement.what
+        if case.disagreement
+        else str(case.bad.value)
+        if case.bad
+        else ""
     )
     return f"{case.seed} {case.world} {case.rule} {case.precision} {layouts} {trouble}".rstrip()

@@ -7,7 +7,15 @@ import math
 import random
 from typing import Any
 
-from layout_fuzz.case import BadGradient, Case, Disagreement, Layer, Layout, Param, Settings
+from layout_fuzz.case import (
+    BadGradient,
+    Case,
+    Disagreement,
+    Layer,
+    Layout,
+    Param,
+    Settings,
+)
 
 __all__ = ["draw"]
 
@@ -54,7 +62,9 @@ class _Draw:
         pick = self.random
         if self.often(0.1):
             return self.disagreement()
-        rule = pick.choice(("adam", "adam", "adam", "sgd", "lion", "lamb", "muon", "muon"))
+        rule = pick.choice(
+            ("adam", "adam", "adam", "sgd", "lion", "lamb", "muon", "muon")
+        )
         kinds = pick.choice(
             (
                 ("copies",),
@@ -75,18 +85,25 @@ class _Draw:
         )
         world = "processes" if self.often(0.15) else "threads"
         rough = kinds == ("copies",) and self.often(0.3)
-        layouts = tuple(self.layout(kind, rule, world, rough, len(kinds) > 1) for kind in kinds)
-        blocks = all(
-            layout.kind in ("copies", "alone") and layout.size("tp") == 1 for layout in layouts
+        layouts = tuple(
+            self.layout(kind, rule, world, rough, len(kinds) > 1) for kind in kinds
         )
-        precision = pick.choice(_MOMENTS_ANYWHERE + (_MOMENTS_IN_BLOCKS if blocks else ()))
+        blocks = all(
+            layout.kind in ("copies", "alone") and layout.size("tp") == 1
+            for layout in layouts
+        )
+        precision = pick.choice(
+            _MOMENTS_ANYWHERE + (_MOMENTS_IN_BLOCKS if blocks else ())
+        )
         layers = self.layers(layouts, rule, precision)
         case = Case(self.seed, world, rule, precision, layers, layouts, rough=rough)
         return self.schedule(case)
 
     # -- layouts ----------------------------------------------------------------------------------
 
-    def layout(self, kind: str, rule: str, world: str, rough: bool, changes: bool) -> Layout:
+    def layout(
+        self, kind: str, rule: str, world: str, rough: bool, changes: bool
+    ) -> Layout:
         found = Layout(kind)
         if kind == "copies":
             found = dataclasses.replace(
@@ -97,9 +114,13 @@ class _Draw:
         elif kind == "fsdp":
             found = dataclasses.replace(found, mesh=self.fsdp_mesh(world))
         elif kind == "placed":
-            sizes = self.random.choice(((2,), (3,), (4,), (2, 2), (1, 3), (2, 1), (2, 2)))
+            sizes = self.random.choice(
+                ((2,), (3,), (4,), (2, 2), (1, 3), (2, 1), (2, 2))
+            )
             mesh = tuple((f"mesh{index}", size) for index, size in enumerate(sizes))
-            found = dataclasses.replace(found, mesh=mesh, placements=self.random.randrange(1000))
+            found = dataclasses.replace(
+                found, mesh=mesh, placements=self.random.randrange(1000)
+            )
         if self.often(0.6):
             fraction = self.random.choice((0.3, 0.5, 1.0))
             parts = rule == "muon" and kind in (
@@ -111,10 +132,14 @@ class _Draw:
                 if rule == "lamb" or parts
                 else ("sync", "overlap", "speculative")
             )
-            found = dataclasses.replace(found, fraction=fraction, mode=self.random.choice(modes))
+            found = dataclasses.replace(
+                found, fraction=fraction, mode=self.random.choice(modes)
+            )
         return found
 
-    def copies_mesh(self, rule: str, world: str, simple: bool) -> tuple[tuple[str, int], ...]:
+    def copies_mesh(
+        self, rule: str, world: str, simple: bool
+    ) -> tuple[tuple[str, int], ...]:
         most = 4 if world == "processes" else 6
         if simple or self.often(0.7):
             return (("dp", self.random.randint(2, most)),)
@@ -162,7 +187,14 @@ class _Draw:
         strategies = (
             ("no_shard", "layer-wise")
             if rule == "muon"
-            else ("no_shard", "optim", "optim", "optim_grads", "optim_grads", "layer-wise")
+            else (
+                "no_shard",
+                "optim",
+                "optim",
+                "optim_grads",
+                "optim_grads",
+                "layer-wise",
+            )
         )
         strategy = self.random.choice(strategies)
         settings: dict[str, Any] = {"data_parallel_sharding_strategy": strategy}
@@ -186,7 +218,9 @@ class _Draw:
 
     # -- the model --------------------------------------------------------------------------------
 
-    def layers(self, layouts: tuple[Layout, ...], rule: str, precision: str) -> tuple[Layer, ...]:
+    def layers(
+        self, layouts: tuple[Layout, ...], rule: str, precision: str
+    ) -> tuple[Layer, ...]:
         ep = max(layout.size("ep") for layout in layouts)
         fsdp = any(layout.kind == "fsdp" for layout in layouts)
         self.empty = not fsdp  # torch: "_chunk_cat expects non-empty tensor"
@@ -196,10 +230,13 @@ class _Draw:
             else self.random.choice((1, 2, 4)) * (1 if ep == 1 else ep)
         )
         found = [
-            self.layer(f"blocks.{index}", precision) for index in range(self.random.randint(1, 4))
+            self.layer(f"blocks.{index}", precision)
+            for index in range(self.random.randint(1, 4))
         ]
         found += [
-            self.layer(f"experts.{index}", precision, depth=ep if fsdp and ep > 1 else 0)
+            self.layer(
+                f"experts.{index}", precision, depth=ep if fsdp and ep > 1 else 0
+            )
             for index in range(experts)
         ]
         plain = all(layout.kind == "copies" for layout in layouts)
@@ -220,9 +257,15 @@ class _Draw:
             if self.empty and self.often(0.06):
                 shape = (0, 8)
             if depth:  # experts in one tensor, so that they can be split
-                shape = (depth * self.random.choice((1, 2)), self.random.choice((4, 5, 6)), 6)
+                shape = (
+                    depth * self.random.choice((1, 2)),
+                    self.random.choice((4, 5, 6)),
+                    6,
+                )
             splits = self.random.randrange(len(shape)) if self.often(0.7) else None
-            params.append(Param("wbc"[index], shape, frozen=self.often(0.06), splits=splits))
+            params.append(
+                Param("wbc"[index], shape, frozen=self.often(0.06), splits=splits)
+            )
         if all(param.frozen for param in params):
             params[0] = dataclasses.replace(params[0], frozen=False)
         return Layer(name, tuple(params), fp32=precision != "fp32" and self.often(0.2))
@@ -251,7 +294,9 @@ class _Draw:
             return layer
         skips = []
         for _ in range(self.random.randint(1, 3)):
-            count = self.random.randint(0, streams if plain and self.often(0.2) else streams - 1)
+            count = self.random.randint(
+                0, streams if plain and self.often(0.2) else streams - 1
+            )
             skips.append(tuple(sorted(self.random.sample(range(streams), count))))
         return dataclasses.replace(layer, skips=tuple(skips))
 
@@ -266,7 +311,11 @@ class _Draw:
             parts = 1  # sums have to fit a bfloat16
         scales = tuple(pick.randint(-3, 2) for _ in range(pick.randint(1, 3)))
         norm = math.sqrt(
-            sum(math.prod(param.shape) for layer in case.layers for param in layer.params)
+            sum(
+                math.prod(param.shape)
+                for layer in case.layers
+                for param in layer.params
+            )
             * streams
             * parts
             * 0.1
@@ -294,10 +343,13 @@ class _Draw:
             "parts": parts,
             "scales": scales,
             "bad": bad,
-            "deferred": parts > 1 and (reduced_at_once or case.rough or self.often(0.5)),
+            "deferred": parts > 1
+            and (reduced_at_once or case.rough or self.often(0.5)),
             "clip": pick.choice((0.0, 0.0, 1e6, norm / 3)),
             "zeros": self.often(0.2) and not rough,
-            "threshold": norm * 2.0 ** pick.randint(-2, 2) if self.often(0.2) else math.inf,
+            "threshold": norm * 2.0 ** pick.randint(-2, 2)
+            if self.often(0.2)
+            else math.inf,
             "halve_lr": tuple(step for step in range(1, steps) if self.often(0.15)),
             "background": case.world == "processes" and self.often(0.5),
             "settings": self.settings(case),
@@ -326,7 +378,11 @@ class _Draw:
         fsdp = self.often(0.4)
         ranks = pick.randint(2, 4)
         if fsdp:
-            mesh = (("dp", ranks),) if self.often(0.7) else (("dp_replicate", 2), ("dp_shard", 2))
+            mesh = (
+                (("dp", ranks),)
+                if self.often(0.7)
+                else (("dp_replicate", 2), ("dp_shard", 2))
+            )
             layout = Layout("fsdp", mesh)
         else:
             layout = Layout(
@@ -340,8 +396,12 @@ class _Draw:
             if fsdp
             else ("lr", "zero_grad", "zero_grad", "freeze", "freeze")
         )
-        odd = Disagreement(what, pick.randrange(layout.ranks), -1 if built else pick.randint(1, 2))
-        layers = tuple(self.layer(f"blocks.{index}", "bf16") for index in range(pick.randint(1, 3)))
+        odd = Disagreement(
+            what, pick.randrange(layout.ranks), -1 if built else pick.randint(1, 2)
+        )
+        layers = tuple(
+            self.layer(f"blocks.{index}", "bf16") for index in range(pick.randint(1, 3))
+        )
         return Case(
             self.seed,
             "processes",

@@ -40,7 +40,8 @@ class Place:
             return list(range(self.case.streams))
         peers = self.layout.size("ep") if layer.is_expert else 1
         mine = [
-            self._data_rank(ep) for ep in (range(peers) if peers > 1 else [self.at.get("ep", 0)])
+            self._data_rank(ep)
+            for ep in (range(peers) if peers > 1 else [self.at.get("ep", 0)])
         ]
         return [stream for stream in range(self.case.streams) if stream % ranks in mine]
 
@@ -59,7 +60,9 @@ class Place:
         number = int(layer.name.partition(".")[2])
         if number % self.layout.size("pp") != self.at.get("pp", 0):
             return False
-        return not layer.is_expert or number % self.layout.size("ep") == self.at.get("ep", 0)
+        return not layer.is_expert or number % self.layout.size("ep") == self.at.get(
+            "ep", 0
+        )
 
     def cuts(self, param: Param) -> bool:
         """Whether tensor parallelism of plain tensors cuts a parameter."""
@@ -76,7 +79,9 @@ class Place:
         if not self.cuts(param):
             return whole
         assert param.splits is not None
-        return torch.chunk(whole, self.layout.size("tp"), param.splits)[self.at["tp"]].clone()
+        return torch.chunk(whole, self.layout.size("tp"), param.splits)[
+            self.at["tp"]
+        ].clone()
 
 
 def placements_of(layout: Layout, layer: Layer, param: Param) -> list[Placement]:

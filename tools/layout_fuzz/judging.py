@@ -19,7 +19,9 @@ SECONDS = 30.0
 missing, and a machine that does other things as well."""
 
 
-def faults(case: Case, expected: list[Outcome], phase: int, outcomes: list[Outcome]) -> list[str]:
+def faults(
+    case: Case, expected: list[Outcome], phase: int, outcomes: list[Outcome]
+) -> list[str]:
     """What is wrong after a phase, in words; nothing if all is well."""
     if case.disagreement is not None:
         return _unnoticed(case, outcomes)
@@ -31,7 +33,10 @@ def faults(case: Case, expected: list[Outcome], phase: int, outcomes: list[Outco
         return _by_ranks([[text] if text else [] for text in raised])
     layout, wanted = case.layouts[phase], expected[phase]
     return _by_ranks(
-        [_differences(case, layout, rank, wanted, outcome) for rank, outcome in enumerate(outcomes)]
+        [
+            _differences(case, layout, rank, wanted, outcome)
+            for rank, outcome in enumerate(outcomes)
+        ]
     )
 
 
@@ -66,7 +71,9 @@ def _differences(
 ) -> list[str]:
     place, found = Place(case, layout, rank), []
     if outcome.successes != wanted.successes:
-        found.append(f"success of each step: {outcome.successes}, expected {wanted.successes}")
+        found.append(
+            f"success of each step: {outcome.successes}, expected {wanted.successes}"
+        )
     if outcome.zeros != wanted.zeros:
         found.append(f"zeros of each step: {outcome.zeros}, expected {wanted.zeros}")
     if len(outcome.norms) != len(wanted.norms) or not all(
@@ -110,9 +117,17 @@ def _exact(case: Case, layout: Layout) -> bool:
 
 
 def _wrong_tensors(
-    case: Case, layout: Layout, place: Place, wanted: dict[str, Tensor], tensors: dict[str, Tensor]
+    case: Case,
+    layout: Layout,
+    place: Place,
+    wanted: dict[str, Tensor],
+    tensors: dict[str, Tensor],
 ) -> list[str]:
-    whole = {f"{layer.name}.{param.name}": param for layer in case.layers for param in layer.params}
+    whole = {
+        f"{layer.name}.{param.name}": param
+        for layer in case.layers
+        for param in layer.params
+    }
     held = {
         f"{layer.name}.{param.name}"
         for layer in case.layers
@@ -128,7 +143,11 @@ def _wrong_tensors(
             found.append(f"{key} is missing")
             continue
         mine, param = tensors[key], whole[name]
-        theirs = place.part(param, value) if value.shape == torch.Size(param.shape) else value
+        theirs = (
+            place.part(param, value)
+            if value.shape == torch.Size(param.shape)
+            else value
+        )
         if text := _difference(mine, theirs, _exact(case, layout)):
             found.append(f"{key}: {text}")
     return found

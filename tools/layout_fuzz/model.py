@@ -30,7 +30,9 @@ def initial(case: Case, layer: Layer, param: Param) -> Tensor:
     generator = torch.Generator().manual_seed(
         zlib.crc32(f"{case.seed} {layer.name}.{param.name}".encode())
     )
-    return (torch.randn(param.shape, generator=generator) * 0.3).to(dtype_of(case, layer))
+    return (torch.randn(param.shape, generator=generator) * 0.3).to(
+        dtype_of(case, layer)
+    )
 
 
 def gradient(

@@ -50,7 +50,9 @@ class _Worker:
         self.log = log
         self.pipe: Connection
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(kind, theirs, str(log)), daemon=True)
+        self.process = context.Process(
+            target=serve, args=(kind, theirs, str(log)), daemon=True
+        )
         with _no_main_module():
             self.process.start()
         theirs.close()
@@ -77,14 +79,26 @@ class Pool:
     def __init__(
         self, patience: float = 100.0, timeout: float = 30.0, short_timeout: float = 6.0
     ) -> None:
-        self.patience, self.timeout, self.short_timeout = patience, timeout, short_timeout
-        paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)))
+        self.patience, self.timeout, self.short_timeout = (
+            patience,
+            timeout,
+            short_timeout,
+        )
+        paths = [
+            str(ROOT),
+            str(ROOT / "tools"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+        os.environ.update(
+            OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(dict.fromkeys(paths))
+        )
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["layout_fuzz.worker"])
         self._logs = tempfile.TemporaryDirectory()
         self._workers: dict[str, list[_Worker]] = {"threads": [], "processes": []}
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         self._numbers = itertools.count()
         self.restarts = 0
 
@@ -124,7 +138,9 @@ class Pool:
             raise
         try:
             self._collect(workers, 5.0)
-        except WorldLostError:  # what failed has told so already; its ranks need not leave in order
+        except (
+            WorldLostError
+        ):  # what failed has told so already; its ranks need not leave in order
             self._restart(kind)
         return [outcome for answer in answers for outcome in answer]
 
@@ -141,7 +157,11 @@ class Pool:
         workers = self._workers[kind]
         while len(workers) < count:
             workers.append(
-                _Worker(self._context, kind, Path(self._logs.name) / f"{next(self._numbers)}.log")
+                _Worker(
+                    self._context,
+                    kind,
+                    Path(self._logs.name) / f"{next(self._numbers)}.log",
+                )
             )
         return workers[:count]
 
@@ -151,7 +171,9 @@ class Pool:
         deadline = time.monotonic() + seconds
         while len(answers) < len(workers):
             waiting = {
-                worker.pipe: index for index, worker in enumerate(workers) if index not in answers
+                worker.pipe: index
+                for index, worker in enumerate(workers)
+                if index not in answers
             }
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:

@@ -33,7 +33,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "moments": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
     "half": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
     "8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
-    "8bit8": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8},
+    "8bit8": {
+        "exp_avg_dtype": "uint8",
+        "exp_avg_sq_dtype": "uint8",
+        "param_remainder_bits": 8,
+    },
     "stochastic": {
         "exp_avg_dtype": "bfloat16",
         "exp_avg_sq_dtype": "uint8",
@@ -71,11 +75,17 @@ class Outcome:
 
 def config_of(case: Case, layout: Layout) -> OptimizerConfig:
     precision, _, form = case.precision.partition("-")
-    settings: dict[str, Any] = {"lr": 2.0**-6, "weight_decay": 0.1, "optimizer": case.rule}
+    settings: dict[str, Any] = {
+        "lr": 2.0**-6,
+        "weight_decay": 0.1,
+        "optimizer": case.rule,
+    }
     settings |= {"clip_grad": case.clip, "log_num_zeros_in_grad": case.zeros}
     settings |= {"grad_norm_skip_threshold": case.threshold}
     settings |= {precision: True} if precision != "fp32" else {}
-    settings |= {"initial_loss_scale": 2.0**8, "hysteresis": 1} if precision == "fp16" else {}
+    settings |= (
+        {"initial_loss_scale": 2.0**8, "hysteresis": 1} if precision == "fp16" else {}
+    )
     settings |= dict(case.settings) | dict(layout.settings)
     settings |= {"use_precision_aware_optimizer": True, **FORMS[form]} if form else {}
     if settings.get("muon_scalar_optimizer", case.rule) not in ("adam", "lamb"):
@@ -99,7 +109,9 @@ def perform(case: Case, phase: int, rank: int, folder: str) -> Outcome:
             warnings.simplefilter("ignore")
             _perform(case, phase, rank, folder, outcome)
     except Exception as error:
-        outcome.error = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-5)}"
+        outcome.error = (
+            f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-5)}"
+        )
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -113,7 +125,9 @@ def _perform(case: Case, phase: int, rank: int, folder: str, outcome: Outcome) -
     run.train(case.phase(phase))
     if phase == 0 and len(case.layouts) > 1:
         outcome.stage = "checkpoint"
-        saved = checkpoint.save(folder, run.model, run.optimizer, asynchronous=case.background)
+        saved = checkpoint.save(
+            folder, run.model, run.optimizer, asynchronous=case.background
+        )
         if case.background:
             saved.wait()
     outcome.stage = "reading"
@@ -126,8 +140,15 @@ class _Run:
         self.case, self.layout, self.outcome = case, layout, outcome
         self.place, self.rank = Place(case, layout, rank), rank
         outcome.stage = "model"
-        names, sizes = [name for name, _ in layout.mesh], tuple(size for _, size in layout.mesh)
-        self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names)) if names else None
+        names, sizes = (
+            [name for name, _ in layout.mesh],
+            tuple(size for _, size in layout.mesh),
+        )
+        self.mesh = (
+            init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names))
+            if names
+            else None
+        )
         self.model = self._model()
         outcome.stage = "optimizer"
         groups = None
@@ -138,11 +159,17 @@ class _Run:
             config.clip_grad = 0.125
         if self._differs("lr when built", -1):
             config.lr = 2.0**-5
-        self.optimizer: Any = get_megatron_optimizer(config, self.model, process_groups=groups)
+        self.optimizer: Any = get_megatron_optimizer(
+            config, self.model, process_groups=groups
+        )
 
     def _differs(self, what: str, step: int) -> bool:
         odd = self.case.disagreement
-        return odd is not None and (odd.what, odd.rank, odd.step) == (what, self.rank, step)
+        return odd is not None and (odd.what, odd.rank, odd.step) == (
+            what,
+            self.rank,
+            step,
+        )
 
     # -- the model --------------------------------------------------------------------------------
 
@@ -171,30 +198,45 @@ class _Run:
         if self.layout.kind == "placed":
             assert self.mesh is not None
             return distribute_tensor(
-                whole, self.mesh, placements_of(self.layout, layer, param), src_data_rank=None
+                whole,
+                self.mesh,
+                placements_of(self.layout, layer, param),
+                src_data_rank=None,
             )
         if self.layout.kind == "fsdp" and self.mesh is not None:
             where = self._before_fsdp(layer, param, whole)
             return (
                 distribute_tensor(
-                    whole, self.mesh[tuple(where)], list(where.values()), src_data_rank=None
+                    whole,
+                    self.mesh[tuple(where)],
+                    list(where.values()),
+                    src_data_rank=None,
                 )
                 if where
                 else whole
             )
         return self.place.part(param, whole)
 
-    def _before_fsdp(self, layer: Layer, param: Param, whole: Tensor) -> dict[str, Placement]:
+    def _before_fsdp(
+        self, layer: Layer, param: Param, whole: Tensor
+    ) -> dict[str, Placement]:
         """What tensor and expert parallelism make of a parameter, by mesh dimension."""
         where: dict[str, Placement] = {}
         if "ep" in self.place.at and layer.is_expert:
             where["ep"] = Shard(0)  # a stack of experts
         if "tp" in self.place.at:
             even = (
-                param.splits is not None and whole.shape[param.splits] % self.layout.size("tp") == 0
+                param.splits is not None
+                and whole.shape[param.splits] % self.layout.size("tp") == 0
             )
-            even = even and ("ep" not in where or param.splits != 0)  # FSDP2 has no empty parts
-            where["tp"] = Shard(param.splits) if even and param.splits is not None else Replicate()
+            even = even and (
+                "ep" not in where or param.splits != 0
+            )  # FSDP2 has no empty parts
+            where["tp"] = (
+                Shard(param.splits)
+                if even and param.splits is not None
+                else Replicate()
+            )
         return where
 
     def _fully_shard(self, model: Network) -> None:
@@ -242,15 +284,21 @@ class _Run:
         everybody = range(self.case.streams)
         for layer in filter(self.place.holds, self.case.layers):
             streams = self.place.streams(layer)
-            alike = self.layout.kind == "fsdp"  # FSDP2 wants all ranks to use the same units
+            alike = (
+                self.layout.kind == "fsdp"
+            )  # FSDP2 wants all ranks to use the same units
             if not used(self.case, layer, step, everybody if alike else streams):
                 continue
             found[layer.name] = {
-                param.name: self._weight(layer, param, (layer, param), step, part, streams)
+                param.name: self._weight(
+                    layer, param, (layer, param), step, part, streams
+                )
                 for param in layer.params
             }
             if layer.tied_to:
-                other = next(each for each in self.case.layers if each.name == layer.tied_to)
+                other = next(
+                    each for each in self.case.layers if each.name == layer.tied_to
+                )
                 tied = Param("tied", other.params[0].shape)
                 found[layer.name]["tied"] = self._weight(
                     layer, tied, (other, other.params[0]), step, part, streams
@@ -266,7 +314,9 @@ class _Run:
         part: int,
         streams: list[int],
     ) -> Tensor:
-        whole = gradient(self.case, layer, param, step, part, streams) * self.place.factor(layer)
+        whole = gradient(
+            self.case, layer, param, step, part, streams
+        ) * self.place.factor(layer)
         local = self._localised(*owner, whole)
         return local.to_local() if isinstance(local, DTensor) else local
 

@@ -56,7 +56,9 @@ def _attempt(pool: Pool, case: Case) -> Verdict:
             if all(outcome.error and outcome.stage == "model" for outcome in outcomes):
                 return Verdict(refused=True)
             if wrong := faults(case, wanted, phase, outcomes):
-                return Verdict(tuple(f"phase {phase} ({layout.kind}): {text}" for text in wrong))
+                return Verdict(
+                    tuple(f"phase {phase} ({layout.kind}): {text}" for text in wrong)
+                )
     return Verdict()
 
 
@@ -64,7 +66,9 @@ def _seated(case: Case) -> Case:
     """A layout of one process is a world of one rank."""
     return case.with_(
         layouts=tuple(
-            Layout("alone", (), layout.fraction, layout.mode) if layout.kind == "alone" else layout
+            Layout("alone", (), layout.fraction, layout.mode)
+            if layout.kind == "alone"
+            else layout
             for layout in case.layouts
         )
     )

@@ -85,20 +85,27 @@ def _as_threads(job: dict[str, Any], pipe: Connection) -> None:
 
     ProcessLocalGroup.reset()
     store, ranks = dist.HashStore(), job["ranks"]
-    outcomes = [Outcome(error="ended, because another rank failed") for _ in range(ranks)]
+    outcomes = [
+        Outcome(error="ended, because another rank failed") for _ in range(ranks)
+    ]
 
     def work(rank: int) -> None:
         with contextlib.suppress(
             SystemExit
         ):  # how a collective ends that waits for a rank that failed
-            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+            dist.init_process_group(
+                "threaded", rank=rank, world_size=ranks, store=store
+            )
             outcomes[rank] = perform(job["case"], job["phase"], rank, job["folder"])
             if outcomes[rank].error:
                 ProcessLocalGroup.exception_handle(None)
             else:
                 dist.destroy_process_group()
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True)
+        for rank in range(ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -123,7 +130,10 @@ def _install_threads() -> None:
     from torch.testing._internal.distributed import multi_threaded_pg
 
     group: Any = multi_threaded_pg.ProcessLocalGroup
-    group._get_backend, group._device_types = lambda self, device: _Backend, [torch.device("cpu")]
+    group._get_backend, group._device_types = (
+        lambda self, device: _Backend,
+        [torch.device("cpu")],
+    )
     missing_ranks._uses_gloo = lambda group, device: False
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)

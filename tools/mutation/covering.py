@@ -70,7 +70,12 @@ class Covering:
 
     @cached_property
     def _with_ranks(self) -> set[str]:
-        return {file for lines in self.ranks.values() for files in lines.values() for file in files}
+        return {
+            file
+            for lines in self.ranks.values()
+            for files in lines.values()
+            for file in files
+        }
 
     def of(self, path: str, lines: Iterable[int]) -> tuple[set[str], set[str]]:
         """Tests, and test files with ranks, that run one of some lines."""
@@ -80,12 +85,16 @@ class Covering:
         for line in lines:
             tests |= mine.get(line, set())
             files |= others.get(line, set())
-        apart = {test for test in tests if test.partition("::")[0] not in self._with_ranks}
+        apart = {
+            test for test in tests if test.partition("::")[0] not in self._with_ranks
+        }
         return apart & self.seconds.keys(), files
 
     def file_seconds(self, file: str) -> float:
         """How long a whole test file takes."""
-        return sum(took for test, took in self.seconds.items() if test.startswith(f"{file}::"))
+        return sum(
+            took for test, took in self.seconds.items() if test.startswith(f"{file}::")
+        )
 
 
 def _test_of(context: str) -> tuple[str, bool]:
@@ -102,7 +111,9 @@ def _seconds(report: Path) -> dict[str, float]:
     found = {}
     for case in ET.parse(report).iter("testcase"):
         if not any(child.tag in ("failure", "error", "skipped") for child in case):
-            file = case.get("file") or case.get("classname", "").replace(".", "/") + ".py"
+            file = (
+                case.get("file") or case.get("classname", "").replace(".", "/") + ".py"
+            )
             found[f"{file}::{case.get('name')}"] = float(case.get("time", 0.0))
     return found
 
@@ -113,7 +124,11 @@ def measure(root: Path, folder: Path, arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "config"
     config.write_text(_CONFIG.format(root=root, folder=folder))
-    environment = {**os.environ, "PYTHONPATH": str(root), "COVERAGE_PROCESS_START": str(config)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "COVERAGE_PROCESS_START": str(config),
+    }
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.pop("PYTEST_CURRENT_TEST", None)
     command = [

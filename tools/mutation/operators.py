@@ -144,14 +144,18 @@ class _Finder:
                 self._change_statement(statement)
                 self._parts(statement)
 
-    def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+    def _definition(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    ) -> None:
         decorators = [_name_of(decorator) for decorator in node.decorator_list]
         if "overload" in decorators or "abstractmethod" in decorators:
             return
         self._scope.append(node.name)
         for name, decorator in zip(decorators, node.decorator_list, strict=True):
             if name not in _KEPT_DECORATORS:
-                at = self._raw.rindex(b"@", 0, self._offset(decorator.lineno, decorator.col_offset))
+                at = self._raw.rindex(
+                    b"@", 0, self._offset(decorator.lineno, decorator.col_offset)
+                )
                 self._add("dropped decorator", decorator, "", at)
         if isinstance(node, _FUNCTIONS):
             for default in [*node.args.defaults, *node.args.kw_defaults]:
@@ -181,7 +185,9 @@ class _Finder:
         if isinstance(node, ast.JoinedStr):
             return
         for kind, changed in _changes(node):
-            self._add(kind, node, f"({ast.unparse(ast.fix_missing_locations(changed))})")
+            self._add(
+                kind, node, f"({ast.unparse(ast.fix_missing_locations(changed))})"
+            )
         for child in ast.iter_child_nodes(node):
             inner = (
                 ast.iter_child_nodes(child)
@@ -207,14 +213,24 @@ class _Finder:
         elif isinstance(node, ast.Return) and not _is_none(node.value):
             self._add("returned None", node, "return None")
         elif isinstance(node, ast.Continue | ast.Break):
-            self._add("other jump", node, "break" if isinstance(node, ast.Continue) else "continue")
+            self._add(
+                "other jump",
+                node,
+                "break" if isinstance(node, ast.Continue) else "continue",
+            )
         elif isinstance(node, ast.If | ast.While) and not isinstance(
             node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
         ):
-            self._add("negated condition", node.test, f"(not ({ast.unparse(node.test)}))")
+            self._add(
+                "negated condition", node.test, f"(not ({ast.unparse(node.test)}))"
+            )
 
     def _add(
-        self, operator: str, node: ast.expr | ast.stmt, new: str, start: int | None = None
+        self,
+        operator: str,
+        node: ast.expr | ast.stmt,
+        new: str,
+        start: int | None = None,
     ) -> None:
         assert (
             node.end_lineno is not None
@@ -263,7 +279,10 @@ def _changes(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
         made.op = ast.Or() if isinstance(made.op, ast.And) else ast.And()
         yield "and/or", made
     elif isinstance(made, ast.UnaryOp):
-        yield ("removed not" if isinstance(made.op, ast.Not) else "removed sign"), made.operand
+        yield (
+            ("removed not" if isinstance(made.op, ast.Not) else "removed sign"),
+            made.operand,
+        )
     elif isinstance(made, ast.BinOp) and type(made.op) in _ARITHMETIC:
         made.op = _ARITHMETIC[type(made.op)]()  # type: ignore[assignment]
         yield "arithmetic", made
@@ -284,7 +303,10 @@ def _changes(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
 
 def _comparisons(node: ast.Compare) -> Iterator[tuple[str, ast.expr]]:
     for index, operator in enumerate(node.ops):
-        for kind, table in (("comparison boundary", _BOUNDARY), ("opposite comparison", _OPPOSITE)):
+        for kind, table in (
+            ("comparison boundary", _BOUNDARY),
+            ("opposite comparison", _OPPOSITE),
+        ):
             if type(operator) in table:
                 made = copy.deepcopy(node)
                 made.ops[index] = table[type(operator)]()  # type: ignore[call-overload]
@@ -322,7 +344,8 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
 
 def _is_left_alone(statement: ast.stmt) -> bool:
     if isinstance(
-        statement, ast.Assert | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal
+        statement,
+        ast.Assert | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal,
     ):
         return True
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -338,8 +361,12 @@ def _defined(statement: ast.stmt) -> tuple[str, ...]:
     """Names that a statement gives a value to."""
     if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
         return (statement.name,)
-    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-    names = [node for target in targets if target is not None for node in ast.walk(target)]
+    targets = getattr(statement, "targets", None) or [
+        getattr(statement, "target", None)
+    ]
+    names = [
+        node for target in targets if target is not None for node in ast.walk(target)
+    ]
     return tuple(node.id for node in names if isinstance(node, ast.Name))
 
 

@@ -88,14 +88,20 @@ class Chooser:
 
     def tests_for(self, mutant: Mutant) -> Chosen:
         """The tests that may notice a fault; none if no test runs its line."""
-        tests, files = self._covering.of(mutant.path, range(mutant.first, mutant.last + 1))
+        tests, files = self._covering.of(
+            mutant.path, range(mutant.first, mutant.last + 1)
+        )
         if not tests and not files:
-            tests, files = self._covering.of(mutant.path, range(mutant.statement, mutant.last + 1))
+            tests, files = self._covering.of(
+                mutant.path, range(mutant.statement, mutant.last + 1)
+            )
         for path, lines in self._users(mutant):
             more, more_files = self._covering.of(path, lines)
             tests, files = tests | more, files | more_files
         seconds = {test: self._covering.seconds[test] for test in tests}
-        quick = sorted((test for test in tests if seconds[test] <= _QUICK), key=seconds.__getitem__)
+        quick = sorted(
+            (test for test in tests if seconds[test] <= _QUICK), key=seconds.__getitem__
+        )
         arguments, spent = self._within(quick)
         slow = {file: self._covering.file_seconds(file) for file in files}
         slow |= {test: took for test, took in seconds.items() if took > _QUICK}
@@ -143,5 +149,7 @@ def _uses_of_names(root: Path) -> dict[str, dict[str, set[int]]]:
             elif isinstance(node, ast.Attribute):
                 found[node.attr][relative].add(node.lineno)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found[node.name][relative] |= {statement.lineno for statement in node.body}
+                found[node.name][relative] |= {
+                    statement.lineno for statement in node.body
+                }
     return found

@@ -85,7 +85,9 @@ class Workshop:
             text=True,
             check=True,
         ).stdout.splitlines()
-        native = [str(path.relative_to(root)) for path in (root / "mp_optim").rglob("*.so")]
+        native = [
+            str(path.relative_to(root)) for path in (root / "mp_optim").rglob("*.so")
+        ]
         for name in [*listed, *native]:
             if (root / name).is_file():
                 (self._tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +109,9 @@ class Workshop:
             with suppress(ImportError):
                 importlib.import_module(name)
             if name == "torch" and not sys.modules["torch"].cuda.is_available():
-                os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+                os.environ.setdefault(
+                    "TRITON_INTERPRET", "1"
+                )  # before Triton is imported
         self._load_plugins()
         loaded = [name for name in sys.modules if name.partition(".")[0] == "mp_optim"]
         if loaded:
@@ -130,7 +134,9 @@ class Workshop:
         path = self._tree / mutant.path
         source, started = path.read_text(), time.monotonic()
         cached = Path(importlib.util.cache_from_source(str(path)))
-        cached.unlink(missing_ok=True)  # by time and size it might pass for the changed file's
+        cached.unlink(
+            missing_ok=True
+        )  # by time and size it might pass for the changed file's
         try:
             path.write_text(mutant.applied(source))
             code = self._run(chosen)
@@ -139,7 +145,9 @@ class Workshop:
         took = time.monotonic() - started
         if code is None:
             return Outcome("timeout", self._last_test(), took)
-        return Outcome("killed" if code else "survived", self._failure() if code else "", took)
+        return Outcome(
+            "killed" if code else "survived", self._failure() if code else "", took
+        )
 
     def _run(self, chosen: Chosen) -> int | None:
         """Pytest's exit status, or None if it did not end in time."""
@@ -195,7 +203,11 @@ class Workshop:
     def _failure(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()
         named = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        return named[-1][:300] if named else f"no test was run: {' '.join(lines[-3:])[:300]}"
+        return (
+            named[-1][:300]
+            if named
+            else f"no test was run: {' '.join(lines[-3:])[:300]}"
+        )
 
     def _last_test(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()

@@ -38,11 +38,15 @@ def latest(output_dir: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None."""
     pointer = output_dir / "checkpoints" / "latest"
     return (
-        pointer.parent / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+        pointer.parent / pointer.read_text(encoding="utf-8").strip()
+        if pointer.exists()
+        else None
     )
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object) -> int:
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object
+) -> int:
     """Load everything in place; returns the next step to run."""
     extra = mp_optim.checkpoint.load(path, model, optimizer, scheduler)
     for name, state in extra["rng"].items():
@@ -56,7 +60,11 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
 def _rng_state() -> dict[str, torch.Tensor]:
     """By device type: the model may draw random numbers on the host and on the accelerator."""
     states = {"cpu": torch.get_rng_state()}
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else None
+    )
     if device is not None:
         states[device.type] = torch.get_device_module(device).get_rng_state()
     return states

@@ -71,11 +71,15 @@ class SchedulerConfig:
     lr_warmup_steps: int = 0
     lr_decay_steps: int | None = None
     """None: `run.steps`."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    lr_decay_style: Literal[
+        "constant", "linear", "cosine", "inverse-square-root", "WSD"
+    ] = "cosine"
     lr_warmup_init: float = 0.0
     wsd_decay_steps: int | None = None
     """None: the last fifth of the steps."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "minus_sqrt"
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = (
+        "minus_sqrt"
+    )
 
 
 @dataclass
@@ -117,13 +121,18 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if self.run.micro_batch_size < 1 or self.run.global_batch_size % self.run.micro_batch_size:
+        if (
+            self.run.micro_batch_size < 1
+            or self.run.global_batch_size % self.run.micro_batch_size
+        ):
             raise ValueError(
                 f"run.global_batch_size={self.run.global_batch_size} is not a multiple of "
                 f"run.micro_batch_size={self.run.micro_batch_size}"
             )
         for name in ("eval_interval", "save_interval"):
             if (interval := getattr(self.run, name)) is not None and interval < 1:
-                raise ValueError(f"run.{name}={interval}: at least 1, or null for never")
+                raise ValueError(
+                    f"run.{name}={interval}: at least 1, or null for never"
+                )
         if self.run.steps < 1:
             raise ValueError(f"run.steps={self.run.steps}: at least one step is needed")

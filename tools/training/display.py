@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from training.metrics import StepRecord, TrainResult
@@ -31,14 +37,20 @@ class LiveProgress:
             disable=not console.is_terminal,
         )
         self._progress.start()
-        self._task = self._progress.add_task("train", total=steps, completed=first_step, numbers="")
+        self._task = self._progress.add_task(
+            "train", total=steps, completed=first_step, numbers=""
+        )
 
     def on_step(self, record: StepRecord) -> None:
         self._smooth = (
-            record.loss if self._smooth is None else 0.8 * self._smooth + 0.2 * record.loss
+            record.loss
+            if self._smooth is None
+            else 0.8 * self._smooth + 0.2 * record.loss
         )
         self._progress.update(
-            self._task, completed=record.step + 1, numbers=_numbers(record, self._smooth)
+            self._task,
+            completed=record.step + 1,
+            numbers=_numbers(record, self._smooth),
         )
         due = (
             record.step % self._every == 0
@@ -62,10 +74,14 @@ def _numbers(record: StepRecord, smooth: float) -> str:
     return text + ("  [red]skipped[/]" if record.skipped else "")
 
 
-def print_summary(console: Console, result: TrainResult, history: Sequence[StepRecord]) -> None:
+def print_summary(
+    console: Console, result: TrainResult, history: Sequence[StepRecord]
+) -> None:
     """The end of a run. `history` holds the records of the runs it resumed from as well."""
     losses = [record.loss for record in history]
-    table = Table(title="Training run", title_style="bold", show_header=False, min_width=60)
+    table = Table(
+        title="Training run", title_style="bold", show_header=False, min_width=60
+    )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("model", f"{result.num_params / 1e6:.2f} M params")
@@ -77,7 +93,9 @@ def print_summary(console: Console, result: TrainResult, history: Sequence[StepR
     )
     if result.eval_loss is not None:
         table.add_row("eval loss", f"{result.eval_loss:.3f}")
-    table.add_row("speed", f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s")
+    table.add_row(
+        "speed", f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s"
+    )
     table.add_row("skipped steps", str(sum(record.skipped for record in history)))
     for place, line in _places(result.description):
         table.add_row(f"optimizer on {place}", line)

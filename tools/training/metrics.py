@@ -56,7 +56,10 @@ class TrainResult:
     @property
     def eval_loss(self) -> float | None:
         """The last one measured."""
-        return next((r.eval_loss for r in reversed(self.records) if r.eval_loss is not None), None)
+        return next(
+            (r.eval_loss for r in reversed(self.records) if r.eval_loss is not None),
+            None,
+        )
 
 
 class Observer(Protocol):

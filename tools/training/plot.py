@@ -30,7 +30,9 @@ def plot_losses(records: Sequence[StepRecord], path: Path, title: str) -> None:
     skipped = [r.step + 1 for r in records if r.skipped]
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train, each step")
-    axes.plot(steps, smoothed(losses), color="#08519c", linewidth=2, label="train, smoothed")
+    axes.plot(
+        steps, smoothed(losses), color="#08519c", linewidth=2, label="train, smoothed"
+    )
     if evaluated:
         x, y = zip(*evaluated, strict=True)
         axes.plot(
@@ -44,7 +46,11 @@ def plot_losses(records: Sequence[StepRecord], path: Path, title: str) -> None:
         )
     for i, step in enumerate(skipped):
         axes.axvline(
-            step, color="#969696", linewidth=0.6, linestyle=":", label="skipped" if i == 0 else None
+            step,
+            color="#969696",
+            linewidth=0.6,
+            linestyle=":",
+            label="skipped" if i == 0 else None,
         )
     axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, steps[-1]))
     axes.set_title(title, loc="left", fontsize=11)

@@ -23,7 +23,9 @@ _VERSION = "0.16.0"
 """The oldest that the layout written here is that of; DeepSpeed refuses state without a version."""
 
 
-def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None) -> ForeignState:
+def from_deepspeed(
+    folder: str | os.PathLike[str], *, step: float | None = None
+) -> ForeignState:
     """State of all parameters of a universal checkpoint, in one group without settings.
 
     Tensors are in their parameter's shape, but for those converted from ZeRO-3, which are flat;
@@ -38,7 +40,9 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
             step.
     """
     root = Path(folder) / "zero"
-    names = sorted(path.parent.relative_to(root).as_posix() for path in root.glob("**/fp32.pt"))
+    names = sorted(
+        path.parent.relative_to(root).as_posix() for path in root.glob("**/fp32.pt")
+    )
     if not names:
         raise FileNotFoundError(
             f"no universal checkpoint in {folder}: there is no zero/<name>/fp32.pt; convert it "
@@ -121,9 +125,13 @@ def to_deepspeed(
     for name in foreign.names:
         (root / name).mkdir(parents=True, exist_ok=True)
         for file, key in _FILES.items():
-            torch.save({_VALUE: _whole(foreign.state[name][key])}, root / name / f"{file}.pt")
+            torch.save(
+                {_VALUE: _whole(foreign.state[name][key])}, root / name / f"{file}.pt"
+            )
         torch.save(_whole(foreign.state[name][STEP]), root / name / "step.pt")
-    settings = {name: group.settings for group in foreign.groups for name in group.names}
+    settings = {
+        name: group.settings for group in foreign.groups for name in group.names
+    }
     index_of = {name: index for index, name in enumerate(foreign.names)}
     param_groups = []
     for names in groups or [group.names for group in foreign.groups]:

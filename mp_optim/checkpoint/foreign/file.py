@@ -23,7 +23,9 @@ _STATE, _MODEL = "optimizer.state.", "model."
 def to_file(foreign: ForeignState, path: str | os.PathLike[str]) -> None:
     """Write it as plain data that ``torch.load(weights_only=True)`` reads."""
     scaler = foreign.grad_scaler
-    groups = [{"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups]
+    groups = [
+        {"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups
+    ]
     content = {
         "format": _FORMAT,
         "groups": groups,
@@ -45,9 +47,12 @@ def from_file(path: str | os.PathLike[str]) -> ForeignState:
     """
     content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"{path} is no file that mp_optim.cli.convert wrote for mp_optim")
+        raise ValueError(
+            f"{path} is no file that mp_optim.cli.convert wrote for mp_optim"
+        )
     groups = tuple(
-        ForeignGroup(tuple(group["names"]), group["settings"]) for group in content["groups"]
+        ForeignGroup(tuple(group["names"]), group["settings"])
+        for group in content["groups"]
     )
     return ForeignState(groups, content["state"], content["grad_scaler"])
 
@@ -66,7 +71,9 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
         for name in saved.entries
         if name.startswith(_STATE)
     }
-    compact = sorted(name for name, key in keys.items() if key == "remainder" or "_scale" in key)
+    compact = sorted(
+        name for name, key in keys.items() if key == "remainder" or "_scale" in key
+    )
     if compact:
         raise ValueError(
             f"{saved.version} has compact state ({compact[0]}, ...): save it with "
@@ -76,7 +83,9 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
     if common is None:
         raise ValueError(f"{saved.version} holds a model and no optimizer")
     entries = {
-        name: saved.read(name) for name in saved.entries if name in keys or name.startswith(_MODEL)
+        name: saved.read(name)
+        for name in saved.entries
+        if name in keys or name.startswith(_MODEL)
     }
     groups = common["param_groups"]
     return ForeignState(
@@ -97,7 +106,12 @@ def _by_name(
             state[name][key] = value
     for name, tensors in state.items():
         model = entries.get(f"{_MODEL}{name}")
-        if tensors and MASTER not in tensors and model is not None and model.dtype == torch.float32:
+        if (
+            tensors
+            and MASTER not in tensors
+            and model is not None
+            and model.dtype == torch.float32
+        ):
             tensors[MASTER] = model
     return state
 
@@ -105,5 +119,9 @@ def _by_name(
 def _group(group: dict[str, Any]) -> ForeignGroup:
     return ForeignGroup(
         tuple(group["param_names"]),
-        {key: value for key, value in group.items() if key not in ("params", "param_names")},
+        {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        },
     )

@@ -8,7 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState, positional_state
+from mp_optim.checkpoint.foreign.state import (
+    ForeignGroup,
+    ForeignState,
+    positional_state,
+)
 
 __all__ = ["from_megatron"]
 
@@ -48,7 +52,9 @@ def from_megatron(
         groups += named.groups
         state |= named.state
         start += count
-    scaler = next((part["grad_scaler"] for part in parts if part.get("grad_scaler")), None)
+    scaler = next(
+        (part["grad_scaler"] for part in parts if part.get("grad_scaler")), None
+    )
     return ForeignState(tuple(groups), state, scaler)
 
 
@@ -57,16 +63,22 @@ def _count(part: Mapping[str, Any]) -> int:
     return sum(len(group["params"]) for group in _inner(part)["param_groups"])
 
 
-def _parts(state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _parts(
+    state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
     if not isinstance(state_dict, Mapping):
         return list(state_dict)
-    if state_dict and all(isinstance(key, int) or str(key).isdigit() for key in state_dict):
+    if state_dict and all(
+        isinstance(key, int) or str(key).isdigit() for key in state_dict
+    ):
         return [state_dict[key] for key in sorted(state_dict, key=int)]
     return [state_dict]
 
 
 def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner: Mapping[str, Any] = part.get("optimizer", part.get("optimizer_state_dict", part))
+    inner: Mapping[str, Any] = part.get(
+        "optimizer", part.get("optimizer_state_dict", part)
+    )
     if "param_groups" not in inner or "state" not in inner:
         raise ValueError(
             f"no state of Megatron's Float16 or FP32 optimizer: it has {sorted(map(str, inner))}. "
@@ -77,7 +89,10 @@ def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _part(
-    part: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
+    part: Mapping[str, Any],
+    names: Sequence[str],
+    fp32_names: Collection[str],
+    step: float | None,
 ) -> ForeignState:
     foreign = positional_state(_inner(part), names, step)
     masters = part.get("fp32_from_fp16_params", part.get("fp32_from_fp16"))

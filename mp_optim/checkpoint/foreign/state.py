@@ -12,7 +12,14 @@ from torch import Tensor
 
 from mp_optim.process.host_memory import as_tensor
 
-__all__ = ["MASTER", "STEP", "ForeignGroup", "ForeignState", "names_of_groups", "positional_state"]
+__all__ = [
+    "MASTER",
+    "STEP",
+    "ForeignGroup",
+    "ForeignState",
+    "names_of_groups",
+    "positional_state",
+]
 
 STEP = "step"
 MASTER = "master_param"
@@ -64,9 +71,12 @@ class ForeignState:
         """
         new = {name: rename(name) for name in self.names}
         if len(set(new.values())) < len(new):
-            raise ValueError(f"two parameters would be called {_repeated(new.values())}")
+            raise ValueError(
+                f"two parameters would be called {_repeated(new.values())}"
+            )
         groups = [
-            replace(group, names=tuple(map(new.__getitem__, group.names))) for group in self.groups
+            replace(group, names=tuple(map(new.__getitem__, group.names)))
+            for group in self.groups
         ]
         state = {new[name]: value for name, value in self.state.items()}
         return replace(self, groups=tuple(groups), state=state)
@@ -100,11 +110,15 @@ def names_of_groups(
     if len(set(names)) < len(names):
         raise ValueError(f"names occur twice: {_repeated(names)}")
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-    return [tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    return [
+        tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True)
+    ]
 
 
 def positional_state(
-    state_dict: Mapping[str, Any], names: Sequence[str] | None, step: float | None = None
+    state_dict: Mapping[str, Any],
+    names: Sequence[str] | None,
+    step: float | None = None,
 ) -> ForeignState:
     """A torch-shaped state dict by name. Where a parameter's state has no ``step``, it is its
     group's, or ``common_step`` (Megatron), or ``step``.
@@ -123,16 +137,24 @@ def positional_state(
     named = names_of_groups(groups, names)
     for group, of_group in zip(groups, named, strict=True):
         for name, index in zip(of_group, group["params"], strict=True):
-            tensors[name] = _tensors(name, states.get(index, {}), group.get(STEP, common))
+            tensors[name] = _tensors(
+                name, states.get(index, {}), group.get(STEP, common)
+            )
     claimed = {index for group in groups for index in group["params"]}
     unclaimed = sorted(map(str, states.keys() - claimed - {"common_step"}))
     if unclaimed:
-        raise ValueError(f"the state has entries that are in no param group: {unclaimed}")
-    return ForeignState(tuple(map(ForeignGroup, named, map(_settings, groups))), tensors)
+        raise ValueError(
+            f"the state has entries that are in no param group: {unclaimed}"
+        )
+    return ForeignState(
+        tuple(map(ForeignGroup, named, map(_settings, groups))), tensors
+    )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in group if key not in ("params", "param_names", STEP)}
+    return {
+        key: group[key] for key in group if key not in ("params", "param_names", STEP)
+    }
 
 
 def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor]:
@@ -145,10 +167,16 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
             f"the state of {name} has no step, and neither has its group; pass step=, the number "
             "of steps taken (Adam's bias correction depends on it)"
         )
-    odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
+    odd = sorted(
+        key
+        for key, value in given.items()
+        if not isinstance(value, (Tensor, int, float))
+    )
     if odd:
         raise ValueError(f"the state of {name} holds {odd}, which are no tensors")
     return {
-        key: as_tensor(value).to(torch.float32).reshape(()) if key == STEP else as_tensor(value)
+        key: as_tensor(value).to(torch.float32).reshape(())
+        if key == STEP
+        else as_tensor(value)
         for key, value in given.items()
     }

@@ -45,7 +45,9 @@ def from_torch(
     foreign = positional_state(state_dict, names, step)
     masters = masters or {}
     if unknown := sorted(masters.keys() - set(foreign.names)):
-        raise ValueError(f"masters of parameters that the optimizer does not have: {unknown}")
+        raise ValueError(
+            f"masters of parameters that the optimizer does not have: {unknown}"
+        )
     return foreign.with_masters(masters)
 
 
@@ -76,7 +78,9 @@ def _without_master(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def fp32_params(foreign: ForeignState) -> dict[str, Tensor]:
     """The FP32 values of all parameters that have one, by name."""
-    return {name: state[MASTER] for name, state in foreign.state.items() if MASTER in state}
+    return {
+        name: state[MASTER] for name, state in foreign.state.items() if MASTER in state
+    }
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:

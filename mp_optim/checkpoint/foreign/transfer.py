@@ -55,7 +55,9 @@ def import_state(
             written.
     """
     slots = {
-        optimizer.slot_name(slot): slot for slot in optimizer.slots() if optimizer.slot_state(slot)
+        optimizer.slot_name(slot): slot
+        for slot in optimizer.slots()
+        if optimizer.slot_state(slot)
     }
     foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
     missing, unknown = (
@@ -89,7 +91,9 @@ def import_state(
     for name, value in whole.items():
         slot = slots[name]
         param = param_at(optimizer.param_groups, slot)
-        if _REMAINDER in optimizer.slot_state(slot):  # rounded as it goes with the remainder
+        if _REMAINDER in optimizer.slot_state(
+            slot
+        ):  # rounded as it goes with the remainder
             main = main_param_of(param)
             value = param if main is None else main
         local_tensor(param).copy_(local_tensor(value))
@@ -163,10 +167,14 @@ def export_state(optimizer: NamedOptimizer) -> ForeignState:
     groups: list[ForeignGroup] = []
     for index, group in enumerate(optimizer.param_groups):
         positions = range(len(group["params"]))
-        names = tuple(optimizer.slot_name(Slot(index, position)) for position in positions)
+        names = tuple(
+            optimizer.slot_name(Slot(index, position)) for position in positions
+        )
         groups.append(ForeignGroup(names, group_settings(group)))
     scaler = optimizer.grad_scaler
-    return ForeignState(tuple(groups), state, None if scaler is None else scaler.state_dict())
+    return ForeignState(
+        tuple(groups), state, None if scaler is None else scaler.state_dict()
+    )
 
 
 def _gathered(value: Tensor) -> Tensor:

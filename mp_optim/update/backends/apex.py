@@ -11,7 +11,11 @@ import importlib
 
 import torch
 
-from mp_optim.update.backends.multi_tensor import MOST_ELEMENTS, Kind, MultiTensorBackend
+from mp_optim.update.backends.multi_tensor import (
+    MOST_ELEMENTS,
+    Kind,
+    MultiTensorBackend,
+)
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import mark_written, piece_elements, publish
 from mp_optim.update.kernel_args import AdamScalars, LambScalars, TensorLists
@@ -61,15 +65,25 @@ class ApexBackend(MultiTensorBackend):
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
         for kind, part in self.split(lists):
-            small = [index for index, main in enumerate(part.main) if main.numel() <= MOST_ELEMENTS]
-            large = [index for index, main in enumerate(part.main) if main.numel() > MOST_ELEMENTS]
+            small = [
+                index
+                for index, main in enumerate(part.main)
+                if main.numel() <= MOST_ELEMENTS
+            ]
+            large = [
+                index
+                for index, main in enumerate(part.main)
+                if main.numel() > MOST_ELEMENTS
+            ]
             for indices in _together(part, small) if kind else []:
                 self._lamb_launch(part.take(indices), scalars, multiplier)
             mark_written(part)
             if rest := (large if kind else [*small, *large]):
                 ReferenceBackend.lamb(self, part.take(rest), scalars, multiplier)
 
-    def _lamb_launch(self, batch: TensorLists, scalars: LambScalars, multiplier: float) -> None:
+    def _lamb_launch(
+        self, batch: TensorLists, scalars: LambScalars, multiplier: float
+    ) -> None:
         """The kernel writes the direction over the gradient, so it gets a copy. A clip limit of 0
         would make all gradients 0; a norm of 0 turns the clip off."""
         given, device = scalars.given, batch.main[0].device

@@ -43,14 +43,22 @@ class Backend(Protocol):
     limits: str
     """What it hands to ``reference``, for reports; empty if nothing."""
 
-    def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier) -> None: ...
+    def adam(
+        self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier
+    ) -> None: ...
 
-    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
+    def lamb(
+        self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
+    ) -> None:
         """The whole step, for tensors that are whole parameters."""
         ...
 
     def lamb_finish(
-        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
+        self,
+        lists: TensorLists,
+        scalars: LambScalars,
+        sums: Tensor,
+        multiplier: Multiplier,
     ) -> None:
         """Take the step after :meth:`lamb_moments`, from sums of whole parameters, shape (n, 2)
         FP64."""
@@ -62,13 +70,19 @@ class Backend(Protocol):
         """Update the moments; return FP64 (sum p^2, sum u^2) per tensor, shape (n, 2)."""
         ...
 
-    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
+    def lamb_apply(
+        self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]
+    ) -> None:
         """Take the step, each tensor with its own ratio (FP32 value)."""
         ...
 
-    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier) -> None: ...
+    def lion(
+        self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier
+    ) -> None: ...
 
-    def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier) -> None: ...
+    def sgd(
+        self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
+    ) -> None: ...
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP64, shape (n,)."""

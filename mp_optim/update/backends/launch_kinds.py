@@ -16,7 +16,9 @@ __all__ = ["FLOATS", "Kind", "Part", "parts_of"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that kernels read."""
-_OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype | None, ...]] = {
+_OUTPUTS: dict[
+    tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype | None, ...]
+] = {
     (torch.float32, None): (None, *FLOATS),
     (torch.bfloat16, torch.int16): (None, torch.bfloat16),
     (torch.bfloat16, torch.int8): (None, torch.bfloat16),
@@ -70,10 +72,10 @@ def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
     if all(len(each) == 1 for each in dtypes):
         kind = Kind(*(next(iter(each)) for each in dtypes))  # type: ignore[arg-type]  # grad is a list
         return [Part(range(len(lists.main)), _supported(kind, lists, moments), lists)]
-    rows = [Kind(*(_dtype(column, at) for column in columns)) for at in range(len(lists.main))]  # type: ignore[arg-type]
+    rows = [_kind(columns, index) for index in range(len(lists.main))]
     parts = []
     for kind in dict.fromkeys(rows):
-        indices = [at for at, other in enumerate(rows) if other == kind]
+        indices = [index for index, other in enumerate(rows) if other == kind]
         part = lists.take(indices)
         parts.append(Part(indices, _supported(kind, part, moments), part))
     return parts
@@ -87,8 +89,13 @@ def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
     return {None if tensor is None else tensor.dtype for tensor in column}
 
 
-def _dtype(column: Sequence[Tensor | None] | None, at: int) -> torch.dtype | None:
-    tensor = None if column is None else column[at]
+def _kind(columns: Sequence[Sequence[Tensor | None] | None], index: int) -> Kind:
+    dtypes = [_dtype(column, index) for column in columns]
+    return Kind(*dtypes)  # type: ignore[arg-type]  # there always is a gradient
+
+
+def _dtype(column: Sequence[Tensor | None] | None, index: int) -> torch.dtype | None:
+    tensor = None if column is None else column[index]
     return None if tensor is None else tensor.dtype
 
 

@@ -20,7 +20,13 @@ from mp_optim.update.chunking import batches, mark_written, publish
 from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
-__all__ = ["CHUNK", "MOST_ELEMENTS", "MultiTensorBackend", "check_launch", "current_device"]
+__all__ = [
+    "CHUNK",
+    "MOST_ELEMENTS",
+    "MultiTensorBackend",
+    "check_launch",
+    "current_device",
+]
 
 CHUNK = 2048 * 32
 """Elements that one block of threads works on."""
@@ -104,7 +110,9 @@ def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:
     ):
         state = tuple(tensors[index].dtype for tensors in lists.state.values())
         if main.numel():
-            kind = Kind(grad.dtype, None if output is None else output.dtype, main.dtype, state)
+            kind = Kind(
+                grad.dtype, None if output is None else output.dtype, main.dtype, state
+            )
             found.setdefault(kind, []).append(index)
     return list(found.items())
 
@@ -159,7 +167,10 @@ class MultiTensorBackend(ReferenceBackend):
         """FP32(g) * multiplier in memory of its own, of one batch's size."""
         fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         self.launch(
-            "multi_tensor_scale", [grads, fresh], [grads[0].dtype, torch.float32], multiplier
+            "multi_tensor_scale",
+            [grads, fresh],
+            [grads[0].dtype, torch.float32],
+            multiplier,
         )
         return fresh
 
@@ -192,7 +203,11 @@ class MultiTensorBackend(ReferenceBackend):
     ) -> None:
         """The kernel reads a buffer even without momentum, but writes none then: any list will
         do."""
-        grads = batch.grad if kind.grad == torch.float32 else self.scaled(batch.grad, multiplier)
+        grads = (
+            batch.grad
+            if kind.grad == torch.float32
+            else self.scaled(batch.grad, multiplier)
+        )
         buffers = batch.state.get("momentum_buffer", grads)
         self.launch(
             "multi_tensor_sgd",
@@ -215,7 +230,9 @@ class MultiTensorBackend(ReferenceBackend):
         if not tensors or any(tensor.dtype not in READABLE for tensor in tensors):
             return sum_of_squares(tensors)
         owners, pieces = _flat_pieces(tensors)
-        found = torch.zeros(len(pieces), 1, dtype=torch.float64, device=tensors[0].device)
+        found = torch.zeros(
+            len(pieces), 1, dtype=torch.float64, device=tensors[0].device
+        )
         for dtype in dict.fromkeys(piece.dtype for piece in pieces):
             mine = [index for index, piece in enumerate(pieces) if piece.dtype == dtype]
             for start in range(0, len(mine), MOST_TENSORS):
@@ -223,7 +240,9 @@ class MultiTensorBackend(ReferenceBackend):
                 norms = self.launch(
                     "multi_tensor_l2norm", [[pieces[i] for i in where]], [dtype], True
                 )[1]
-                found[torch.tensor(where, device=found.device), 0] = norms.double().square()
+                found[torch.tensor(where, device=found.device), 0] = (
+                    norms.double().square()
+                )
         sums = combine_pieces(owners, found, len(tensors)).squeeze(1)
         if not bool(sums.isfinite().all()):
             for index in torch.nonzero(~sums.isfinite()).flatten().tolist():

@@ -148,10 +148,16 @@ class _Table:
         self._arrays["numel"] = (steady.get("moment1") or steady["grad"]).sizes
         if noise is not None:
             self._arrays["stream"] = array("I", [item.stream for item in noise])
-        addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
-        dtypes = {f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()}
+        addresses = {
+            name: values.buffer_info()[0] for name, values in self._arrays.items()
+        }
+        dtypes = {
+            f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()
+        }
         seed = noise[0].seed if noise else 0
-        self.tensors = lib.Tensors(count=len(steady["grad"]), seed=seed, **addresses, **dtypes)
+        self.tensors = lib.Tensors(
+            count=len(steady["grad"]), seed=seed, **addresses, **dtypes
+        )
 
 
 class NativeBackend(ReferenceBackend):
@@ -209,7 +215,9 @@ class NativeBackend(ReferenceBackend):
                 self._call(function, _table(part, kind, moments), values)
                 _mark_written(part)
 
-    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
+    def lamb_moments(
+        self, lists: TensorLists, scalars: LambScalars, multiplier: float
+    ) -> Tensor:
         values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
         for indices, kind, part in parts_of(lists, _MOMENTS):
@@ -222,7 +230,9 @@ class NativeBackend(ReferenceBackend):
             sums[torch.tensor(list(indices), device="cpu")] = found
         return sums
 
-    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
+    def lamb_apply(
+        self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]
+    ) -> None:
         values = lib.Lamb(multiplier=1.0, **_fields(scalars, "lr", "adapts"))
         for indices, kind, part in parts_of(lists, _MOMENTS):
             mine = array("f", [ratios[index] for index in indices])
@@ -241,7 +251,9 @@ class NativeBackend(ReferenceBackend):
             return self._sum_alike(steady)
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         for dtype in steady.dtypes:
-            mine = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
+            mine = [
+                index for index, tensor in enumerate(steady) if tensor.dtype == dtype
+            ]
             sums[torch.tensor(mine, device="cpu")] = self._sum_alike(
                 CachedTensorList(steady[index] for index in mine)
             )
@@ -255,12 +267,17 @@ class NativeBackend(ReferenceBackend):
             tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
         self._call(
-            "mp_measure", _Table(Kind(tensors[0].dtype), {"grad": tensors}), sums.data_ptr(), None
+            "mp_measure",
+            _Table(Kind(tensors[0].dtype), {"grad": tensors}),
+            sums.data_ptr(),
+            None,
         )
         return sums
 
     def _call(self, name: str, table: _Table, *arguments: Any) -> None:
-        given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
+        given = [
+            ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments
+        ]
         self.library.call(name, ctypes.byref(table.tensors), *given, thread_count())
 
 
@@ -278,7 +295,11 @@ def tell_autograd(written: list[Tensor]) -> None:
 
 
 def _fields(scalars: Any, *without: str) -> dict[str, Any]:
-    return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
+    return {
+        name: getattr(scalars, name)
+        for name in scalars.__slots__
+        if name not in without
+    }
 
 
 def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:
@@ -302,7 +323,9 @@ def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
     """Lists of tensors by the names of ``MpTensors``, without the outputs."""
     columns: dict[str, Sequence[Any]] = {"grad": lists.grad, "main": lists.main}
     columns |= {f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments)}
-    return columns | ({"remainder": lists.state[REMAINDER]} if REMAINDER in lists.state else {})
+    return columns | (
+        {"remainder": lists.state[REMAINDER]} if REMAINDER in lists.state else {}
+    )
 
 
 def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> _Table:

@@ -30,17 +30,27 @@ class NativeElementPasses(ElementPasses):
             self._call("mp_largest", values.data_ptr(), values.numel(), top.data_ptr())
         return top
 
-    def total_digits(self, blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
+    def total_digits(
+        self, blocks: Sequence[Block], top: float, device: torch.device
+    ) -> Tensor:
         total = torch.zeros(2, dtype=torch.int64, device=device)
         for block in blocks if math.isfinite(top) else ():
             values = block.values
             self._call(
-                "mp_total_digits", values.data_ptr(), values.numel(), _scale(top), total.data_ptr()
+                "mp_total_digits",
+                values.data_ptr(),
+                values.numel(),
+                _scale(top),
+                total.data_ptr(),
             )
         return total
 
     def row_and_column_digits(
-        self, blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
+        self,
+        blocks: Sequence[Block],
+        top: float,
+        shape: MatricesShape,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         matrices, rows, columns = shape
         by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
@@ -50,21 +60,29 @@ class NativeElementPasses(ElementPasses):
             self._call("mp_matrix_digits", box, _scale(top), *to)
         return by_row, by_column
 
-    def turn_by_variance(self, grad: Tensor, variance: Tensor, scalars: Averages) -> None:
+    def turn_by_variance(
+        self, grad: Tensor, variance: Tensor, scalars: Averages
+    ) -> None:
         if grad.numel():
             values = Adafactor(scalars.keep, scalars.weight, scalars.squared_floor)
             to = (grad.data_ptr(), variance.data_ptr(), grad.numel())
             self._call("mp_turn_by_variance", *to, ctypes.byref(values))
 
     def turn_by_matrices(
-        self, blocks: Sequence[Block], weights: Tensor, columns: Tensor, scalars: Averages
+        self,
+        blocks: Sequence[Block],
+        weights: Tensor,
+        columns: Tensor,
+        scalars: Averages,
     ) -> None:
         shape = (*weights.shape, columns.shape[1])
         moments = (weights.data_ptr(), columns.data_ptr(), scalars.squared_floor)
         for block in blocks:
             self._call("mp_turn_matrices", _matrices(block, shape), *moments)
 
-    def descend(self, main: Tensor, direction: Tensor, decay: float, size: float) -> None:
+    def descend(
+        self, main: Tensor, direction: Tensor, decay: float, size: float
+    ) -> None:
         if main.numel():
             tensors = (main.data_ptr(), direction.data_ptr(), main.numel())
             self._call("mp_descend", *tensors, decay, size)

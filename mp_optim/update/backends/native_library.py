@@ -70,9 +70,14 @@ class Tensors(ctypes.Structure):
     ]
 
 
-def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:
+def scalars(
+    floats: Sequence[str], integers: Sequence[str] = ()
+) -> type[ctypes.Structure]:
     """A structure of FP32 fields followed by int32 ones."""
-    fields = [*zip(floats, repeat(ctypes.c_float)), *zip(integers, repeat(ctypes.c_int32))]
+    fields = [
+        *zip(floats, repeat(ctypes.c_float)),
+        *zip(integers, repeat(ctypes.c_int32)),
+    ]
     return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -105,10 +110,19 @@ Lamb = scalars(
     ]
 )
 Sgd = scalars(
-    ["multiplier", "lr", "momentum", "one_minus_dampening", "decay"], ["nesterov", "first"]
+    ["multiplier", "lr", "momentum", "one_minus_dampening", "decay"],
+    ["nesterov", "first"],
 )
 Lion = scalars(
-    ["multiplier", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay"]
+    [
+        "multiplier",
+        "beta1",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "lr",
+        "decay",
+    ]
 )
 
 Adafactor = scalars(["keep", "weight", "squared_floor"])
@@ -137,7 +151,12 @@ class Matrices(ctypes.Structure):
 
 
 _T, _P, _I = ctypes.POINTER(Tensors), ctypes.c_void_p, ctypes.c_int32
-_M, _N, _F, _D = ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double
+_M, _N, _F, _D = (
+    ctypes.POINTER(Matrices),
+    ctypes.c_int64,
+    ctypes.c_float,
+    ctypes.c_double,
+)
 _SIGNATURES = {
     "mp_adam": [_T, ctypes.POINTER(Adam), _I],
     "mp_sgd": [_T, ctypes.POINTER(Sgd), _I],
@@ -188,7 +207,9 @@ class NativeLibrary:
     @property
     def levels(self) -> list[str]:
         """Levels that this CPU has, best first."""
-        return [] if self.handle is None else self.handle.mp_levels().decode().split(",")
+        return (
+            [] if self.handle is None else self.handle.mp_levels().decode().split(",")
+        )
 
     def set_level(self, name: str) -> None:
         """Use another level from now on. Raises ValueError if this CPU does not have it."""
@@ -233,12 +254,16 @@ def _load(path: Path) -> NativeLibrary:
         return NativeLibrary(None, f"{path.name} cannot be loaded: {error}")
     if abi != _ABI:
         return NativeLibrary(
-            None, f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim"
+            None,
+            f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim",
         )
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
-    handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = [ctypes.c_void_p], None
+    handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = (
+        [ctypes.c_void_p],
+        None,
+    )
     handle.mp_set_parallel(_gomp_parallel())
     handle.mp_level.restype = handle.mp_levels.restype = ctypes.c_char_p
     return NativeLibrary(handle, path.name)
@@ -257,7 +282,9 @@ def _gomp() -> ctypes.CDLL | None:
     if not maps.exists():
         return None
     loaded = {
-        line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libgomp" in line
+        line.split(maxsplit=5)[5]
+        for line in maps.read_text().splitlines()
+        if "libgomp" in line
     }
     torch_first = sorted(loaded, key=lambda path: ("torch" not in path, path))
     return ctypes.CDLL(torch_first[0]) if torch_first else None

@@ -20,7 +20,12 @@ from mp_optim.update.kernel_args import (
     SgdScalars,
     TensorLists,
 )
-from mp_optim.update.stored_values import read_mains, read_moment, write_mains, write_moment
+from mp_optim.update.stored_values import (
+    read_mains,
+    read_moment,
+    write_mains,
+    write_moment,
+)
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 __all__ = ["ReferenceBackend"]
@@ -38,7 +43,9 @@ def _gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -
     return grads
 
 
-def _moments(m: Lists, v: Lists, grads: Lists, s: AdamScalars | LambScalars, weight: float) -> None:
+def _moments(
+    m: Lists, v: Lists, grads: Lists, s: AdamScalars | LambScalars, weight: float
+) -> None:
     """m = m*b1 + g*w and v = v*b2 + (g*(1-b2))*g."""
     torch._foreach_mul_(m, s.beta1)
     torch._foreach_add_(m, torch._foreach_mul(grads, weight))
@@ -82,7 +89,11 @@ class ReferenceBackend:
                 read_moment(batch, "exp_avg_sq"),
             )
             _moments(
-                m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.one_minus_beta1
+                m,
+                v,
+                _gradients(batch, p, multiplier, scalars.l2),
+                scalars,
+                scalars.one_minus_beta1,
             )
             updates = torch._foreach_div(m, _denominators(v, scalars))
             torch._foreach_mul_(updates, scalars.step_size)
@@ -95,9 +106,13 @@ class ReferenceBackend:
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
         """Both phases of LAMB, for tensors that are whole parameters."""
-        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
+        self.lamb_finish(
+            lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier
+        )
 
-    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
+    def lamb_moments(
+        self, lists: TensorLists, scalars: LambScalars, multiplier: float
+    ) -> Tensor:
         owners: list[int] = []
         found: list[Tensor] = []
         for cut in batches(lists):
@@ -108,7 +123,11 @@ class ReferenceBackend:
                 read_moment(batch, "exp_avg_sq"),
             )
             _moments(
-                m, v, _gradients(batch, p, multiplier, scalars.l2), scalars, scalars.grad_weight
+                m,
+                v,
+                _gradients(batch, p, multiplier, scalars.l2),
+                scalars,
+                scalars.grad_weight,
             )
             write_moment(batch, "exp_avg", m)
             write_moment(batch, "exp_avg_sq", v)
@@ -126,7 +145,9 @@ class ReferenceBackend:
         """The second phase, from the sums of whole parameters."""
         self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
 
-    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
+    def lamb_apply(
+        self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]
+    ) -> None:
         for cut in batches(lists):
             batch = cut.lists
             p = read_mains(batch)
@@ -152,7 +173,9 @@ class ReferenceBackend:
             p, m = read_mains(batch), read_moment(batch, "exp_avg")
             grads = _gradients(batch, p, multiplier, 0.0)
             blend = torch._foreach_mul(m, scalars.beta1)
-            torch._foreach_add_(blend, torch._foreach_mul(grads, scalars.one_minus_beta1))
+            torch._foreach_add_(
+                blend, torch._foreach_mul(grads, scalars.one_minus_beta1)
+            )
             steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
             torch._foreach_mul_(steps, scalars.lr)
             if scalars.decay != 0.0:
@@ -169,7 +192,9 @@ class ReferenceBackend:
             torch._foreach_copy_(buffers, grads)
         else:
             torch._foreach_mul_(buffers, s.momentum)
-            torch._foreach_add_(buffers, torch._foreach_mul(grads, s.one_minus_dampening))
+            torch._foreach_add_(
+                buffers, torch._foreach_mul(grads, s.one_minus_dampening)
+            )
         if not s.nesterov:
             return [buffer.clone() for buffer in buffers]
         torch._foreach_add_(grads, torch._foreach_mul(buffers, s.momentum))

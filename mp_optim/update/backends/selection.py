@@ -18,7 +18,12 @@ from mp_optim.update.backends.interface import Backend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.self_test import BFLOAT16_MOMENTS, REMAINDERS, SelfTest, prove
+from mp_optim.update.backends.self_test import (
+    BFLOAT16_MOMENTS,
+    REMAINDERS,
+    SelfTest,
+    prove,
+)
 from mp_optim.update.backends.torch_fused import TorchBackend
 
 __all__ = [
@@ -64,7 +69,9 @@ def _native() -> Backend:
 
 def _from_module(module: str) -> Callable[[], Backend]:
     def load() -> Backend:
-        backend: Backend = importlib.import_module(f"mp_optim.update.backends.{module}").load()
+        backend: Backend = importlib.import_module(
+            f"mp_optim.update.backends.{module}"
+        ).load()
         return backend
 
     return load
@@ -72,7 +79,9 @@ def _from_module(module: str) -> Callable[[], Backend]:
 
 def _triton() -> Backend:
     found: Backend | None
-    found, why = importlib.import_module("mp_optim.update.backends.triton").triton_backend()
+    found, why = importlib.import_module(
+        "mp_optim.update.backends.triton"
+    ).triton_backend()
     if found is None:
         raise _NotHereError(why)
     return found
@@ -91,7 +100,9 @@ _SOURCES: dict[str, _Source] = {
     "reference": _Source(ReferenceBackend),
     "torch": _Source(TorchBackend),
     "triton": _Source(
-        _triton, _triton_devices, {"mp_optim.update.backends.triton": "not part of this version"}
+        _triton,
+        _triton_devices,
+        {"mp_optim.update.backends.triton": "not part of this version"},
     ),
     "apex": _Source(
         _from_module("apex"),
@@ -187,11 +198,15 @@ def _chosen(name: str, device: torch.device) -> tuple[Backend, str]:
     if name == "auto":
         return _auto(device)
     if name not in _SOURCES:
-        raise ValueError(f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}")
+        raise ValueError(
+            f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}"
+        )
     where = _serving_device(name, device)
     backend, proof = _proven(name, where)
     if not proof.usable:
-        raise ValueError(f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'")
+        raise ValueError(
+            f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'"
+        )
     if where != device:
         other, _ = _auto(device)
         same = (
@@ -202,7 +217,10 @@ def _chosen(name: str, device: torch.device) -> tuple[Backend, str]:
         return other, f"{name} kernels run on {where.type}; {same}"
     limits = backend.limits
     return backend, "; ".join(
-        filter(None, (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits))
+        filter(
+            None,
+            (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits),
+        )
     )
 
 
@@ -214,7 +232,9 @@ def _serving_device(name: str, device: torch.device) -> torch.device:
     if devices() == ("cpu",):
         return torch.device("cpu")
     return (
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else device
     )
 
 
@@ -240,7 +260,11 @@ def check_serves(name: str, device: torch.device) -> None:
     """
     if name in _SOURCES:
         devices = _SOURCES[name].devices
-        if name != "native" and devices is not None and device.type not in (*devices(), "meta"):
+        if (
+            name != "native"
+            and devices is not None
+            and device.type not in (*devices(), "meta")
+        ):
             choose_backend(
                 name, device
             )  # where it is not usable at all, that is the better message
@@ -251,13 +275,19 @@ def check_serves(name: str, device: torch.device) -> None:
             )
 
 
-def check_forms(name: str, device: torch.device, bfloat16_moments: bool, remainders: bool) -> None:
+def check_forms(
+    name: str, device: torch.device, bfloat16_moments: bool, remainders: bool
+) -> None:
     """Refuse forms of state that this installation of a named backend has no kernels for.
 
     Raises:
         ValueError: naming the field.
     """
-    lacks = {} if name not in _SOURCES else proof_of(name, _serving_device(name, device)).lacks
+    lacks = (
+        {}
+        if name not in _SOURCES
+        else proof_of(name, _serving_device(name, device)).lacks
+    )
     for field, form, wanted in (
         ("exp_avg_dtype=torch.bfloat16", BFLOAT16_MOMENTS, bfloat16_moments),
         ("store_param_remainders=True", REMAINDERS, remainders),

@@ -90,7 +90,9 @@ class Difference:
         self.ulps, self.lrs = max(self.ulps, apart / unit), max(self.lrs, apart / lr)
         self.excess = max(self.excess, apart / (MOST_ULPS * unit + MOST_LR * lr))
 
-    def others(self, ours: Tensor, theirs: Tensor, allowed: float = MOST_RELATIVE) -> None:
+    def others(
+        self, ours: Tensor, theirs: Tensor, allowed: float = MOST_RELATIVE
+    ) -> None:
         """Compare moments, outputs or sums."""
         self.same &= _same(ours, theirs)
         if ours.numel():
@@ -115,7 +117,9 @@ def _largest(values: Tensor) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def difference(ours: TensorLists, theirs: TensorLists, lr: float, found: Difference) -> None:
+def difference(
+    ours: TensorLists, theirs: TensorLists, lr: float, found: Difference
+) -> None:
     """Add what two sets of lists differ in."""
     for index, main in enumerate(ours.main):
         found.params(main, theirs.main[index], lr)
@@ -131,25 +135,41 @@ def _values(count: int, phase: float, device: torch.device) -> Tensor:
     generator."""
     at = torch.arange(count, dtype=torch.float64, device="cpu") + phase
     return (
-        ((torch.sin(at * 1.7) + 0.1) * torch.exp2(-4 * torch.cos(at * 0.3) ** 2)).float().to(device)
+        ((torch.sin(at * 1.7) + 0.1) * torch.exp2(-4 * torch.cos(at * 0.3) ** 2))
+        .float()
+        .to(device)
     )
 
 
 def _lists(
     rule: str, grad: torch.dtype, output: torch.dtype | None, device: torch.device
 ) -> TensorLists:
-    mains = [_values(size, 5.0 + 0.1 * index, device) for index, size in enumerate(_SIZES)]
-    grads = [_values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)]
-    state = {key: list(map(torch.zeros_like, mains)) for key in RULES[rule].moment_names}
-    outputs = [None if output is None else torch.zeros_like(p, dtype=output) for p in mains]
+    mains = [
+        _values(size, 5.0 + 0.1 * index, device) for index, size in enumerate(_SIZES)
+    ]
+    grads = [
+        _values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)
+    ]
+    state = {
+        key: list(map(torch.zeros_like, mains)) for key in RULES[rule].moment_names
+    }
+    outputs = [
+        None if output is None else torch.zeros_like(p, dtype=output) for p in mains
+    ]
     return TensorLists(mains, grads, state, outputs)
 
 
-def _step(backend: Backend, rule: str, lists: TensorLists, step: int, multiplier: float) -> None:
-    step_with(backend, rule, lists, {**_SETTINGS, **RULES[rule].sample}, step, multiplier)
+def _step(
+    backend: Backend, rule: str, lists: TensorLists, step: int, multiplier: float
+) -> None:
+    step_with(
+        backend, rule, lists, {**_SETTINGS, **RULES[rule].sample}, step, multiplier
+    )
 
 
-def _cases(rules: Sequence[str]) -> Iterator[tuple[str, torch.dtype, torch.dtype | None, float]]:
+def _cases(
+    rules: Sequence[str],
+) -> Iterator[tuple[str, torch.dtype, torch.dtype | None, float]]:
     for rule in rules:
         yield rule, torch.float32, None, 1.0
         yield rule, torch.bfloat16, torch.bfloat16, 0.37
@@ -165,14 +185,19 @@ def compare(backend: Backend, device: torch.device, rules: Sequence[str]) -> Dif
             _step(backend, rule, ours, step, multiplier)
             _step(reference, rule, theirs, step, multiplier)
         difference(ours, theirs, _LR, found)
-        found.others(backend.sum_of_squares(ours.grad), reference.sum_of_squares(ours.grad))
+        found.others(
+            backend.sum_of_squares(ours.grad), reference.sum_of_squares(ours.grad)
+        )
     return found
 
 
 def _compact(lists: TensorLists, bfloat16: bool, remainders: bool) -> TensorLists:
     """The same with moments in bfloat16, or main params as bfloat16 beside remainders."""
     dtype = torch.bfloat16 if bfloat16 else torch.float32
-    state = {key: [tensor.to(dtype) for tensor in tensors] for key, tensors in lists.state.items()}
+    state = {
+        key: [tensor.to(dtype) for tensor in tensors]
+        for key, tensors in lists.state.items()
+    }
     if not remainders:
         return TensorLists(lists.main, lists.grad, state, lists.output)
     mains = [main.bfloat16() for main in lists.main]
@@ -184,7 +209,10 @@ def _compact(lists: TensorLists, bfloat16: bool, remainders: bool) -> TensorList
 def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
     """One Adam step with each form of state that the backend claims apart from FP32."""
     can, lacks = CAPABILITIES.get(backend.name, Capability()), {}
-    for form, claimed in ((BFLOAT16_MOMENTS, can.bfloat16_moments), (REMAINDERS, can.remainders)):
+    for form, claimed in (
+        (BFLOAT16_MOMENTS, can.bfloat16_moments),
+        (REMAINDERS, can.remainders),
+    ):
         if "adam" not in claimed:
             continue
         ours, theirs = (
@@ -201,9 +229,15 @@ def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
             _step(ReferenceBackend(), "adam", theirs, 1, 1.0)
             for index, main in enumerate(ours.main):
                 found.others(
-                    main, theirs.main[index], 2.0**-7 if form == REMAINDERS else MOST_RELATIVE
+                    main,
+                    theirs.main[index],
+                    2.0**-7 if form == REMAINDERS else MOST_RELATIVE,
                 )
-                found.others(ours.state["exp_avg"][index], theirs.state["exp_avg"][index], 2.0**-7)
+                found.others(
+                    ours.state["exp_avg"][index],
+                    theirs.state["exp_avg"][index],
+                    2.0**-7,
+                )
         except Exception as error:
             lacks[form] = f"{type(error).__name__}: {error}"
         if not found.tolerable:

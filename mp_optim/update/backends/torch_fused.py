@@ -36,7 +36,13 @@ class TorchBackend(ReferenceBackend):
             torch._fused_adamw_ if scalars.l2 == 0.0 else torch._fused_adam_
         )
         lr = scalars.step_size / scalars.inv_sqrt_bias2
-        weight_decay = scalars.l2 if scalars.l2 != 0.0 else scalars.decay / lr if lr != 0.0 else 0.0
+        weight_decay = (
+            scalars.l2
+            if scalars.l2 != 0.0
+            else scalars.decay / lr
+            if lr != 0.0
+            else 0.0
+        )
         for batch in (cut.lists for cut in batches(lists)):
             settled = torch.full((), math.inf, device=batch.main[0].device)
             kernel(

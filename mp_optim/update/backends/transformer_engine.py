@@ -42,11 +42,18 @@ class TransformerEngineBackend(MultiTensorBackend):
     def takes(self, lists: TensorLists, kind: Kind) -> bool:
         if super().takes(lists, kind):
             return True
-        if lists.noise is not None or "exp_avg_sq" not in lists.state or kind.grad not in READABLE:
+        if (
+            lists.noise is not None
+            or "exp_avg_sq" not in lists.state
+            or kind.grad not in READABLE
+        ):
             return False
         state = dict(zip(lists.state, kind.state, strict=True))
         remainder = state.pop(REMAINDER, None)
-        mains = (kind.main, remainder) in ((torch.float32, None), (torch.bfloat16, torch.int16))
+        mains = (kind.main, remainder) in (
+            (torch.float32, None),
+            (torch.bfloat16, torch.int16),
+        )
         return (
             mains
             and list(state.values()) in _MOMENTS
@@ -90,7 +97,9 @@ class TransformerEngineBackend(MultiTensorBackend):
                 *arguments,
             )
         else:
-            self.launch("multi_tensor_adam", [grads, batch.main, *moments], dtypes, *arguments)
+            self.launch(
+                "multi_tensor_adam", [grads, batch.main, *moments], dtypes, *arguments
+            )
 
 
 def _is_zero(param: Tensor) -> Tensor:

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    checkpoint,
+    get_megatron_optimizer,
+)
 
 SHAPES = {
     "wide": (6, 10),
@@ -63,9 +68,14 @@ def values(step: int, precision: str) -> dict[str, Tensor]:
     return found
 
 
-def built(model: nn.Module, precision: str, fraction: float, **settings: Any) -> MegatronOptimizer:
+def built(
+    model: nn.Module, precision: str, fraction: float, **settings: Any
+) -> MegatronOptimizer:
     if fraction:
-        settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+        settings |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": fraction,
+        }
     config = OptimizerConfig(
         optimizer="adafactor",
         lr=0.05,
@@ -79,7 +89,9 @@ def built(model: nn.Module, precision: str, fraction: float, **settings: Any) ->
 
 def model_of(precision: str, part: Callable[[Tensor], Tensor]) -> nn.ParameterDict:
     start = values(-1, precision)
-    return nn.ParameterDict({name: nn.Parameter(part(value)) for name, value in start.items()})
+    return nn.ParameterDict(
+        {name: nn.Parameter(part(value)) for name, value in start.items()}
+    )
 
 
 def train(
@@ -97,7 +109,9 @@ def train(
             for name, param in model.items():
                 param.grad = part(grads[name])
         else:
-            terms = [(param * grads[name]).float().sum() for name, param in model.items()]
+            terms = [
+                (param * grads[name]).float().sum() for name, param in model.items()
+            ]
             torch.stack(terms).sum().backward()
         assert optimizer.step().success
     for each in optimizer.chained_optimizers:
@@ -109,7 +123,9 @@ def outcome(model: nn.ParameterDict) -> dict[str, Tensor]:
     found = {}
     for name, param in model.items():
         value = param.detach()
-        found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        found[name] = (
+            value.full_tensor() if isinstance(value, DTensor) else value
+        ).clone()
     return found
 
 
@@ -160,7 +176,9 @@ MESHES: dict[str, tuple[tuple[int, ...], Placements]] = {
 LAYOUTS = [*MESHES, *ZERO]
 
 
-def run(layout: str, precision: str, fraction: float, folder: str) -> dict[str, dict[str, Tensor]]:
+def run(
+    layout: str, precision: str, fraction: float, folder: str
+) -> dict[str, dict[str, Tensor]]:
     """Parameters after five steps from the start; and after two from the checkpoint."""
     part: Callable[[Tensor], Tensor] | None = None
     if layout in MESHES:
@@ -168,7 +186,9 @@ def run(layout: str, precision: str, fraction: float, folder: str) -> dict[str, 
         mesh = DeviceMesh("cpu", torch.arange(4).view(shape))
 
         def part(value: Tensor) -> Tensor:
-            return distribute_tensor(value.clone(), mesh, placements(tuple(value.shape)))
+            return distribute_tensor(
+                value.clone(), mesh, placements(tuple(value.shape))
+            )
 
     settings = ZERO.get(layout, {})
     model = model_of(precision, part or Tensor.clone)
@@ -189,7 +209,9 @@ def main(folder: str) -> None:
     found = {}
     for layout in LAYOUTS:
         for precision, fraction in KINDS:
-            found[f"{layout}, {precision}, {fraction}"] = run(layout, precision, fraction, folder)
+            found[f"{layout}, {precision}, {fraction}"] = run(
+                layout, precision, fraction, folder
+            )
     torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -23,7 +23,11 @@ STEPS, MORE = range(3), range(3, 8)
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
     return [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
         for group in optimizer.param_groups
     ]
 
@@ -57,7 +61,9 @@ def save(
         extra={"from": layout.name},
         process_group=group,
     )
-    full = {name: whole(value, group) for name, value in state_of(model, optimizer).items()}
+    full = {
+        name: whole(value, group) for name, value in state_of(model, optimizer).items()
+    }
     if rank == 0:
         torch.save(full, f"{folder}/{layout.name}.pt")
 
@@ -79,12 +85,14 @@ def load(
     wrong = [] if extra == {"from": saved.name} else [f"extra {extra}"]
     expected = put(layout, torch.load(f"{folder}/{saved.name}.pt"), settings, seed=3)
     wrong += [
-        f"loaded: {name}" for name in different(state_of(model, optimizer), state_of(*expected))
+        f"loaded: {name}"
+        for name in different(state_of(model, optimizer), state_of(*expected))
     ]
     train(model, optimizer, MORE)
     train(*expected, MORE)
     wrong += [
-        f"after: {name}" for name in different(state_of(model, optimizer), state_of(*expected))
+        f"after: {name}"
+        for name in different(state_of(model, optimizer), state_of(*expected))
     ]
     if saved.form == layout.form == "float32":
         plain = put(layout, uninterrupted, settings, seed=4)
@@ -112,10 +120,14 @@ def main(folder: str, every: int) -> None:
             save(layout, folder, rank, groups[layout.ranks], start, settings)
     dist.barrier()
     wrong, pairs = {}, 0
-    for (i, saved), (j, layout) in itertools.product(enumerate(known), enumerate(known)):
+    for (i, saved), (j, layout) in itertools.product(
+        enumerate(known), enumerate(known)
+    ):
         if rank < layout.ranks and (i == j or (i + j) % every == 0):
             pairs += 1
-            if found := load(saved, layout, folder, groups[layout.ranks], settings, uninterrupted):
+            if found := load(
+                saved, layout, folder, groups[layout.ranks], settings, uninterrupted
+            ):
                 wrong[f"{saved.name} -> {layout.name}"] = found
     with open(f"{folder}/rank{rank}.json", "w", encoding="utf-8") as file:
         json.dump({"wrong": wrong, "pairs": pairs, "layouts": len(known)}, file)

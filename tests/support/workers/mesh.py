@@ -19,7 +19,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    checkpoint,
+    get_megatron_optimizer,
+)
 from mp_optim.update import FusedLAMB
 
 STEPS = 4
@@ -56,7 +61,9 @@ def spread(model: Net, shape: tuple[int, ...]) -> DeviceMesh:
     """Tensor parallelism, then FSDP2 over what is left of a mesh of this shape."""
     names = ("copy", "dp", "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(
+        model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     fully_shard(model, mesh=mesh["dp"] if len(shape) == 2 else mesh["copy", "dp"])
     return mesh
 
@@ -82,9 +89,9 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return value
     copies = [Replicate()] * like.device_mesh.ndim
-    return DTensor.from_local(value, like.device_mesh, copies, run_check=False).redistribute(
-        placements=like.placements
-    )
+    return DTensor.from_local(
+        value, like.device_mesh, copies, run_check=False
+    ).redistribute(placements=like.placements)
 
 
 def whole(value: Tensor) -> Tensor:
@@ -108,7 +115,10 @@ def steps(model: Net, rule: str) -> dict[str, Any]:
             grad.to_local()[0, 0] = math.nan
         result = optimizer.step()
         norms.append(result.grad_norm)
-    return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
+    return {
+        "norms": norms,
+        "params": {name: whole(p) for name, p in model.named_parameters()},
+    }
 
 
 def bare_lamb(model: Net) -> dict[str, Tensor]:
@@ -130,7 +140,11 @@ class Sequence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
@@ -171,7 +185,10 @@ def sequence_parallel(mode: str | None = None, sharded: bool = True) -> dict[str
             x if mesh is None else distribute_tensor(x, mesh, [Shard(1)])
         ).square().mean().backward()
         norms.append(optimizer.step().grad_norm)
-    return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
+    return {
+        "norms": norms,
+        "params": {name: whole(p) for name, p in model.named_parameters()},
+    }
 
 
 def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
@@ -227,7 +244,12 @@ def checkpoints(directory: str) -> bool:
             for slot in optimizer.slots()
             for value in optimizer.full_slot_state(slot).values()
         ]
-        mains.append([value.to_local() if isinstance(value, DTensor) else value for value in state])
+        mains.append(
+            [
+                value.to_local() if isinstance(value, DTensor) else value
+                for value in state
+            ]
+        )
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
 
@@ -244,7 +266,9 @@ def main(directory: str) -> None:
     model = Net(13)
     spread(model, (2, 2))
     found["bare lamb"] = bare_lamb(model)
-    found["sequence"] = {str(mode): sequence_parallel(mode) for mode in (None, "overlap")}
+    found["sequence"] = {
+        str(mode): sequence_parallel(mode) for mode in (None, "overlap")
+    }
     found["early"] = {
         (mode, shape): early(mode, shape)
         for shape in ((4,), (2, 2))

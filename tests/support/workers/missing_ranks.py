@@ -42,7 +42,9 @@ class Scenario:
     @property
     def name(self) -> str:
         gone = "+".join(map(str, self.gone))
-        return f"{self.where}-{self.how}-{gone}{'-busy' if self.busy is not None else ''}"
+        return (
+            f"{self.where}-{self.how}-{gone}{'-busy' if self.busy is not None else ''}"
+        )
 
 
 SCENARIOS = [
@@ -98,7 +100,10 @@ def objects() -> Callable[[], Any]:
     def gather() -> list[Any]:
         found: list[Any] = [None] * RANKS
         with guard("saving"):
-            call(group, lambda: dist.all_gather_object(found, dist.get_rank(), group=group))
+            call(
+                group,
+                lambda: dist.all_gather_object(found, dist.get_rank(), group=group),
+            )
         return found
 
     gather()
@@ -167,7 +172,8 @@ def start(scenario: Scenario, folder: Path) -> dict[int, int]:
 def main(folder: Path, scenarios: list[Scenario], together: int) -> None:
     for first in range(0, len(scenarios), together):
         groups = [
-            (scenario, start(scenario, folder)) for scenario in scenarios[first : first + together]
+            (scenario, start(scenario, folder))
+            for scenario in scenarios[first : first + together]
         ]
         for scenario, children in groups:
             for pid, rank in children.items():

@@ -41,7 +41,8 @@ def values(step: int) -> dict[str, Tensor]:
     """Parameters at step -1, gradients at the others."""
     generator = torch.Generator().manual_seed(100 + step)
     return {
-        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()
+        name: torch.randn(shape, generator=generator).bfloat16()
+        for name, shape in SHAPES.items()
     }
 
 
@@ -55,10 +56,15 @@ def model_of(params: dict[str, Tensor]) -> nn.Module:
 
 
 def built(
-    model: nn.Module, fraction: float, groups: ProcessGroups | None = None, **settings: object
+    model: nn.Module,
+    fraction: float,
+    groups: ProcessGroups | None = None,
+    **settings: object,
 ) -> MegatronOptimizer:
     offload = (
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+        if fraction
+        else {}
     )
     config = OptimizerConfig(
         optimizer="muon", lr=1e-2, weight_decay=0.1, bf16=True, **offload, **settings
@@ -84,13 +90,18 @@ def train(
         for name, grad in values(step).items():
             named[name].grad = part(name, grad)
         assert optimizer.step().success
-    return {name: whole(name, main).clone() for name, main in optimizer.named_main_params()}
+    return {
+        name: whole(name, main).clone() for name, main in optimizer.named_main_params()
+    }
 
 
 def single(fraction: float = 0.0, **settings: object) -> dict[str, Tensor]:
     """The same in one process."""
     return train(
-        lambda name, value: value.clone(), lambda name, main: main.detach(), fraction, **settings
+        lambda name, value: value.clone(),
+        lambda name, main: main.detach(),
+        fraction,
+        **settings,
     )
 
 
@@ -126,7 +137,10 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
 
 
 def on_mesh(
-    mesh: DeviceMesh, layout: Callable[[str], Sequence[object]], fraction: float, **settings: object
+    mesh: DeviceMesh,
+    layout: Callable[[str], Sequence[object]],
+    fraction: float,
+    **settings: object,
 ) -> dict[str, Tensor]:
     return train(
         lambda name, value: distribute_tensor(value, mesh, layout(name)),
@@ -143,7 +157,11 @@ def tensor_parallel() -> dict[str, Tensor]:
     dims = {"fused": 0, "experts.up": 0}  # what divides by four
 
     def part(name: str, value: Tensor) -> Tensor:
-        return value.chunk(size, dims[name])[rank].clone() if name in dims else value.clone()
+        return (
+            value.chunk(size, dims[name])[rank].clone()
+            if name in dims
+            else value.clone()
+        )
 
     def mark(name: str, param: Tensor) -> None:
         if name in dims:
@@ -156,7 +174,9 @@ def tensor_parallel() -> dict[str, Tensor]:
         dist.all_gather(parts, main.detach().contiguous())
         return torch.cat(parts, dims[name])
 
-    groups = ProcessGroups(grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world)
+    groups = ProcessGroups(
+        grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world
+    )
     return train(part, whole, 0.5, groups, mark)
 
 

@@ -23,7 +23,9 @@ from mp_optim.update.backends.triton import backend
 from support.triton_cases import GROUP, KEYS, Case, lists_of, step_with
 
 PLAIN = Case(aligned=True)
-SMALL = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=True)
+SMALL = Case(
+    rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=True
+)
 VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "adam": ("adam", PLAIN, {}),
     "adam, misaligned": ("adam", Case(), {}),
@@ -80,7 +82,9 @@ def backend_for(arch: int, compiled: list[tuple[str, str]]) -> backend.TritonBac
     driver.set_active(Driver(arch))
     run, available = triton.runtime.JITFunction.run, torch.cuda.is_available
 
-    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+    def compile_only(
+        kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any
+    ) -> Any:
         result = run(kernel, *arguments, grid=grid, warmup=True, **named)
         compiled.append((kernel.__name__, result.asm["ptx"]))
         return result
@@ -95,7 +99,9 @@ def backend_for(arch: int, compiled: list[tuple[str, str]]) -> backend.TritonBac
 def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
     """How many accesses of 16 bytes a thread needs for its elements of an unmasked tile, or chunk
     of a sum."""
-    elements = (backend.SUM_CHUNK if kernel == "chunk_sums" else backend.ROWS * 256) // (32 * 4)
+    elements = (
+        backend.SUM_CHUNK if kernel == "chunk_sums" else backend.ROWS * 256
+    ) // (32 * 4)
     moments = list(case.moments if two_moments else case.moments[:1])
     main = [torch.bfloat16, case.rest] if case.rest else [torch.float32]
     read, written = [case.grad, *main, *moments], [*main, *moments, case.output]
@@ -109,9 +115,17 @@ def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
         read, written = [], []
 
     def accesses(dtypes: list[torch.dtype | None]) -> int:
-        return sum(dtype.itemsize for dtype in dtypes if dtype is not None) * elements // 16
+        return (
+            sum(dtype.itemsize for dtype in dtypes if dtype is not None)
+            * elements
+            // 16
+        )
 
-    return {"ld": accesses(read), "st": accesses(written)} if case.aligned else {"ld": 0, "st": 0}
+    return (
+        {"ld": accesses(read), "st": accesses(written)}
+        if case.aligned
+        else {"ld": 0, "st": 0}
+    )
 
 
 def main(arch: int) -> None:
@@ -121,8 +135,14 @@ def main(arch: int) -> None:
         compiled.clear()
         lists = lists_of(1, [300, 1, 5000], KEYS[rule], case)
         for step, multiplier, lr in ((2, 1.0, 1.0), (3, 0.37, 0.5)):
-            given = torch.tensor([multiplier, 0.0]) if "on the device" in label else multiplier
-            step_with(kernels, rule, lists, {**GROUP, **settings, "lr": lr}, step, given)
+            given = (
+                torch.tensor([multiplier, 0.0])
+                if "on the device" in label
+                else multiplier
+            )
+            step_with(
+                kernels, rule, lists, {**GROUP, **settings, "lr": lr}, step, given
+            )
         if label in ("adam", "adam, misaligned"):
             kernels.sum_of_squares(lists.grad)
         for kernel in dict.fromkeys(name for name, _ in compiled):

@@ -33,7 +33,9 @@ def test_a_flat_part_has_the_scales_of_its_elements(shape, data):
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_scales_are_cut_with_what_they_belong_to_and_only_then(cut):
-    part = FlatShard(torch.ones(300 if cut else 600, dtype=torch.int8), (600,), 300 if cut else 0)
+    part = FlatShard(
+        torch.ones(300 if cut else 600, dtype=torch.int8), (600,), 300 if cut else 0
+    )
     scales, step = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(4.0)
     name = f"{STATE}exp_avg.w"
     tensors = {
@@ -44,9 +46,14 @@ def test_scales_are_cut_with_what_they_belong_to_and_only_then(cut):
     }
     found = as_read(tensors)
     assert (
-        found.keys() == tensors.keys() and found[name] is part and found[f"{STATE}step.w"] is step
+        found.keys() == tensors.keys()
+        and found[name] is part
+        and found[f"{STATE}step.w"] is step
     )
     if cut:
-        assert found[f"{STATE}exp_avg_scale.w"].flatten().tolist() == [2.0] * 212 + [3.0] * 88
+        assert (
+            found[f"{STATE}exp_avg_scale.w"].flatten().tolist()
+            == [2.0] * 212 + [3.0] * 88
+        )
     else:
         assert found[f"{STATE}exp_avg_scale.w"] is scales

@@ -1,5 +1,6 @@
 """Export to safetensors, and the tool that looks into checkpoints."""
 
+import io
 import json
 import math
 
@@ -17,13 +18,20 @@ from support.models import build, same_bits, train
 
 @pytest.mark.parametrize(
     ("form", "limit", "count"),
-    [("bf16", 10**9, 1), ("bf16-remainder", 1500, 3), ("fp16", 1, 7), ("fp32", 10**9, 1)],
+    [
+        ("bf16", 10**9, 1),
+        ("bf16-remainder", 1500, 3),
+        ("fp16", 1, 7),
+        ("fp32", 10**9, 1),
+    ],
 )
 def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
     model, optimizer = build(form, 0.5)
     train(model, optimizer, 2)
     (tmp_path / "config.json").write_text("{}")
-    checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=1)  # an earlier one
+    checkpoint.export_safetensors(
+        tmp_path, optimizer, max_shard_size=1
+    )  # an earlier one
     files = checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=limit)
     found = {name: value for path in files for name, value in load_file(path).items()}
     expected = {name: main.detach() for name, main in optimizer.named_main_params()}
@@ -36,9 +44,12 @@ def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
     assert len(files) == count and index.exists() == (count > 1)
     if count > 1:
         content = json.loads(index.read_text())
-        assert content["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+        assert content["metadata"]["total_size"] == sum(
+            value.nbytes for value in expected.values()
+        )
         assert all(
-            name in load_file(tmp_path / file) for name, file in content["weight_map"].items()
+            name in load_file(tmp_path / file)
+            for name, file in content["weight_map"].items()
         )
         assert [path.name for path in files] == [
             f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
@@ -99,7 +110,10 @@ def test_differences_are_counted(tmp_path):
         shape=torch.ones(3),
         kind=torch.ones(2).half(),
     )
-    found = {difference.name.removeprefix("model."): difference for difference in compare(a, b)}
+    found = {
+        difference.name.removeprefix("model."): difference
+        for difference in compare(a, b)
+    }
     assert {name: difference.what for name, difference in found.items()} == {
         "same": "equal",
         "near": "values",
@@ -113,11 +127,13 @@ def test_differences_are_counted(tmp_path):
         "kind": "dtype",
     }
     numbers = {
-        name: (d.differing, d.largest, d.ulps) for name, d in found.items() if d.what == "values"
+        name: (d.differing, d.largest, d.ulps)
+        for name, d in found.items()
+        if d.what == "values"
     }
-    assert {(d.differing, d.largest, d.ulps) for d in found.values() if d.what != "values"} == {
-        (0, 0.0, None)
-    }
+    assert {
+        (d.differing, d.largest, d.ulps) for d in found.values() if d.what != "values"
+    } == {(0, 0.0, None)}
     assert math.isnan(numbers.pop("nan")[1])
     assert numbers == {
         "near": (1, 2.0**-22, 2),
@@ -129,7 +145,7 @@ def test_differences_are_counted(tmp_path):
 
 def test_the_tool(tmp_path):
     def run(command):
-        console = Console(record=True, width=200, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+        console = Console(record=True, width=200, file=io.StringIO())
         return inspect_checkpoint.main(command, console), console.export_text()
 
     model, optimizer = build("bf16-8bit", 0.5)
@@ -138,7 +154,12 @@ def test_the_tool(tmp_path):
     train(model, optimizer, 1)
     version = checkpoint.save(tmp_path / "b", model, optimizer)
     status, text = run(inspect_checkpoint.List(tmp_path / "a", match="embed"))
-    assert status == 0 and "model.embed" in text and "(11, 8)" in text and "exp_avg_scale" in text
+    assert (
+        status == 0
+        and "model.embed" in text
+        and "(11, 8)" in text
+        and "exp_avg_scale" in text
+    )
     assert "model.dense" not in text and "version-1" in text
     assert run(inspect_checkpoint.Diff(tmp_path / "a", tmp_path / "a"))[0] == 0
     status, text = run(inspect_checkpoint.Diff(tmp_path / "a", version))

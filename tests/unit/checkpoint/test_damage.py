@@ -47,7 +47,11 @@ class Victim:
         )
 
     def file(self, name):
-        return self.copy / name if name == "latest" else self.copy / self.version.name / name
+        return (
+            self.copy / name
+            if name == "latest"
+            else self.copy / self.version.name / name
+        )
 
     def load(self, **settings):
         """The error, if there was one; nothing was replaced then, and everything otherwise."""
@@ -129,12 +133,20 @@ def test_damage_in_a_block_that_is_not_read_does_not_matter(tmp_path):
 def test_checkpoints_of_the_old_form_still_load(tmp_path, name):
     version = unpacked(tmp_path, name)
     assert checkpoint.verify(version) == version
-    held = build("bf16-8bit", 0.5, seed=4) if name == "one" else Layout("plain").build(seed=3)
+    held = (
+        build("bf16-8bit", 0.5, seed=4)
+        if name == "one"
+        else Layout("plain").build(seed=3)
+    )
     assert checkpoint.load(version, *held) == {"step": 2}
     assert digest(state_of(*held)) == DIGESTS[name]
     assert len(open_checkpoint(version).entries) == (48 if name == "one" else 31)
     again = checkpoint.save(tmp_path / "again", *held)  # and as a checkpoint of today
-    other = build("bf16-8bit", 0.5, seed=9) if name == "one" else Layout("plain").build(seed=4)
+    other = (
+        build("bf16-8bit", 0.5, seed=9)
+        if name == "one"
+        else Layout("plain").build(seed=4)
+    )
     checkpoint.load(again, *other)
     assert digest(state_of(*other)) == DIGESTS[name]
 

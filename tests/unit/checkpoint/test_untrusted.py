@@ -31,7 +31,9 @@ class Calls:
     """Pickles as a call."""
 
     def __init__(self, function, *arguments, state=None):
-        self.answer = (function, arguments) if state is None else (function, arguments, state)
+        self.answer = (
+            (function, arguments) if state is None else (function, arguments, state)
+        )
 
     def __reduce__(self):
         return self.answer
@@ -60,7 +62,9 @@ def bombs(canary):
         "exec": Calls(exec, source),
         "partial": Calls(functools.partial, Calls(eval, source)),
         "open": Calls(open, str(canary), "w"),
-        "getattr": Calls(Calls(getattr, Calls(importlib.import_module, "os"), "system"), touch),
+        "getattr": Calls(
+            Calls(getattr, Calls(importlib.import_module, "os"), "system"), touch
+        ),
         "codecs": Calls(codecs.encode, Calls(eval, source), "utf-8"),
         "runpy": Calls(runpy.run_path, str(canary.with_suffix(".py"))),
         "torch.load": Calls(
@@ -126,15 +130,22 @@ def test_no_code_in_metadata_runs(tmp_path, old):
     canary.with_suffix(".py").write_text(f"open({str(canary)!r}, 'w')")
     torch.save(Calls(os.system, f"touch {canary}"), canary.with_suffix(".pt"))
     for name, bomb in bombs(canary).items():
-        for inside in (False, True):  # as it is, and in what torch's metadata keeps for planners
+        for inside in (
+            False,
+            True,
+        ):  # as it is, and in what torch's metadata keeps for planners
             good.planner_data = Calls(pickle.loads, bomb)
             replaced(old, ".metadata", pickle.dumps(good) if inside else bomb)
-            with pytest.raises(ValueError, match=r"\.metadata is damaged or no plain data"):
+            with pytest.raises(
+                ValueError, match=r"\.metadata is damaged or no plain data"
+            ):
                 open_checkpoint(old)
             assert not canary.exists(), name
     for name, door in doors(old.parent).items():
         if name in READERS:
-            with pytest.raises(ValueError, match=r"\.metadata is damaged or no plain data"):
+            with pytest.raises(
+                ValueError, match=r"\.metadata is damaged or no plain data"
+            ):
                 door()
         else:
             door()
@@ -164,7 +175,9 @@ def test_no_code_runs_elsewhere(tmp_path, request, form, name):
         content = (version / name).read_bytes()
         bomb += content[len(bomb) :]
         if form == "old":
-            bomb = b"".join(bomb[:1705] for _ in range(len(content) // 1705 + 1))[: len(content)]
+            bomb = b"".join(bomb[:1705] for _ in range(len(content) // 1705 + 1))[
+                : len(content)
+            ]
     replaced(version, name, bomb)
     for door in doors(version.parent).values():
         try:
@@ -176,11 +189,15 @@ def test_no_code_runs_elsewhere(tmp_path, request, form, name):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=name):
         checkpoint.load(version, model, optimizer)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[key]) for key, value in model.state_dict().items()
+    )
 
 
 MODULES = sorted(
-    name for name, module in list(sys.modules.items()) if module is not None and name.isascii()
+    name
+    for name, module in list(sys.modules.items())
+    if module is not None and name.isascii()
 )
 
 
@@ -238,7 +255,8 @@ def test_latest_names_a_version_beside_it_or_says_what_is_wrong(tmp_path, new, t
     for name, door in doors(root).items():
         if name != "versions":
             with pytest.raises(
-                ValueError, match=r"latest is damaged.*complete versions \['version-1'\]"
+                ValueError,
+                match=r"latest is damaged.*complete versions \['version-1'\]",
             ):
                 door()
 
@@ -257,7 +275,9 @@ def moved(version, to):
 
 
 @pytest.mark.parametrize("form", ["old", "new"])
-@pytest.mark.parametrize("to", ["../outside", "/outside", "sub/../../outside", "link", ".", ""])
+@pytest.mark.parametrize(
+    "to", ["../outside", "/outside", "sub/../../outside", "link", ".", ""]
+)
 def test_tensors_lie_in_the_folder(tmp_path, request, form, to):
     version = request.getfixturevalue(form)
     (version / "sub").mkdir()
@@ -275,7 +295,8 @@ def test_tensors_lie_in_the_folder(tmp_path, request, form, to):
         for name, door in doors(version.parent).items():
             if name in READERS:
                 with pytest.raises(
-                    ValueError, match=r"none of the checkpoint's|not the name|leads out|not there"
+                    ValueError,
+                    match=r"none of the checkpoint's|not the name|leads out|not there",
                 ):
                     door()
 

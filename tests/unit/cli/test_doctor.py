@@ -69,7 +69,9 @@ def test_it_says_why_there_are_no_native_kernels() -> None:
 def test_fewer_cores_than_threads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert ("host_threads=1," in doctor.examine().config) == (native_library().handle is not None)
+    assert ("host_threads=1," in doctor.examine().config) == (
+        native_library().handle is not None
+    )
 
 
 def test_it_prints_with_rich_on_a_terminal(

@@ -27,7 +27,11 @@ COMPANY: list[dict[str, Any]] = [
     {"optimizer": "lamb"},
     {"optimizer": "lion"},
     {"optimizer": "muon"},
-    {"optimizer": "muon", "muon_coefficient_type": "simple", "muon_scalar_optimizer": "lion"},
+    {
+        "optimizer": "muon",
+        "muon_coefficient_type": "simple",
+        "muon_scalar_optimizer": "lion",
+    },
     {"fp16": True},
     {"fp16": True, "loss_scale": 4.0},
     {
@@ -41,7 +45,11 @@ COMPANY: list[dict[str, Any]] = [
         "optimizer_offload_fraction": 0.5,
         "offload_mode": "speculative",
     },
-    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": "auto", "gpu_memory": 2**30},
+    {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": "auto",
+        "gpu_memory": 2**30,
+    },
     {"use_distributed_optimizer": True},
     {"decoupled_lr": 1e-2},
     {"min_lr": 0.0},
@@ -153,15 +161,24 @@ def one_rank() -> Iterator[None]:
 
 def steps_to_finite_numbers(config: OptimizerConfig) -> None:
     torch.manual_seed(0)
-    dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
+    dtype = (
+        torch.float16
+        if config.fp16
+        else torch.bfloat16
+        if config.bf16
+        else torch.float32
+    )
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(dtype)
     stack = get_megatron_optimizer(config, model)
     for _ in range(2):
         stack.zero_grad()
-        stack.scale_loss(model(torch.ones(2, 4, dtype=dtype)).float().square().mean()).backward()
+        stack.scale_loss(
+            model(torch.ones(2, 4, dtype=dtype)).float().square().mean()
+        ).backward()
         stack.step()
     assert all(
-        getattr(main, "local", main).isfinite().all() for _, main in stack.named_main_params()
+        getattr(main, "local", main).isfinite().all()
+        for _, main in stack.named_main_params()
     )
 
 
@@ -185,7 +202,9 @@ def test_nonsense_is_refused_by_name_or_does_no_harm(field: str) -> None:
                 stepped.add(kept)
                 step(config, field)
             default = next(
-                spec.default for spec in dataclasses.fields(config) if spec.name == field
+                spec.default
+                for spec in dataclasses.fields(config)
+                if spec.name == field
             )
             did_something |= getattr(config, field) != default
             if getattr(config, field) != default:
@@ -216,7 +235,9 @@ def step(config: OptimizerConfig, field: str) -> None:
         ("optimizer", "AdamW", "adam"),
     ],
 )
-def test_what_means_the_same_is_kept_in_one_form(name: str, value: Any, kept: Any) -> None:
+def test_what_means_the_same_is_kept_in_one_form(
+    name: str, value: Any, kept: Any
+) -> None:
     found = getattr(OptimizerConfig(**{name: value}), name)
     assert found == kept and type(found) is type(kept)
 
@@ -232,14 +253,22 @@ def test_what_means_the_same_is_kept_in_one_form(name: str, value: Any, kept: An
         ({"clip_grad": "1.0"}, "leave the quotes away"),
         ({"lr": torch.tensor(1.0)}, "give a number"),
         ({"gpu_memory": "60GB"}, "gpu_memory='60GB': must be a int | None"),
-        ({"stochastic_rounding_seed": 2.5}, "stochastic_rounding_seed=2.5: must be a whole number"),
-        ({"lr": 10**400}, "lr=1000000000000000000000000000000000000000000000000000000000"),
+        (
+            {"stochastic_rounding_seed": 2.5},
+            "stochastic_rounding_seed=2.5: must be a whole number",
+        ),
+        (
+            {"lr": 10**400},
+            "lr=1000000000000000000000000000000000000000000000000000000000",
+        ),
         ({"optimizer": "adamw", "decoupled_weight_decay": False}, "AdamW decouples it"),
         ({"optimizer": "adam8bit"}, "exp_avg_dtype='uint8'"),
         ({"optimizer": "soap"}, "optimizer is adam"),
     ],
 )
-def test_a_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], message: str) -> None:
+def test_a_wrong_kind_of_value_says_what_to_write(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(**settings)
     assert message in str(caught.value)

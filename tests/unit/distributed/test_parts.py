@@ -36,7 +36,11 @@ def test_whole_parameters_on_one_rank_give_the_bits_of_no_sharding(ranks, seed, 
         assert len(runs) == len(SHARED) + 2
         for how, run in runs.items():
             same = runs["plain, resumed" if "resumed" in how else "plain"]
-            assert run["bits"] == same["bits"] == ranks[0][f"whole {seed} {rule}"][how]["bits"], how
+            assert (
+                run["bits"]
+                == same["bits"]
+                == ranks[0][f"whole {seed} {rule}"][how]["bits"]
+            ), how
             assert run["norms"] == pytest.approx(same["norms"], rel=1e-13), (
                 how
             )  # other parts of the sum of squares
@@ -57,7 +61,9 @@ SAID = {
 
 
 @pytest.mark.parametrize("what, strategy", OTHERWISE)
-def test_a_rank_that_does_something_else_is_named_and_nothing_is_stepped(ranks, what, strategy):
+def test_a_rank_that_does_something_else_is_named_and_nothing_is_stepped(
+    ranks, what, strategy
+):
     for rank in ranks:
         found = rank["otherwise"][what, strategy]
         assert SAID[what] in found["told"] and found["kept"] == (what != "nothing")
@@ -70,7 +76,8 @@ def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
         assert found["nothing"] == ["no error"] * 3
         assert found["lr"][::2] == ["no error"] * 2
         assert (
-            f"{alike} 'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01" in found["lr"][1]
+            f"{alike} 'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01"
+            in found["lr"][1]
         )
         for told in found["config"]:
             assert (

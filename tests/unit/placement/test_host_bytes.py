@@ -39,7 +39,9 @@ def model_of(dtype: torch.dtype) -> nn.Module:
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    torch.stack([param.float().square().sum() for param in model.parameters()]).sum().backward()
+    torch.stack(
+        [param.float().square().sum() for param in model.parameters()]
+    ).sum().backward()
     optimizer.step()
 
 
@@ -71,7 +73,10 @@ def test_a_run_holds_the_bytes_that_were_planned(
         rank = plan(model, config)
         staging = rank.pinned_host.staging + rank.pageable_host.staging
         buffers = rank.pinned_host.double_buffers + rank.pageable_host.double_buffers
-        assert (staging, buffers) == (planned.staging, planned.back_mains + planned.back_state)
+        assert (staging, buffers) == (
+            planned.staging,
+            planned.back_mains + planned.back_state,
+        )
     take_steps = partial(step, model, optimizer)
     for _ in range(4):
         take_steps()

@@ -17,7 +17,15 @@ from mp_optim.placement.worker import PATIENCE, Worker, WorkerError
 from mp_optim.update.rule import RuleOptimizer
 from support.launch import start
 from support.models import tokens_of
-from support.offload import MODES, build_mode, differing, hybrids, run, snapshot, steppers
+from support.offload import (
+    MODES,
+    build_mode,
+    differing,
+    hybrids,
+    run,
+    snapshot,
+    steppers,
+)
 
 SECONDS = 5.0
 each_early = pytest.mark.parametrize("mode", MODES[1:])
@@ -26,7 +34,9 @@ each_early = pytest.mark.parametrize("mode", MODES[1:])
 def ready(mode, **settings):
     """A model and its optimizer, three steps on, and another that is as far and stays with
     ``sync``."""
-    pairs = [build_mode(which, **{"clip_grad": 0.0, **settings}) for which in (mode, "sync")]
+    pairs = [
+        build_mode(which, **{"clip_grad": 0.0, **settings}) for which in (mode, "sync")
+    ]
     for model, optimizer in pairs:
         run(model, optimizer, 3)
         optimizer.zero_grad()
@@ -57,11 +67,15 @@ def goes_on_like(pair, other):
 
 
 @each_early
-@pytest.mark.parametrize("error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt]
+)
 def test_a_job_that_raises(mode, error, monkeypatch):
     pair, other = ready(mode)
     with monkeypatch.context() as patch:
-        patch.setattr(BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck")))
+        patch.setattr(
+            BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck"))
+        )
         pair[0](tokens_of(50)).backward()
         raised = fails_in_time(*pair, "no such luck")
     assert any(name in str(raised) for name, _ in pair[0].named_parameters())
@@ -82,7 +96,9 @@ def test_a_kernel_that_raises_in_the_worker(monkeypatch):
 
     monkeypatch.setattr(RuleOptimizer, "carry_out", once)
     pair[0](tokens_of(50)).backward()
-    fails_in_time(*pair, "work on the host during backward failed.*mp_adam: the kernels failed")
+    fails_in_time(
+        *pair, "work on the host during backward failed.*mp_adam: the kernels failed"
+    )
     assert set(calls) == {"mp_optim-host"}
     monkeypatch.undo()
     goes_on_like(pair, other)
@@ -107,8 +123,12 @@ def test_a_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
                 raise RuntimeError("mp_adam: the kernels failed")
 
         patch.setattr(RuleOptimizer, "carry_out", third)
-        raised = fails_in_time(*pair, "the step on the host failed.*as it was before this step")
-    assert len(calls) == 3 and any(name in str(raised) for name, _ in pair[0].named_parameters())
+        raised = fails_in_time(
+            *pair, "the step on the host failed.*as it was before this step"
+        )
+    assert len(calls) == 3 and any(
+        name in str(raised) for name, _ in pair[0].named_parameters()
+    )
     goes_on_like(pair, other)
 
 
@@ -183,7 +203,10 @@ def test_a_full_queue(mode, monkeypatch):
     started = time.monotonic()
     pair[0](tokens_of(50)).backward()  # does not raise, and does not hang
     assert time.monotonic() - started < SECONDS
-    fails_in_time(*pair, "the queue of the host worker is full: 64 jobs wait and none was finished")
+    fails_in_time(
+        *pair,
+        "the queue of the host worker is full: 64 jobs wait and none was finished",
+    )
     goes_on_like(pair, other)  # on another thread: the one that is stuck is left alone
     assert stuck.is_alive()
     release.set()
@@ -196,7 +219,9 @@ def test_a_slow_worker_is_waited_for(monkeypatch):
     pair, other = ready("speculative", experts=False)
     run_job = BackwardJob.run
     monkeypatch.setattr(worker_module, "PATIENCE", 0.05)
-    monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
+    monkeypatch.setattr(
+        BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job))
+    )
     goes_on_like(pair, other)
 
 
@@ -257,7 +282,11 @@ def test_two_thousand_steps_leave_nothing_behind():
     def live():
         gc.collect()
         tensors = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
-        return tensors, threading.active_count(), sum(not block.expired() for block in blocks)
+        return (
+            tensors,
+            threading.active_count(),
+            sum(not block.expired() for block in blocks),
+        )
 
     def churn(builds, steps):
         for build in range(builds):
@@ -267,7 +296,9 @@ def test_two_thousand_steps_leave_nothing_behind():
             hybrids(optimizer)[0].stepper.use_transfer(Counted())
             for step in range(steps):
                 optimizer.zero_grad()
-                (model.dense.float().sum() * (step + 1) + model.bias.float().sum()).backward()
+                (
+                    model.dense.float().sum() * (step + 1) + model.bias.float().sum()
+                ).backward()
                 if step % 5 == 1:
                     optimizer.discard_early_work()
                 elif step % 5 == 2:
@@ -286,7 +317,9 @@ def test_two_thousand_steps_leave_nothing_behind():
     before = live()
     churn(8, 250)
     after = live()
-    assert after[0] <= before[0] + 10 and after[1] <= before[1] and after[2] <= before[2], (
+    assert (
+        after[0] <= before[0] + 10 and after[1] <= before[1] and after[2] <= before[2]
+    ), (
         before,
         after,
     )
@@ -328,6 +361,8 @@ def test_the_interpreter_ends_in_the_middle_of_work(end):
     script = SCRIPT.format(end=code)
     process = start("-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n", process.stderr.read()
-    _, errors = process.communicate(timeout=240)  # a hang; torch itself may take long to end
+    _, errors = process.communicate(
+        timeout=240
+    )  # a hang; torch itself may take long to end
     assert process.returncode in (status, 130 if status == -2 else status), errors
     assert "Fatal" not in errors

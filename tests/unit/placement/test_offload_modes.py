@@ -101,7 +101,9 @@ def test_two_hundred_steps_are_the_same_bits(name):
     )
     expected, outcomes = None, None
     for mode in MODES:
-        model, optimizer = build_mode(mode, precision, groups=groups, lr=1e-3, **settings)
+        model, optimizer = build_mode(
+            mode, precision, groups=groups, lr=1e-3, **settings
+        )
         with delays([0.0, 0.0, 0.0005, 0.0, 0.001]):
             results = run(model, optimizer, 200, **case)
         now = results, snapshot(model, optimizer)
@@ -133,7 +135,11 @@ FORMS = [
 @pytest.mark.parametrize("precision", FORMS)
 def test_every_rule_and_form_of_state(precision, rule):
     """Half of the steps clip, so that buckets are swapped, stepped again and in place in turn."""
-    settings = {"optimizer": rule, "clip_grad": 0.16, "lr": 1e-3 if rule == "lion" else 1e-2}
+    settings = {
+        "optimizer": rule,
+        "clip_grad": 0.16,
+        "lr": 1e-3 if rule == "lion" else 1e-2,
+    }
     without = {"sgd": {"exp_avg_sq_dtype"}, "lion": {"exp_avg_sq_dtype"}}
     without["adafactor"] = {"exp_avg_dtype", "exp_avg_sq_dtype"}
     if "-" in precision and rule in without:
@@ -144,11 +150,16 @@ def test_every_rule_and_form_of_state(precision, rule):
         }
         if precision == "bf16-stochastic":
             form = {**form, "param_remainder_bits": 8}
-        precision, settings = "bf16", {**settings, "use_precision_aware_optimizer": True, **form}
+        precision, settings = (
+            "bf16",
+            {**settings, "use_precision_aware_optimizer": True, **form},
+        )
     expected = None
     for mode in MODES:
         model, optimizer = build_mode(mode, precision, 0.6, **settings)
-        results = run(model, optimizer, 12, scale=lambda step: 10.0 if step % 4 == 3 else 0.5)
+        results = run(
+            model, optimizer, 12, scale=lambda step: 10.0 if step % 4 == 3 else 0.5
+        )
         now = results, snapshot(model, optimizer)
         expected = expected or now
         assert now[0] == expected[0], mode
@@ -180,7 +191,9 @@ def between(model, optimizer, what):
         model.dense = nn.Parameter(old.detach().clone())
         model.dense.grad = old.grad
         for group in optimizer.param_groups:
-            group["params"] = [model.dense if param is old else param for param in group["params"]]
+            group["params"] = [
+                model.dense if param is old else param for param in group["params"]
+            ]
     elif what == "write a parameter":
         with torch.no_grad():
             model.dense.mul_(0.5)
@@ -257,7 +270,9 @@ def test_between_backward_and_step(event, precision):
     events = ["nothing", "nothing", event, "nothing", event, "nothing"]
     expected = run_events("sync", events, precision=precision, clip_grad=0.0)
     for mode in EARLY:
-        found = run_events(mode, events, [0.001, 0.0], precision=precision, clip_grad=0.0)
+        found = run_events(
+            mode, events, [0.001, 0.0], precision=precision, clip_grad=0.0
+        )
         assert found[0] == expected[0], mode
         assert differing(found[1], expected[1]) == [], mode
         assert all(math.isfinite(loss) for loss, _ in found[0])
@@ -308,7 +323,9 @@ def test_closures(mode):
 def test_an_expert_without_gradient_does_not_stop_its_bucket():
     results = []
     for mode in MODES:
-        model, optimizer = build_mode(mode, bucket_bytes=1 << 20, experts=False, fraction=1.0)
+        model, optimizer = build_mode(
+            mode, bucket_bytes=1 << 20, experts=False, fraction=1.0
+        )
         for step in range(10):
             optimizer.zero_grad()
             hidden = model.embed[tokens_of(step)]
@@ -320,9 +337,13 @@ def test_an_expert_without_gradient_does_not_stop_its_bucket():
             optimizer.step()
         results.append(snapshot(model, optimizer))
         assert (
-            optimizer.state[model.scale]["step"] == 0 and optimizer.state[model.dense]["step"] == 4
+            optimizer.state[model.scale]["step"] == 0
+            and optimizer.state[model.dense]["step"] == 4
         )
-    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
+    assert (
+        differing(results[1], results[0]) == []
+        and differing(results[2], results[0]) == []
+    )
     assert counts(optimizer, "hits") >= 3
 
 
@@ -367,7 +388,9 @@ def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
             model(tokens_of(step)).backward()
             after_backward = finish_early_work(optimizer)
             for param in model.parameters():
-                param.grad.data.mul_(0.5)  # as a reduction into the same memory, without a trace
+                param.grad.data.mul_(
+                    0.5
+                )  # as a reduction into the same memory, without a trace
             if step > 2:
                 optimizer.gradients_ready()
             optimizer.step()
@@ -394,7 +417,9 @@ def test_only_the_last_micro_batch_starts_work(mode):
     optimizer.step()
     measured = spans_of_worker(optimizer, "host_measure")
     assert measured
-    assert all(before_the_last <= span.start <= span.end <= before_step for span in measured)
+    assert all(
+        before_the_last <= span.start <= span.end <= before_step for span in measured
+    )
     optimizer.is_last_microbatch = False
     optimizer.zero_grad()
     model(tokens_of(0)).backward()
@@ -415,7 +440,10 @@ def test_main_grads_are_seen_too():
             model(tokens_of(step)).backward()
             optimizer.step()
         results.append(snapshot(model, optimizer))
-    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
+    assert (
+        differing(results[1], results[0]) == []
+        and differing(results[2], results[0]) == []
+    )
 
 
 def _into_main_grad(param):
@@ -428,7 +456,10 @@ def test_hooks_follow_parameters_and_go_with_the_optimizer():
     old = model.dense
     between(model, optimizer, "replace a parameter")
     run(model, optimizer, 3)
-    assert not old._post_accumulate_grad_hooks and len(model.dense._post_accumulate_grad_hooks) == 1
+    assert (
+        not old._post_accumulate_grad_hooks
+        and len(model.dense._post_accumulate_grad_hooks) == 1
+    )
     params = list(model.parameters())
     del optimizer
     gc.collect()
@@ -466,7 +497,9 @@ def test_the_first_step_may_fail(mode, bad):
     """Nothing was ever stepped then, and nothing is taken back."""
     results = []
     for which in ("sync", mode):
-        model, optimizer = build_mode(which, clip_grad=0.0, grad_norm_skip_threshold=1e9)
+        model, optimizer = build_mode(
+            which, clip_grad=0.0, grad_norm_skip_threshold=1e9
+        )
         before = params_of(model)
         model(tokens_of(0)).backward()
         model.dense.grad[0, 0] = bad
@@ -478,7 +511,9 @@ def test_the_first_step_may_fail(mode, bad):
 
 
 def test_a_huge_finite_gradient_that_is_skipped_leaves_no_trace():
-    model, optimizer = build_mode("speculative", clip_grad=0.0, grad_norm_skip_threshold=1e6)
+    model, optimizer = build_mode(
+        "speculative", clip_grad=0.0, grad_norm_skip_threshold=1e6
+    )
     run(model, optimizer, 3)
     before, hits = snapshot(model, optimizer), counts(optimizer, "hits")
     optimizer.zero_grad()
@@ -517,7 +552,10 @@ def test_empty_and_frozen_parameters():
             optimizer.step()
         results.append(params_of(model))
         assert not model["frozen"]._post_accumulate_grad_hooks
-    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
+    assert (
+        differing(results[1], results[0]) == []
+        and differing(results[2], results[0]) == []
+    )
     assert counts(optimizer, "hits") > 0
 
 
@@ -531,13 +569,18 @@ def test_every_hyperparameter_of_every_group_reaches_the_worker():
             for index, group in enumerate(optimizer.param_groups):
                 rate = 1e-3 * (1 + index) / (1 + step)
                 group["lr"] = (
-                    group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+                    group["lr"].fill_(rate)
+                    if isinstance(group["lr"], torch.Tensor)
+                    else rate
                 )
                 group["betas"], group["weight_decay"] = (
                     (0.9 - step / 100, 0.99 - index / 100),
                     0.01 * step,
                 )
-                group["eps"], group["bias_correction"] = 1e-8 * (1 + step), (step + index) % 2 == 0
+                group["eps"], group["bias_correction"] = (
+                    1e-8 * (1 + step),
+                    (step + index) % 2 == 0,
+                )
             run(model, optimizer, 1, start=step)
         expected = expected or snapshot(model, optimizer)
         assert differing(snapshot(model, optimizer), expected) == [], mode
@@ -563,13 +606,15 @@ def test_a_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
         checkpoint.load(tmp_path / mode, other, fresh)
         assert differing(snapshot(other, fresh), moments[-1]) == []
     for mode in EARLY:
-        assert [differing(a, b) for a, b in zip(found[mode], found["sync"], strict=True)] == [
-            []
-        ] * 8
+        assert [
+            differing(a, b) for a, b in zip(found[mode], found["sync"], strict=True)
+        ] == [[]] * 8
 
 
 def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
-    model, optimizer = build_mode("speculative", experts=False, fraction=1.0, clip_grad=0.0)
+    model, optimizer = build_mode(
+        "speculative", experts=False, fraction=1.0, clip_grad=0.0
+    )
     run(model, optimizer, 2)
     main, state = model.dense.main_param, optimizer.state[model.dense]
     first = main.data_ptr()
@@ -579,7 +624,9 @@ def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
     addresses.add(main.data_ptr())
     assert first in addresses and len(addresses) == 2
     again = optimizer.state[model.dense]
-    assert model.dense.main_param is main and all(again[key] is state[key] for key in state)
+    assert model.dense.main_param is main and all(
+        again[key] is state[key] for key in state
+    )
     assert same_bits(main.bfloat16(), model.dense.detach())
 
 
@@ -596,9 +643,9 @@ def test_metrics_and_description(mode):
         "bytes_down",
         "bytes_up",
     } <= metrics.keys()
-    assert metrics["host_ms"] > 0 and metrics["bytes_down"] == metrics["bytes_up"] == sum(
-        param.nbytes for param in model.parameters()
-    )
+    assert metrics["host_ms"] > 0 and metrics["bytes_down"] == metrics[
+        "bytes_up"
+    ] == sum(param.nbytes for param in model.parameters())
     if mode == "sync":
         assert metrics["hidden_ms"] == 0 and "speculation_hits" not in metrics
         return
@@ -608,7 +655,9 @@ def test_metrics_and_description(mode):
     assert f"offload_mode {mode}" in text
     assert (planned > 0) == (mode == "speculative")
     if mode == "speculative":
-        assert f"{back_buffer_bytes(hybrids(optimizer)[0]):,} bytes double buffer" in text
+        assert (
+            f"{back_buffer_bytes(hybrids(optimizer)[0]):,} bytes double buffer" in text
+        )
 
 
 def test_compact_states_halve_the_double_buffer():
@@ -625,13 +674,19 @@ def test_compact_states_halve_the_double_buffer():
 def test_stages_show_in_the_profiler():
     model, optimizer = build_mode("speculative", clip_grad=0.0)
     run(model, optimizer, 3)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         run(model, optimizer, 1)
     names = {event.name for event in profile.events()}
     assert {"mp_optim::wait_worker", "mp_optim::publish"} <= names
     spans = hybrids(optimizer)[0].timeline.last
-    assert {"host_measure", "host_step", "publish", "wait_worker"} <= {span.stage for span in spans}
-    assert {span.thread for span in spans if span.stage == "host_step"} == {"mp_optim-host"}
+    assert {"host_measure", "host_step", "publish", "wait_worker"} <= {
+        span.stage for span in spans
+    }
+    assert {span.thread for span in spans if span.stage == "host_step"} == {
+        "mp_optim-host"
+    }
 
 
 def test_speculation_pauses_and_resumes():
@@ -640,7 +695,9 @@ def test_speculation_pauses_and_resumes():
     def hits_of(steps, start, scale):
         before = counts(optimizer, "hits"), counts(optimizer, "paused")
         run(model, optimizer, steps, start=start, scale=lambda step: scale)
-        return counts(optimizer, "hits") - before[0], counts(optimizer, "paused") - before[1]
+        return counts(optimizer, "hits") - before[0], counts(
+            optimizer, "paused"
+        ) - before[1]
 
     hits, paused = hits_of(10, 0, 0.1)
     assert hits > 0 and paused == 0
@@ -656,7 +713,9 @@ def test_the_rule_of_pausing():
     assert speculates_next(True, [*always, *never[2:]]) and not speculates_next(
         False, [*always, *never[3:]]
     )
-    assert speculates_next(False, [*never, *always[4:]]) and not speculates_next(False, never)
+    assert speculates_next(False, [*never, *always[4:]]) and not speculates_next(
+        False, never
+    )
 
 
 def test_buckets_hold_every_slot_once():
@@ -710,7 +769,8 @@ def test_foreign_optimizers_overlap_and_do_not_speculate():
         results.append(params_of(model))
     assert differing(*results) == []
     with pytest.raises(
-        ValueError, match="offload_mode='speculative': AdamW cannot step into other memory"
+        ValueError,
+        match="offload_mode='speculative': AdamW cannot step into other memory",
     ):
         HybridDeviceOptimizer(
             nn.Linear(2, 2).parameters(),
@@ -784,4 +844,6 @@ def test_the_worker_leaves_cores_to_others(monkeypatch):
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert found[0][1] == 3 and torch.get_num_threads() == before == threads_of_kernels()
+    assert (
+        found[0][1] == 3 and torch.get_num_threads() == before == threads_of_kernels()
+    )

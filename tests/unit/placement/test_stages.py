@@ -3,7 +3,12 @@
 import pytest
 
 from mp_optim.placement import timeline as module
-from mp_optim.placement.timeline import ARITHMETIC, WAIT_COPIES, WAIT_WORKER, StepTimeline
+from mp_optim.placement.timeline import (
+    ARITHMETIC,
+    WAIT_COPIES,
+    WAIT_WORKER,
+    StepTimeline,
+)
 
 
 @pytest.fixture

@@ -14,8 +14,14 @@ import mp_optim
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from support.launch import ROOT, run
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: path.name
+)
 
 
 @each_document
@@ -28,9 +34,12 @@ def test_named_tests_exist(document):
 @each_document
 def test_links_and_files_exist(document):
     text = document.read_text()
-    linked = [document.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text)]
+    linked = [
+        document.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text)
+    ]
     named = [
-        ROOT / path for path in re.findall(r"`((?:docs|mp_optim|tests|tools)/[\w/.]+\.\w+)`", text)
+        ROOT / path
+        for path in re.findall(r"`((?:docs|mp_optim|tests|tools)/[\w/.]+\.\w+)`", text)
     ]
     assert [path for path in (*linked, *named) if not path.exists()] == []
 
@@ -60,11 +69,17 @@ def test_every_python_block_is_run_here():
 
 def test_words_of_the_glossary_are_names_in_the_code():
     """The last column names a class, a function or a constant of the package."""
-    names = re.findall(r"\| ([^|]*`) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    names = re.findall(
+        r"\| ([^|]*`) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE
+    )
     code = "\n".join(path.read_text() for path in (ROOT / "mp_optim").rglob("*.py"))
     words = {word for name in names for word in re.findall(r"`(\w+)`", name)}
     assert len(words) > 30
-    unknown = [w for w in words if not re.search(rf"^\s*((class|def) )?{w}\b *[(=:\[]", code, re.M)]
+    unknown = [
+        w
+        for w in words
+        if not re.search(rf"^\s*((class|def) )?{w}\b *[(=:\[]", code, re.M)
+    ]
     assert unknown == []
 
 
@@ -124,7 +139,9 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
         assert words[:3] == ["python", "-m", "mp_optim.cli.inspect"]
         arguments = words[3:]
         assert (
-            inspect.main(tyro.cli(inspect.Command, args=arguments), inspect.Console(quiet=True))
+            inspect.main(
+                tyro.cli(inspect.Command, args=arguments), inspect.Console(quiet=True)
+            )
             == 0
         )
 
@@ -143,7 +160,11 @@ def commands_in(document):
         for line in block.splitlines()
     ]
     lines += re.findall(r"`((?:python|bash|torchrun) [^`]*tools/[^`]+)`", text)
-    return [line for line in lines if re.match(r"(python|bash|torchrun)\b.* tools/", f"{line} ")]
+    return [
+        line
+        for line in lines
+        if re.match(r"(python|bash|torchrun)\b.* tools/", f"{line} ")
+    ]
 
 
 LAUNCHED = {"tools/train.py"}
@@ -190,13 +211,17 @@ class FromElsewhere:
 
     def __init__(self, model):
         params = list(model.parameters())
-        self.param_groups_master = [{"params": [param.detach().float() for param in params]}]
+        self.param_groups_master = [
+            {"params": [param.detach().float() for param in params]}
+        ]
         self._inner = {
             "state": {
                 i: {"exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
                 for i, p in enumerate(params)
             },
-            "param_groups": [{"lr": 1e-3, "step": 2, "params": list(range(len(params)))}],
+            "param_groups": [
+                {"lr": 1e-3, "step": 2, "params": list(range(len(params)))}
+            ],
         }
 
 
@@ -214,9 +239,8 @@ class Megatron(FromElsewhere):
         for param, copy in zip(
             self.model.parameters(), self.param_groups[0]["params"], strict=True
         ):
-            param.main_param = (
-                copy  # of which the model has another since an optimizer of ours was built for it
-            )
+            # the model has had another since an optimizer of ours was built for it
+            param.main_param = copy
         return self
 
     def state_dict(self):

@@ -86,7 +86,9 @@ def test_a_sample_is_spread_evenly_over_functions_and_stays_the_same():
         2,
     }  # f, Thing.set and the module's top, of four files
     assert picked == sample(mutants, 16, seed=5) != sample(mutants, 16, seed=6)
-    assert len(set(picked)) == 16 and len(sample(mutants, 10**6, seed=0)) == len(mutants)
+    assert len(set(picked)) == 16 and len(sample(mutants, 10**6, seed=0)) == len(
+        mutants
+    )
 
 
 MODULE = """\
@@ -138,7 +140,8 @@ def test_faults_are_noticed_or_survive(tmp_path):
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     run = [sys.executable, str(ROOT / "tools/mutate.py")]
     subprocess.run(
-        [*run, "cover", "--out", out, "--root", root, "--tests", "tests/unit"], check=True
+        [*run, "cover", "--out", out, "--root", root, "--tests", "tests/unit"],
+        check=True,
     )
     attempt = [
         *run,
@@ -155,7 +158,9 @@ def test_faults_are_noticed_or_survive(tmp_path):
     ]
     for size in ("4", "99"):  # the second goes on where the first ended
         subprocess.run([*attempt, size], check=True)
-    results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    results = [
+        json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()
+    ]
     assert (root / "mp_optim/slots/__init__.py").read_text() == MODULE
     assert {(r["function"], r["operator"]): r["status"] for r in results} == {
         ("negated", "removed sign"): "killed",

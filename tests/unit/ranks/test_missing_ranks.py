@@ -38,7 +38,8 @@ def test_the_ranks_that_are_gone_are_named_and_no_others(told, scenario):
             how = "stuck or doing something else" if scenario.how == "stop" else "ended"
             word = "rank" if len(scenario.gone) == 1 else "ranks"
             assert (
-                f"failed: {word} {named} of [0, 1, 2, 3] did not take part ({how})" in found["told"]
+                f"failed: {word} {named} of [0, 1, 2, 3] did not take part ({how})"
+                in found["told"]
             ), found
         waits = TIMEOUT if scenario.how == "stop" else 0.0
         assert found["seconds"] < SECONDS + waits, found

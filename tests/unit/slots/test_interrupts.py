@@ -15,7 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mp_optim import FusedAdam, HybridDeviceOptimizer, checkpoint, get_megatron_optimizer
+from mp_optim import (
+    FusedAdam,
+    HybridDeviceOptimizer,
+    checkpoint,
+    get_megatron_optimizer,
+)
 from mp_optim.slots.interrupted_step import BrokenOffError
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.reference import ReferenceBackend
@@ -42,7 +47,10 @@ STEPS = 40
 
 def built(settings: dict[str, Any]) -> tuple[nn.Module, Any]:
     settings = dict(settings)
-    precision, fraction = settings.pop("precision", "bf16"), settings.pop("fraction", 0.0)
+    precision, fraction = (
+        settings.pop("precision", "bf16"),
+        settings.pop("fraction", 0.0),
+    )
     model = TinyMoE(DTYPES[precision.split("-")[0]])
     config = config_for(precision, fraction, **settings)
     return model, get_megatron_optimizer(config, model, expert_predicate=is_expert)
@@ -77,7 +85,10 @@ def interruptible():
     lock."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if any("coverage" in one.f_code.co_filename for one, _ in traceback.walk_stack(frame)):
+        if any(
+            "coverage" in one.f_code.co_filename
+            for one, _ in traceback.walk_stack(frame)
+        ):
             signal.setitimer(signal.ITIMER_REAL, 1e-4)
         else:
             signal.default_int_handler(number, frame)
@@ -108,9 +119,15 @@ def test_after_a_signal_the_step_is_finished_or_undone_or_the_next_use_says_so(s
     """Beside one that is never interrupted."""
     model, optimizer = built(STACKS[stack])
     other, steady = built(STACKS[stack])
-    moments, outcomes = random.Random(0), {"not hit": 0, "undone": 0, "finished": 0, "told": 0}
+    moments, outcomes = (
+        random.Random(0),
+        {"not hit": 0, "undone": 0, "finished": 0, "told": 0},
+    )
     for step in range(STEPS):
-        before, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        before, weights = (
+            copy.deepcopy(optimizer.state_dict()),
+            copy.deepcopy(model.state_dict()),
+        )
         was = everything(model, optimizer)
         for one, its in ((model, optimizer), (other, steady)):
             backward(one, its, step)
@@ -138,7 +155,10 @@ def test_after_a_signal_the_step_is_finished_or_undone_or_the_next_use_says_so(s
             backward(model, optimizer, step)
             optimizer.step()
         outcomes[outcome] += 1
-        assert alike(everything(model, optimizer), everything(other, steady)), (step, outcome)
+        assert alike(everything(model, optimizer), everything(other, steady)), (
+            step,
+            outcome,
+        )
     assert outcomes["undone"] + outcomes["told"] > STEPS / 8, outcomes
 
 
@@ -157,7 +177,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 @pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "fp32"])
 @pytest.mark.parametrize("call", [0, 1])
-def test_a_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypatch, tmp_path):
+def test_a_kernel_that_raises_in_place_is_not_gone_on_from(
+    stack, call, monkeypatch, tmp_path
+):
     model, optimizer = built(STACKS[stack])
     backward(model, optimizer, 0)
     optimizer.step()
@@ -175,7 +197,8 @@ def test_a_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypa
         lambda: list(optimizer.named_main_params()),
     ):
         with pytest.raises(
-            BrokenOffError, match=r"broken off half-way by RuntimeError.*the kernels failed.*Load"
+            BrokenOffError,
+            match=r"broken off half-way by RuntimeError.*the kernels failed.*Load",
         ):
             use()
     checkpoint.load(tmp_path, model, optimizer)
@@ -248,7 +271,9 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "speculative", "reference"])
+@pytest.mark.parametrize(
+    "stack", ["in place", "sync", "overlap", "speculative", "reference"]
+)
 def test_a_wrong_setting_of_any_group_is_found_before_anything_is_stepped(stack):
     model, optimizer = built(STACKS[stack])
     for step in range(2):

@@ -16,7 +16,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(folder):
     """One process, which also leaves its checkpoints after three of five steps."""
-    return {precision: worker.single(precision, str(folder)) for precision in worker.PRECISIONS}
+    return {
+        precision: worker.single(precision, str(folder))
+        for precision in worker.PRECISIONS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +29,16 @@ def ranks(folder, expected):
 
 
 def differing(found, expected):
-    return [name for name, value in expected.items() if not same_bits(found[name], value)]
+    return [
+        name for name, value in expected.items() if not same_bits(found[name], value)
+    ]
 
 
 @pytest.mark.parametrize(("precision", "fraction"), worker.KINDS)
 @pytest.mark.parametrize("layout", worker.LAYOUTS)
-def test_every_layout_has_the_bits_of_one_process(ranks, expected, layout, precision, fraction):
+def test_every_layout_has_the_bits_of_one_process(
+    ranks, expected, layout, precision, fraction
+):
     for rank in ranks:
         found = rank[f"{layout}, {precision}, {fraction}"]
         assert differing(found["trained"], expected[precision]) == []

@@ -38,7 +38,9 @@ def test_any_layout_trains_like_one_process(pool, first):
     tries one again."""
     for case in map(draw, range(first, first + 10)):
         verdict = attempt(pool, case)
-        assert not verdict.faults, "\n".join((grouped(case), repr(case), *verdict.faults))
+        assert not verdict.faults, "\n".join(
+            (grouped(case), repr(case), *verdict.faults)
+        )
 
 
 @pytest.mark.parametrize(
@@ -51,11 +53,14 @@ def test_any_layout_trains_like_one_process(pool, first):
     ],
     ids=str,
 )
-def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(pool, settings):
+def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(
+    pool, settings
+):
     """Megatron's ``partition_dim`` is one of the parameter, not of the flat piece that a rank owns
     of it."""
     layers = tuple(
-        Layer(f"blocks.{dim}", (Param("w", (40, 20, 8), splits=dim),)) for dim in range(3)
+        Layer(f"blocks.{dim}", (Param("w", (40, 20, 8), splits=dim),))
+        for dim in range(3)
     )
     case = Case(
         0,
@@ -79,7 +84,11 @@ def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
     layer = Layer("blocks.0", (Param("w", (16, 24), splits=0), Param("b", (16,))))
     odd = Disagreement(what, 3, 1 if what == "lr" else -1)
     case = ADAM.with_(
-        layers=(layer,), layouts=(Layout("fsdp", mesh),), streams=4, clip=1.0, disagreement=odd
+        layers=(layer,),
+        layouts=(Layout("fsdp", mesh),),
+        streams=4,
+        clip=1.0,
+        disagreement=odd,
     )
     assert attempt(pool, case) == Verdict()
 
@@ -95,10 +104,14 @@ def test_remainders_saved_beside_whole_parameters_load_beside_parts(pool, kind):
 
 
 @pytest.mark.parametrize("precision", ["bf16-half", "bf16-8bit"])
-def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(pool, precision):
+def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(
+    pool, precision
+):
     """The scales of no elements have the shape of no rows."""
     layout = Layout(
-        "copies", (("dp", 2),), settings=(("use_layer_wise_distributed_optimizer", True),)
+        "copies",
+        (("dp", 2),),
+        settings=(("use_layer_wise_distributed_optimizer", True),),
     )
     case = ADAM.with_(
         world="threads",
@@ -114,7 +127,10 @@ def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(pool, pr
 def test_a_number_is_a_case():
     cases = [draw(number) for number in range(300)]
     assert cases == [draw(number) for number in range(300)]
-    assert eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math}) == cases[7]
+    assert (
+        eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math})
+        == cases[7]
+    )
     assert {case.world for case in cases} == {"threads", "processes"}
     assert {layout.kind for case in cases for layout in case.layouts} == {
         "alone",
@@ -135,18 +151,24 @@ def test_one_bit_too_many_is_seen(pool, world, rule, monkeypatch):
     monkeypatch.setattr(
         alone,
         "config_of",
-        lambda *given: dataclasses.replace(config_of(*given), lr=2.0**-6 * (1 + 2.0**-22)),
+        lambda *given: dataclasses.replace(
+            config_of(*given), lr=2.0**-6 * (1 + 2.0**-22)
+        ),
     )
     assert any("differ" in fault for fault in attempt(pool, case).faults)
 
 
-@pytest.mark.parametrize(("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
+@pytest.mark.parametrize(
+    ("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")]
+)
 def test_a_rank_that_dies_or_hangs_is_a_fault_of_its_case(what, said):
     """And the next case finds new processes."""
     with Pool(short_timeout=2.0) as fragile:
         assert not attempt(fragile, ADAM).faults
         patience, fragile.patience = fragile.patience, 4.0
-        faults = attempt(fragile, ADAM.with_(disagreement=Disagreement(what, 1, 1))).faults
+        faults = attempt(
+            fragile, ADAM.with_(disagreement=Disagreement(what, 1, 1))
+        ).faults
         assert len(faults) == 1 and said in faults[0] and "1]" in faults[0]
         assert fragile.restarts == 1
         fragile.patience = patience

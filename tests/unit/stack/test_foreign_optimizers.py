@@ -14,7 +14,9 @@ def adamw(params):
 
 
 def hybrid(params):
-    return HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, torch.optim.AdamW, lr=0.1)
+    return HybridDeviceOptimizer(
+        params, 0.5, torch.optim.AdamW, torch.optim.AdamW, lr=0.1
+    )
 
 
 def wrapped(params):
@@ -41,7 +43,9 @@ def test_parameters_that_change_places_leave_their_state_where_it_was(make, orde
         optimizer.step()
 
     def moments():
-        return [optimizer.slot_state(slot)["exp_avg"].clone() for slot in optimizer.slots()]
+        return [
+            optimizer.slot_state(slot)["exp_avg"].clone() for slot in optimizer.slots()
+        ]
 
     step()
     before = moments()
@@ -51,9 +55,12 @@ def test_parameters_that_change_places_leave_their_state_where_it_was(make, orde
     optimizer.step()  # nothing has a gradient: only places are followed
     assert all(map(same_bits, moments(), before))
     step()
-    assert all(float(optimizer.slot_state(slot)["step"]) == 2.0 for slot in optimizer.slots())
+    assert all(
+        float(optimizer.slot_state(slot)["step"]) == 2.0 for slot in optimizer.slots()
+    )
     expected = [
-        0.9 * moment + 0.1 * (1.0 + index) for moment, index in zip(before, order, strict=True)
+        0.9 * moment + 0.1 * (1.0 + index)
+        for moment, index in zip(before, order, strict=True)
     ]
     for found, wanted in zip(moments(), expected, strict=True):
         torch.testing.assert_close(found, wanted)

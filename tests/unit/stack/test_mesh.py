@@ -37,15 +37,21 @@ def test_split_twice_trains_like_one_process(ranks, case):
         found = rank[", ".join(map(str, case))]
         assert found["norms"] == ranks[0][", ".join(map(str, case))]["norms"]
         for norm, reference in zip(found["norms"], expected["norms"], strict=True):
-            assert norm == (None if reference is None else pytest.approx(reference, rel=1e-12))
+            assert norm == (
+                None if reference is None else pytest.approx(reference, rel=1e-12)
+            )
         for name, value in expected["params"].items():
-            torch.testing.assert_close(found["params"][name], value, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                found["params"][name], value, rtol=1e-6, atol=1e-7
+            )
 
 
 def test_a_rule_without_a_wrapper_sees_whole_parameters_too(ranks):
     for name, value in mesh_worker.bare_lamb(Net(13)).items():
         for rank in ranks:
-            torch.testing.assert_close(rank["bare lamb"][name], value, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                rank["bare lamb"][name], value, rtol=1e-6, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("mode", ["None", "overlap"])
@@ -56,7 +62,9 @@ def test_gradients_that_are_still_to_be_added_up_are(ranks, mode):
         found = rank["sequence"][mode]
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         for name, value in expected["params"].items():
-            torch.testing.assert_close(found["params"][name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found["params"][name], value, rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
@@ -108,7 +116,9 @@ def wrap(params):
 
 
 @pytest.mark.parametrize(
-    "build", [wrap, lambda params: HybridDeviceOptimizer(params, 0.5)], ids=["wrapped", "hybrid"]
+    "build",
+    [wrap, lambda params: HybridDeviceOptimizer(params, 0.5)],
+    ids=["wrapped", "hybrid"],
 )
 @pytest.mark.parametrize(
     "placement, said",
@@ -119,9 +129,13 @@ def wrap(params):
     ],
     ids=["partial", "max", "unknown"],
 )
-def test_placements_that_cannot_be_stepped_are_refused_by_name(mesh, build, placement, said):
+def test_placements_that_cannot_be_stepped_are_refused_by_name(
+    mesh, build, placement, said
+):
     param = torch.nn.Parameter(
-        DTensor.from_local(torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False)
+        DTensor.from_local(
+            torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False
+        )
     )
     param._spec = dataclasses.replace(param._spec, placements=(Replicate(), placement))
     with pytest.raises(ValueError, match=f"(?s){said}.*redistribute"):
@@ -129,11 +143,15 @@ def test_placements_that_cannot_be_stepped_are_refused_by_name(mesh, build, plac
 
 
 @pytest.mark.parametrize(
-    "placement", [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)], ids=str
+    "placement",
+    [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)],
+    ids=str,
 )
 def test_every_other_placement_is_stepped(mesh, placement):
     param = torch.nn.Parameter(
-        DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False)
+        DTensor.from_local(
+            torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False
+        )
     )
     optimizer = wrap([("w", param)])
     param.grad = DTensor.from_local(

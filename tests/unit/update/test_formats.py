@@ -28,7 +28,12 @@ from mp_optim.update.codecs import (
 from mp_optim.update.state_format import StatePrecision
 from support import numpy_rules as oracle
 
-BLOCKED = [(torch.float16, False), (torch.float16, True), (torch.int8, False), (torch.uint8, True)]
+BLOCKED = [
+    (torch.float16, False),
+    (torch.float16, True),
+    (torch.int8, False),
+    (torch.uint8, True),
+]
 BITS = [torch.int16, torch.int8]
 seeds = st.integers(0, 2**20)
 
@@ -62,18 +67,25 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def stored(
     value: Tensor, dtype: torch.dtype, second: bool, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
-    codes, scale = torch.empty_like(value, dtype=dtype), torch.empty(blocks_of(value.numel()))
+    codes, scale = (
+        torch.empty_like(value, dtype=dtype),
+        torch.empty(blocks_of(value.numel())),
+    )
     encode_(value, codes, scale, second, noise)
     return codes, scale
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
+    return bool(
+        ((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all()
+    )
 
 
 @given(seeds)
 @settings(max_examples=50, deadline=None)
-def test_sixteen_bits_hold_every_fp32_value_whose_bfloat16_is_not_zero(seed: int) -> None:
+def test_sixteen_bits_hold_every_fp32_value_whose_bfloat16_is_not_zero(
+    seed: int,
+) -> None:
     value = patterns(seed)
     param, remainder = split(value, torch.int16)
     assert same(join(param, remainder), torch.where(param == 0, param.float(), value))
@@ -96,10 +108,14 @@ def test_remainders_equal_numpy(seed: int) -> None:
 def test_eight_bits_hold_the_upper_24() -> None:
     value = values(0, 10_000)
     param, remainder = split(value, torch.int8)
-    assert bool(((join(param, remainder) - value).abs() <= value.abs() * 2.0**-16).all())
+    assert bool(
+        ((join(param, remainder) - value).abs() <= value.abs() * 2.0**-16).all()
+    )
     assert all(
         torch.equal(a, b)
-        for a, b in zip(split(join(param, remainder), torch.int8), (param, remainder), strict=True)
+        for a, b in zip(
+            split(join(param, remainder), torch.int8), (param, remainder), strict=True
+        )
     )
 
 
@@ -112,7 +128,9 @@ def test_a_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
     written = torch.cat([torch.zeros(2048), values(2, 2048)]).bfloat16()
     found = join(written, remainder)
     assert torch.equal(found[:2048], torch.zeros(2048))
-    assert bool(((found - written.float()).abs() <= written.float().abs() * 2.0**-8).all())
+    assert bool(
+        ((found - written.float()).abs() <= written.float().abs() * 2.0**-8).all()
+    )
 
 
 def test_remainders_that_still_fit_are_kept_and_others_cleared() -> None:
@@ -135,7 +153,9 @@ def test_what_was_decoded_is_stored_as_the_same_bits(
     dtype: torch.dtype, second: bool, seed: int, n: int, decades: float
 ) -> None:
     value = values(seed, n, decades)
-    codes, scale = stored(value.square().clamp(max=1e30) if second else value, dtype, second)
+    codes, scale = stored(
+        value.square().clamp(max=1e30) if second else value, dtype, second
+    )
     decoded = decode(codes, scale, second)
     if not second or bool((decoded >= 2.0**-126).all()):
         again, scale_again = stored(decoded, dtype, second)
@@ -165,13 +185,17 @@ def test_codes_equal_numpy_and_err_by_half_a_step(
     theirs, their_scale = oracle.quantise(
         value.numpy(), "half" if dtype == torch.float16 else "codes", second
     )
-    assert np.array_equal(scale.numpy(), their_scale) and np.array_equal(codes.numpy(), theirs)
+    assert np.array_equal(scale.numpy(), their_scale) and np.array_equal(
+        codes.numpy(), theirs
+    )
     x = value.sqrt() if second else value
     steps = scale.repeat_interleave(BLOCK)[:n]
     decoded = decode(codes, scale, second)
     error = ((decoded.sqrt() if second else decoded) - x).abs()
     if dtype == torch.float16:  # 11 bits, or half of the smallest step
-        assert bool((error <= torch.maximum(x.abs() * 2.0**-11, steps * 2.0**-24)).all())
+        assert bool(
+            (error <= torch.maximum(x.abs() * 2.0**-11, steps * 2.0**-24)).all()
+        )
     else:  # half a step; a root below half a step becomes one
         assert bool((error <= steps * (1.0 if second else 0.5) * (1 + 1e-5)).all())
 
@@ -186,7 +210,10 @@ def test_blocks_that_are_not_ordinary(dtype: torch.dtype, second: bool) -> None:
     codes, scale = stored(value, dtype, second)
     decoded = decode(codes, scale, second)
     assert bool(decoded[: 2 * BLOCK].isnan().all()) and not codes[: 2 * BLOCK].any()
-    assert not decoded[2 * BLOCK : 4 * BLOCK].any() and not codes[2 * BLOCK : 4 * BLOCK].any()
+    assert (
+        not decoded[2 * BLOCK : 4 * BLOCK].any()
+        and not codes[2 * BLOCK : 4 * BLOCK].any()
+    )
     assert float(decoded[4 * BLOCK]) == pytest.approx(1.0, rel=2.0**-13)
     if second:  # a root far below its block's largest is small, but not zero
         assert bool((decoded[4 * BLOCK + 1 :] > 0.0).all())
@@ -210,7 +237,10 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     codes, scale = stored(x, torch.int8, False, Noise(1, 2))
     steps = scale.repeat_interleave(BLOCK)[: len(x)]
     error = (decode(codes, scale, False) - x) / steps
-    assert float(error.abs().max()) <= 1.0 + 1e-3 and abs(float(error.double().mean())) < 0.01
+    assert (
+        float(error.abs().max()) <= 1.0 + 1e-3
+        and abs(float(error.double().mean())) < 0.01
+    )
 
 
 def test_stochastic_remainders_are_unbiased() -> None:
@@ -229,7 +259,9 @@ def test_stochastic_remainders_are_unbiased() -> None:
 def updates(mains: list[Tensor], step: int) -> list[SlotUpdate]:
     return [
         SlotUpdate(
-            Slot(0, i), values(100 * step + i, main.numel(), 0.5).view(main.shape) * 0.1, 0.5
+            Slot(0, i),
+            values(100 * step + i, main.numel(), 0.5).view(main.shape) * 0.1,
+            0.5,
         )
         for i, main in enumerate(mains)
     ]
@@ -251,16 +283,24 @@ def test_batch_size_does_not_change_compact_state(
 ) -> None:
     found = []
     for piece in (1 << 10, 1 << 17):
-        monkeypatch.setattr(batching, "piece_elements", lambda device, piece=piece: piece)
+        monkeypatch.setattr(
+            batching, "piece_elements", lambda device, piece=piece: piece
+        )
         dtype = torch.bfloat16 if precision.store_param_remainders else torch.float32
         mains = [values(i, n, 0.3).to(dtype) for i, n in enumerate((5000, 3, 0, 1024))]
-        fields = {name: getattr(precision, name) for name in precision.__dataclass_fields__}
+        fields = {
+            name: getattr(precision, name) for name in precision.__dataclass_fields__
+        }
         extra = {"momentum": 0.9} if rule == "sgd" else {}
         optimizer = RULES[rule](mains, lr=1e-2, backend="reference", **fields, **extra)
         for step in range(3):
             optimizer.step_slots(updates(mains, step))
         found.append(
-            [value.clone() for i in range(4) for value in optimizer.slot_state(Slot(0, i)).values()]
+            [
+                value.clone()
+                for i in range(4)
+                for value in optimizer.slot_state(Slot(0, i)).values()
+            ]
             + mains
         )
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -281,14 +321,20 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
         param_remainder_bits=bits,
     )
     expected = [
-        (main.float().numpy(), np.zeros(main.shape, np.float32), np.zeros(main.shape, np.float32))
+        (
+            main.float().numpy(),
+            np.zeros(main.shape, np.float32),
+            np.zeros(main.shape, np.float32),
+        )
         for main in mains
     ]
     for step in range(3):
         grads = updates(mains, step)
         optimizer.step_slots(grads)
         stepped = [
-            oracle.adam(p, g.grad.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.5)
+            oracle.adam(
+                p, g.grad.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.5
+            )
             for (p, m, v), g in zip(expected, grads, strict=True)
         ]
         expected = [
@@ -312,7 +358,10 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
 @pytest.mark.parametrize(
     ("settings_", "names"),
     [
-        ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype=torch.float64: must be one of"),
+        (
+            {"exp_avg_dtype": torch.float64},
+            "exp_avg_dtype=torch.float64: must be one of",
+        ),
         ({"param_remainder_bits": 12}, "param_remainder_bits=12: must be 16 or 8"),
         ({"seed": -1}, "seed=-1"),
         (
@@ -321,6 +370,8 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
         ),
     ],
 )
-def test_forms_that_do_not_exist_are_refused(settings_: dict[str, object], names: str) -> None:
+def test_forms_that_do_not_exist_are_refused(
+    settings_: dict[str, object], names: str
+) -> None:
     with pytest.raises(ValueError, match=names):
         FusedAdam([torch.ones(1)], **settings_)

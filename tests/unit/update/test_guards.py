@@ -21,12 +21,23 @@ from mp_optim.update import chunking as batching
 from mp_optim.update.backends import apex as apex_module
 from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.apex import ApexBackend
-from mp_optim.update.backends.multi_tensor import CHUNK, MOST_ELEMENTS, MOST_TENSORS, check_launch
+from mp_optim.update.backends.multi_tensor import (
+    CHUNK,
+    MOST_ELEMENTS,
+    MOST_TENSORS,
+    check_launch,
+)
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import Difference
 from mp_optim.update.backends.transformer_engine import TransformerEngineBackend
 from mp_optim.update.codecs import join
-from mp_optim.update.kernel_args import REMAINDER, AdamScalars, LambScalars, SgdScalars, TensorLists
+from mp_optim.update.kernel_args import (
+    REMAINDER,
+    AdamScalars,
+    LambScalars,
+    SgdScalars,
+    TensorLists,
+)
 from support.standins import amp_c, te
 from support.standins.gpu import GPU, Gpu, SegmentationFaultError
 
@@ -107,7 +118,9 @@ def test_wrong_dtypes_and_strides_go_unnoticed(standins: Gpu) -> None:
     amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(made), *adam_args())
     strided = torch.zeros(20, 10).t()
     extension = te.modules()["transformer_engine_torch"]
-    extension.multi_tensor_adam(CHUNK, flag(), [[strided] for _ in range(4)], *adam_args())
+    extension.multi_tensor_adam(
+        CHUNK, flag(), [[strided] for _ in range(4)], *adam_args()
+    )
     assert len(GPU.damage) >= 2
 
 
@@ -118,7 +131,9 @@ def test_a_step_that_is_a_tensor_is_not_taken(standins: Gpu) -> None:
         )
 
 
-def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(standins: Gpu) -> None:
+def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(
+    standins: Gpu,
+) -> None:
     standins.device = "cuda"
     with pytest.raises(RuntimeError, match="expected input to be on cuda"):
         amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(lists(5)), *adam_args())
@@ -145,8 +160,14 @@ def test_empty_tensors_never_reach_a_launch(standins: Gpu, name: str) -> None:
 def test_empty_lists_never_reach_a_launch(standins: Gpu, name: str) -> None:
     backend = backend_of(name)
     assert backend.sum_of_squares([]).numel() == 0
-    assert backend.sum_of_squares([torch.zeros(0), torch.ones(3)]).tolist() == pytest.approx([0, 3])
-    for rule, scalars in (("adam", AdamScalars), ("sgd", SgdScalars), ("lamb", LambScalars)):
+    assert backend.sum_of_squares(
+        [torch.zeros(0), torch.ones(3)]
+    ).tolist() == pytest.approx([0, 3])
+    for rule, scalars in (
+        ("adam", AdamScalars),
+        ("sgd", SgdScalars),
+        ("lamb", LambScalars),
+    ):
         getattr(backend, rule)(lists(keys=()), scalars.at(GROUP, 1), 1.0)
     assert standins.damage == []
 
@@ -158,7 +179,13 @@ def test_a_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
     for backend in (backend_of(name), ReferenceBackend()):
         both = lists(40, 50, 60, 70, 80, 90)
         for index, dtype in enumerate(
-            (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bfloat16)
+            (
+                torch.float32,
+                torch.bfloat16,
+                torch.float16,
+                torch.float64,
+                torch.bfloat16,
+            )
         ):
             both.grad[index] = both.grad[index].to(dtype)
         outputs = [
@@ -188,7 +215,10 @@ def test_a_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) 
         ([], "lists of"),
         ([[], []], "lists of"),
         ([[torch.zeros(4)], []], "lists of"),
-        ([[torch.zeros(4)], [torch.zeros(4, dtype=torch.bfloat16)]], "a tensor is torch.bfloat16"),
+        (
+            [[torch.zeros(4)], [torch.zeros(4, dtype=torch.bfloat16)]],
+            "a tensor is torch.bfloat16",
+        ),
         ([[torch.zeros(4)], [torch.zeros(5)]], "5 elements beside one of 4"),
         ([[torch.zeros(0)], [torch.zeros(0)]], "0 elements"),
         ([[torch.zeros(4)], [torch.zeros(8)[::2]]], "contiguous: False"),
@@ -212,11 +242,14 @@ def test_host_tensors_are_refused_before_the_kernel(
     calls = len(standins.calls)
     for run in (
         lambda: backend.adam(lists(5), AdamScalars.at(GROUP, 1), 1.0),
-        lambda: backend.sgd(lists(5, keys=("momentum_buffer",)), SgdScalars.at(GROUP, 1), 1.0),
+        lambda: backend.sgd(
+            lists(5, keys=("momentum_buffer",)), SgdScalars.at(GROUP, 1), 1.0
+        ),
         lambda: backend.sum_of_squares([torch.ones(5)]),
     ):
         with pytest.raises(
-            ValueError, match="a tensor on cpu in a launch on cpu; the kernels run on cuda"
+            ValueError,
+            match="a tensor on cpu in a launch on cpu; the kernels run on cuda",
         ):
             run()
     assert len(standins.calls) == calls and standins.damage == []
@@ -227,7 +260,9 @@ def test_host_tensors_are_refused_before_the_kernel(
 def test_sgd_steps_bfloat16_too(standins: Gpu, name: str, grad: torch.dtype) -> None:
     """FusedSGD of both libraries sorts parameters into float16 and float32, and the rest
     nowhere."""
-    ours, theirs = (lists(300, grad=grad, keys=("momentum_buffer",), output=grad) for _ in range(2))
+    ours, theirs = (
+        lists(300, grad=grad, keys=("momentum_buffer",), output=grad) for _ in range(2)
+    )
     for step in (1, 2):
         backend_of(name).sgd(ours, SgdScalars.at(GROUP, step), 0.5)
         ReferenceBackend().sgd(theirs, SgdScalars.at(GROUP, step), 0.5)
@@ -237,7 +272,9 @@ def test_sgd_steps_bfloat16_too(standins: Gpu, name: str, grad: torch.dtype) -> 
 
 
 @each_library
-def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: str) -> None:
+def test_first_step_of_a_momentum_buffer_is_per_parameter(
+    standins: Gpu, name: str
+) -> None:
     """apex takes from the last parameter whether it is the first step of all."""
     from mp_optim.update import SGD
 
@@ -246,7 +283,9 @@ def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: s
         params = [torch.ones(5), torch.ones(6)]
         optimizer = SGD(params, lr=0.1, momentum=0.9, dampening=0.5, backend=backend)
         for slots in ([0], [0, 1]):
-            optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones(5 + i)) for i in slots])
+            optimizer.step_slots(
+                [SlotUpdate(Slot(0, i), torch.ones(5 + i)) for i in slots]
+            )
         results.append(torch.cat(params))
     assert torch.allclose(*results, rtol=0, atol=1e-6)
 
@@ -296,7 +335,9 @@ def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
     again.load_state_dict(optimizer.state_dict())
     state = again.inner.slot_state(Slot(0, 0))
     assert state["exp_avg"].dtype == torch.float32 and state["step"] == 1
-    assert torch.equal(state["exp_avg"], optimizer.inner.slot_state(Slot(0, 0))["exp_avg"])
+    assert torch.equal(
+        state["exp_avg"], optimizer.inner.slot_state(Slot(0, 0))["exp_avg"]
+    )
     again.step()
     assert standins.damage == []
 
@@ -317,7 +358,9 @@ def test_state_of_another_dtype_goes_to_reference(standins: Gpu) -> None:
             ReferenceBackend().adam(theirs, AdamScalars.at(GROUP, 1), 1.0)
             assert_close(ours, theirs)
             stepped_by_kernel = standins.calls[before:].count("multi_tensor_adam")
-            assert stepped_by_kernel == (name == "transformer_engine" and len(set(dtypes)) == 1)
+            assert stepped_by_kernel == (
+                name == "transformer_engine" and len(set(dtypes)) == 1
+            )
     assert standins.damage == []
 
 
@@ -374,7 +417,9 @@ def test_no_launch_sees_the_flag_of_another(standins: Gpu, name: str) -> None:
     ours.grad[0][7] = math.inf
     before = ours.main[0].clone()
     backend.sgd(ours, SgdScalars.at(GROUP, 1), 0.5)
-    assert ours.main[0][7] == -math.inf and not torch.equal(ours.main[0][:7], before[:7])
+    assert ours.main[0][7] == -math.inf and not torch.equal(
+        ours.main[0][:7], before[:7]
+    )
     assert set(standins.flags) == {0} and standins.damage == []
 
 
@@ -387,10 +432,14 @@ def test_steps_and_rates_may_be_tensors(standins: Gpu, name: str) -> None:
     assert_close(ours, theirs)
 
 
-def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(standins: Gpu) -> None:
+def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(
+    standins: Gpu,
+) -> None:
     """|g| > 1.8e19 makes apex's norm infinite, and the step would be skipped."""
     model = nn.Linear(4, 4, bias=False)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, fused_backend="apex"), model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=0.01, fused_backend="apex"), model
+    )
     model.weight.grad = torch.full((4, 4), 1e25)
     success, norm, _ = optimizer.step()
     assert success and norm == pytest.approx(4e25, rel=1e-5)
@@ -433,7 +482,9 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
                 dist, "all_reduce", lambda sums, group, async_op: sums[:, 0].mul_(4)
             )  # as if there were more
             patch.setattr("mp_optim.update.lamb.wait_for", lambda *_: None)
-            optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))])
+            optimizer.step_slots(
+                [SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))]
+            )
         results.append(param)
     assert "multi_tensor_lamb" not in standins.calls and torch.equal(*results)
 
@@ -448,10 +499,16 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
         model = nn.Linear(8, 8, bias=False).half()
         before = model.weight.detach().clone()
         config = OptimizerConfig(
-            optimizer="lamb", lr=0.01, fp16=True, initial_loss_scale=scale, fused_backend=name
+            optimizer="lamb",
+            lr=0.01,
+            fp16=True,
+            initial_loss_scale=scale,
+            fused_backend=name,
         )
         optimizer = get_megatron_optimizer(config, model)
-        model.weight.grad = (torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()).half()
+        model.weight.grad = (
+            torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()
+        ).half()
         success, _, _ = optimizer.step()
         moved = not torch.equal(model.weight.detach(), before)
         state = optimizer.inner.slot_state(Slot(0, 0))
@@ -466,7 +523,9 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
 @each_library
 def test_empty_shards_count_their_steps(standins: Gpu, name: str) -> None:
     """Ranks that hold nothing of a parameter must agree with the others on the step."""
-    optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
+    optimizer = FusedAdam(
+        [{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name
+    )
     optimizer.step_slots(
         [SlotUpdate(Slot(0, 0), torch.zeros(0)), SlotUpdate(Slot(1, 0), torch.ones(3))]
     )
@@ -478,7 +537,10 @@ def split_lists(values: list[float], grads: list[float]) -> TensorLists:
     made = TensorLists(
         [torch.tensor(values, dtype=torch.bfloat16)],
         [torch.tensor(grads, dtype=torch.bfloat16)],
-        {"exp_avg": [torch.zeros(len(values))], "exp_avg_sq": [torch.zeros(len(values))]},
+        {
+            "exp_avg": [torch.zeros(len(values))],
+            "exp_avg_sq": [torch.zeros(len(values))],
+        },
         [None],
     )
     made.state[REMAINDER] = [torch.zeros(len(values), dtype=torch.int16)]
@@ -516,7 +578,9 @@ def test_a_zero_parameter_has_no_remainder(standins: Gpu) -> None:
     assert found.tolerable, found
 
 
-def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_launch_on_the_device_of_their_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Transformer Engine launches on the current device's stream whatever it is handed."""
     entered: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", entered.append)
@@ -529,7 +593,9 @@ def test_parameters_on_a_host_are_stepped_there(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ColossalAI #6401 and #6418: nothing is copied to the GPU and updated there in a copy."""
-    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device that is not the host
+    monkeypatch.setattr(
+        multi_tensor, "KERNEL_DEVICE", "meta"
+    )  # any device that is not the host
     backend, why = choose_backend("reference", CPU)
     made = lists(50)
     before = made.main[0].clone()

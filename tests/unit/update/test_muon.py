@@ -51,7 +51,9 @@ def stepped(value, grads, **settings):
     ],
     ids=["nesterov", "plain", "momentum", "spectral"],
 )
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+@pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9"
+)
 def test_it_is_torchs_muon(shape, ours, torchs):
     grads = [random(*shape, seed=1 + step) for step in range(20)]
     param = nn.Parameter(random(*shape))
@@ -62,7 +64,9 @@ def test_it_is_torchs_muon(shape, ours, torchs):
     found, optimizer = stepped(random(*shape), grads, **ours)
     assert (found - param.detach()).norm() <= 1e-6 * param.detach().norm()
     momentum = next(iter(optimizer.state.values()))["momentum_buffer"]
-    torch.testing.assert_close(momentum, oracle.state[param]["momentum_buffer"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        momentum, oracle.state[param]["momentum_buffer"], rtol=0, atol=0
+    )
 
 
 def in_numpy(matrix, polynomials):
@@ -83,10 +87,14 @@ def test_newton_schulz_is_the_iteration_in_fp64(shape, kind):
     for steps in (5, 10):
         polynomials = coefficients(kind, steps)
         found = orthogonalize(matrix, polynomials, torch.float32)
-        torch.testing.assert_close(found.double(), in_numpy(matrix, polynomials), rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            found.double(), in_numpy(matrix, polynomials), rtol=0, atol=2e-5
+        )
         rough = orthogonalize(matrix, polynomials, torch.bfloat16)
         assert rough.dtype == torch.bfloat16
-        assert (rough.double() - in_numpy(matrix, polynomials)).norm() < 0.1 * min(shape) ** 0.5
+        assert (rough.double() - in_numpy(matrix, polynomials)).norm() < 0.1 * min(
+            shape
+        ) ** 0.5
 
 
 @pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
@@ -116,7 +124,9 @@ def test_a_stack_is_its_matrices(shape):
     grads = [random(3, *shape, seed=step) for step in range(4)]
     stack, _ = stepped(random(3, *shape, seed=9), grads)
     for index in range(3):
-        one, _ = stepped(random(3, *shape, seed=9)[index], [grad[index] for grad in grads])
+        one, _ = stepped(
+            random(3, *shape, seed=9)[index], [grad[index] for grad in grads]
+        )
         assert torch.equal(stack[index], one)
 
 
@@ -136,8 +146,14 @@ def test_fused_parts_are_stepped_by_themselves():
 
 def test_scale_modes():
     assert scale_factor("spectral", 4, 9) == scale_factor("spectral", 9, 4) == 3.0
-    assert (scale_factor("unit_rms_norm", 4, 1), scale_factor("unit_rms_norm", 1, 4)) == (2.0, 0.5)
-    assert (scale_factor("shape_scaling", 4, 1), scale_factor("shape_scaling", 1, 4)) == (2.0, 1.0)
+    assert (
+        scale_factor("unit_rms_norm", 4, 1),
+        scale_factor("unit_rms_norm", 1, 4),
+    ) == (2.0, 0.5)
+    assert (
+        scale_factor("shape_scaling", 4, 1),
+        scale_factor("shape_scaling", 1, 4),
+    ) == (2.0, 1.0)
     for mode in ("spectral", "unit_rms_norm", "shape_scaling"):
         moved = [
             stepped(
@@ -153,7 +169,10 @@ def test_scale_modes():
         ]
         values = torch.linalg.svdvals(moved[0])
         torch.testing.assert_close(
-            values, torch.full((3,), 0.02 * scale_factor(mode, 12, 3)), rtol=0.02, atol=0
+            values,
+            torch.full((3,), 0.02 * scale_factor(mode, 12, 3)),
+            rtol=0.02,
+            atol=0,
         )
         torch.testing.assert_close(moved[1], moved[0] / 2)
 
@@ -190,7 +209,9 @@ def test_state_dict_round_trips():
 def test_groups_choose_adam_for_what_is_no_matrix():
     matrix, vector = nn.Parameter(random(4, 4)), nn.Parameter(random(4))
     optimizer = Muon(
-        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}], lr=1e-2, weight_decay=0.0
+        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}],
+        lr=1e-2,
+        weight_decay=0.0,
     )
     twin = nn.Parameter(vector.detach().clone())
     adam = torch.optim.Adam([twin], lr=1e-2)
@@ -227,7 +248,9 @@ def test_a_bad_setting_is_named(settings, reason):
 
 def test_a_vector_is_refused_by_name():
     with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps matrices"):
-        Muon([("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))])
+        Muon(
+            [("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))]
+        )
     with pytest.raises(ValueError, match="scalar_optimizer='sgd'"):
         Muon([nn.Parameter(random(2, 2))], scalar_optimizer="sgd")
 
@@ -239,11 +262,19 @@ def test_compact_momentum_is_near_the_full_one(form, error):
     grads = [random(16, 24, seed=step) for step in range(10)]
     full, _ = stepped(random(16, 24), grads, fp32_matmul_prec="highest")
     compact, optimizer = stepped(
-        random(16, 24), grads, fp32_matmul_prec="highest", exp_avg_dtype=getattr(torch, form)
+        random(16, 24),
+        grads,
+        fp32_matmul_prec="highest",
+        exp_avg_dtype=getattr(torch, form),
     )
     assert (compact - full).norm() < error * (full - random(16, 24)).norm()
     kept = next(iter(optimizer.state.values()))["momentum_buffer"].dtype
-    assert kept == {"bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.int8}[form]
+    assert (
+        kept
+        == {"bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.int8}[
+            form
+        ]
+    )
 
 
 def test_full_precision_is_not_the_processs_choice():

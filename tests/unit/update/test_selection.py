@@ -41,9 +41,17 @@ def test_a_proof_is_made_once_and_says_what_was_found(standins: Gpu, name: str) 
     proof = proof_of(name, CPU)
     calls = len(standins.calls)
     assert proof_of(name, CPU) is proof and len(standins.calls) == calls > 0
-    assert (proof.backend, proof.device, proof.usable, proof.exact) == (name, "cpu", True, False)
+    assert (proof.backend, proof.device, proof.usable, proof.exact) == (
+        name,
+        "cpu",
+        True,
+        False,
+    )
     assert 0 < proof.ulps < 8 and 0 < proof.lrs < 1e-4
-    assert proof.reason == f"differs from reference by {proof.ulps:.3g} ulp, {proof.lrs:.2g} lr"
+    assert (
+        proof.reason
+        == f"differs from reference by {proof.ulps:.3g} ulp, {proof.lrs:.2g} lr"
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         proof.usable = False  # type: ignore[misc]
 
@@ -106,14 +114,18 @@ def test_one_that_is_slightly_wrong_is_not_usable(
     monkeypatch.setattr(
         library,
         "multi_tensor_adam",
-        lambda chunk, flag, lists, lr, *rest: right(chunk, flag, lists, lr * 1.001, *rest),
+        lambda chunk, flag, lists, lr, *rest: right(
+            chunk, flag, lists, lr * 1.001, *rest
+        ),
     )
     forget()
     proof = proof_of("apex", CPU)
     assert not proof.usable and proof.reason.startswith(
         "wrong: a first step differs from reference by"
     )
-    with pytest.raises(ValueError, match="fused_backend='apex' is not available: wrong"):
+    with pytest.raises(
+        ValueError, match="fused_backend='apex' is not available: wrong"
+    ):
         choose_backend("apex", CPU)
 
 
@@ -128,7 +140,10 @@ def test_one_that_is_slightly_wrong_is_not_usable(
             ModuleNotFoundError("No module named 'x'", name="x"),
             "cannot be loaded: ModuleNotFoundError: No module named",
         ),
-        (OSError("libnccl.so.2: cannot open"), "cannot be loaded: OSError: libnccl.so.2"),
+        (
+            OSError("libnccl.so.2: cannot open"),
+            "cannot be loaded: OSError: libnccl.so.2",
+        ),
         (
             RuntimeError("cudnn shared object not found."),
             "cannot be loaded: RuntimeError: cudnn shared object not found.",
@@ -152,7 +167,9 @@ def test_broken_installations_are_a_reason_and_no_crash(
     assert choose_backend("auto", CPU)[0].name == "reference"
     with pytest.raises(ValueError, match="fused_backend='apex' is not available"):
         FusedAdam([torch.zeros(3)], backend="apex")
-    with pytest.raises(ValueError, match="fused_backend='transformer_engine' is not available"):
+    with pytest.raises(
+        ValueError, match="fused_backend='transformer_engine' is not available"
+    ):
         get_megatron_optimizer(
             OptimizerConfig(lr=0.1, fused_backend="transformer_engine"), nn.Linear(2, 2)
         )
@@ -162,7 +179,9 @@ def test_a_kernel_that_raises_is_a_reason(
     accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+        raise RuntimeError(
+            "CUDA error: no kernel image is available for execution on the device"
+        )
 
     monkeypatch.setattr(sys.modules["amp_C"], "multi_tensor_adam", fails)
     forget()
@@ -173,8 +192,12 @@ def test_a_kernel_that_raises_is_a_reason(
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_named_backends_are_described_with_their_limits(standins: Gpu, name: str) -> None:
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend=name), nn.Linear(4, 4))
+def test_named_backends_are_described_with_their_limits(
+    standins: Gpu, name: str
+) -> None:
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=0.1, fused_backend=name), nn.Linear(4, 4)
+    )
     text = str(optimizer.describe())
     assert (
         f"{name} (fused_backend={name!r}; differs from reference by" in text
@@ -189,7 +212,8 @@ def test_without_a_gpu_a_named_backend_says_so(
     forget()
     if not torch.cuda.is_available():
         with pytest.raises(
-            ValueError, match="its kernels run on cuda, not on cpu; torch finds no CUDA device"
+            ValueError,
+            match="its kernels run on cuda, not on cpu; torch finds no CUDA device",
         ):
             choose_backend("apex", CPU)
 
@@ -200,18 +224,27 @@ def test_a_model_that_no_kernel_reaches_is_refused(
     """A working apex, and a model on the host: nothing would use what was asked for."""
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
     monkeypatch.setattr(selection, "choose_backend", lambda name, device: None)
-    with pytest.raises(ValueError, match="fused_backend='apex': the model's parameters are on cpu"):
-        get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend="apex"), nn.Linear(2, 2))
+    with pytest.raises(
+        ValueError, match="fused_backend='apex': the model's parameters are on cpu"
+    ):
+        get_megatron_optimizer(
+            OptimizerConfig(lr=0.1, fused_backend="apex"), nn.Linear(2, 2)
+        )
 
 
 def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = torch.device("meta")  # plays the place where apex's kernels do not run
+    accelerator = torch.device(
+        "meta"
+    )  # plays the place where apex's kernels do not run
     chosen, why = None, ""
     chosen, why = choose_backend("apex", accelerator)
     assert chosen.name == "reference"
-    assert why == "apex kernels run on cpu; apex has other bits, so placement shows in the results"
+    assert (
+        why
+        == "apex kernels run on cpu; apex has other bits, so placement shows in the results"
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +260,11 @@ def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
             "fused_backend='auto', or an optimizer of ['adam', 'sgd']",
         ),
         (
-            {"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "apex"},
+            {
+                "use_precision_aware_optimizer": True,
+                "bf16": True,
+                "fused_backend": "apex",
+            },
             "store_param_remainders=True: fused_backend='apex' keeps main params in float32",
         ),
         (
@@ -278,7 +315,9 @@ def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
         ),
     ],
 )
-def test_what_a_library_cannot_do_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_what_a_library_cannot_do_is_refused(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(lr=0.1, **settings)
     assert words in str(caught.value)
@@ -293,7 +332,9 @@ def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
         FusedAdam([torch.zeros(3)], backend="apex", exp_avg_dtype=torch.bfloat16)
 
 
-def test_what_transformer_engine_stores_in_fewer_bits_is_stepped_by_it(standins: Gpu) -> None:
+def test_what_transformer_engine_stores_in_fewer_bits_is_stepped_by_it(
+    standins: Gpu,
+) -> None:
     model = nn.Linear(8, 8).bfloat16()
     config = OptimizerConfig(
         lr=0.01,
@@ -328,9 +369,12 @@ def test_an_older_library_lacks_forms_and_is_usable_without(
     assert proof.usable and list(proof.lacks) == ["remainders"]
     FusedAdam([torch.zeros(3)], backend="transformer_engine")
     with pytest.raises(
-        ValueError, match="store_param_remainders=True: this installation of fused_backend='transf"
+        ValueError,
+        match="store_param_remainders=True: this installation of fused_backend='transf",
     ):
-        FusedAdam([torch.zeros(3)], backend="transformer_engine", store_param_remainders=True)
+        FusedAdam(
+            [torch.zeros(3)], backend="transformer_engine", store_param_remainders=True
+        )
 
 
 def test_rules_that_torch_has_no_kernels_for_are_shown_as_reference() -> None:

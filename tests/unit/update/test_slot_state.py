@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from mp_optim.process import host_memory
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import SGD, ForeignOptimizer, FusedAdam, FusedLAMB, as_slot_optimizer
+from mp_optim.update import (
+    SGD,
+    ForeignOptimizer,
+    FusedAdam,
+    FusedLAMB,
+    as_slot_optimizer,
+)
 
 A, B = Slot(0, 0), Slot(0, 1)
 
@@ -34,7 +40,9 @@ def test_state_follows_the_slot_and_refuses_another_shape(cls: Any) -> None:
     optimizer.step_slots(updates())
     before = optimizer.slot_state(A)["exp_avg"].clone()
     optimizer.param_groups[0]["params"][0] = torch.zeros(4)
-    assert torch.equal(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"], before)
+    assert torch.equal(
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"], before
+    )
     optimizer.param_groups[0]["params"][0] = torch.zeros(5)
     with pytest.raises(ValueError, match=r"group0\.param0.*shape is now \(5,\)"):
         optimizer.slot_state(A)
@@ -43,15 +51,27 @@ def test_state_follows_the_slot_and_refuses_another_shape(cls: Any) -> None:
 def test_only_the_given_slots_are_stepped_and_empty_ones_only_count() -> None:
     mains = [torch.ones(3), torch.ones(3), torch.empty(0), torch.tensor(2.0)]
     optimizer = FusedLAMB(mains)
-    optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones_like(mains[i])) for i in (0, 2, 3)])
-    assert [optimizer.slot_state(Slot(0, i))["step"].item() for i in range(4)] == [1, 0, 1, 1]
+    optimizer.step_slots(
+        [SlotUpdate(Slot(0, i), torch.ones_like(mains[i])) for i in (0, 2, 3)]
+    )
+    assert [optimizer.slot_state(Slot(0, i))["step"].item() for i in range(4)] == [
+        1,
+        0,
+        1,
+        1,
+    ]
     assert torch.equal(mains[1], torch.ones(3)) and mains[3].item() < 2.0
 
 
 def test_non_contiguous_main_is_stepped_in_place() -> None:
-    strided, plain = torch.arange(6.0).view(2, 3).t(), torch.arange(6.0).view(2, 3).t().contiguous()
+    strided, plain = (
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(6.0).view(2, 3).t().contiguous(),
+    )
     for main in (strided, plain):
-        FusedAdam([main], lr=0.1).step_slots([SlotUpdate(Slot(0, 0), torch.arange(6.0).view(3, 2))])
+        FusedAdam([main], lr=0.1).step_slots(
+            [SlotUpdate(Slot(0, 0), torch.arange(6.0).view(3, 2))]
+        )
     assert torch.equal(strided, plain) and not strided.is_contiguous()
 
 
@@ -66,7 +86,11 @@ def test_step_evaluates_the_closure_once_and_skips_missing_gradients() -> None:
         return loss
 
     assert SGD([used, unused], lr=0.5).step(closure).item() == 4.0
-    assert calls == [True] and used.tolist() == [0.0, 0.0] and unused.tolist() == [1.0, 1.0]
+    assert (
+        calls == [True]
+        and used.tolist() == [0.0, 0.0]
+        and unused.tolist() == [1.0, 1.0]
+    )
 
 
 def test_sparse_gradients_are_refused_before_anything_moves() -> None:
@@ -91,20 +115,34 @@ def test_round_trip_by_name_into_another_order() -> None:
         [{"params": [("a", first)], "lr": 0.1}, {"params": [("b", second)], "lr": 0.2}]
     )
     saved_from.step_slots(
-        [SlotUpdate(Slot(0, 0), torch.ones(4)), SlotUpdate(Slot(1, 0), torch.full((2, 3), 2.0))]
+        [
+            SlotUpdate(Slot(0, 0), torch.ones(4)),
+            SlotUpdate(Slot(1, 0), torch.full((2, 3), 2.0)),
+        ]
     )
     saved = copy.deepcopy(saved_from.state_dict())
-    loaded = FusedAdam([{"params": [("b", second.clone())]}, {"params": [("a", first.clone())]}])
+    loaded = FusedAdam(
+        [{"params": [("b", second.clone())]}, {"params": [("a", first.clone())]}]
+    )
     loaded.load_state_dict(saved)
     for here, there in ((Slot(0, 0), Slot(1, 0)), (Slot(1, 0), Slot(0, 0))):
         mine, theirs = loaded.slot_state(here), saved_from.slot_state(there)
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+        assert mine.keys() == theirs.keys() and all(
+            torch.equal(mine[k], theirs[k]) for k in mine
+        )
     assert [group["lr"] for group in loaded.param_groups] == [0.2, 0.1]
 
 
 @pytest.mark.parametrize(
     "state",
-    [{}, {"step": torch.tensor(1.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(4)}],
+    [
+        {},
+        {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.ones(1),
+            "exp_avg_sq": torch.ones(4),
+        },
+    ],
 )
 def test_state_that_does_not_fit_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"group0\.param0"):
@@ -112,8 +150,12 @@ def test_state_that_does_not_fit_is_refused(state: dict[str, Any]) -> None:
 
 
 def foreign(params: list[Tensor]) -> ForeignOptimizer:
-    adapted = as_slot_optimizer(torch.optim.AdamW([p.requires_grad_() for p in params], lr=0.1))
-    assert isinstance(adapted, ForeignOptimizer) and as_slot_optimizer(adapted) is adapted
+    adapted = as_slot_optimizer(
+        torch.optim.AdamW([p.requires_grad_() for p in params], lr=0.1)
+    )
+    assert (
+        isinstance(adapted, ForeignOptimizer) and as_slot_optimizer(adapted) is adapted
+    )
     return adapted
 
 
@@ -123,10 +165,14 @@ def test_foreign_steps_as_torch_does_and_only_where_told() -> None:
     assert adapted.param_groups is adapted.optimizer.param_groups
     ours[1].grad = torch.ones(2, 3)
     output = torch.empty(4, dtype=torch.bfloat16)
-    adapted.step_slots([SlotUpdate(A, torch.full((4,), 4.0, dtype=torch.bfloat16), 0.5, output)])
+    adapted.step_slots(
+        [SlotUpdate(A, torch.full((4,), 4.0, dtype=torch.bfloat16), 0.5, output)]
+    )
     theirs[0].grad = torch.full((4,), 2.0)
     plain.step()
-    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    assert all(
+        torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True)
+    )
     assert torch.equal(output, theirs[0].detach().bfloat16())
     assert ours[0].grad is None and ours[1].grad is None and adapted.slot_state(B) == {}
 
@@ -134,7 +180,9 @@ def test_foreign_steps_as_torch_does_and_only_where_told() -> None:
 def test_foreign_state_follows_swapped_tensors_and_round_trips() -> None:
     params = [torch.ones(3), torch.ones(3)]
     adapted = foreign(params)
-    adapted.step_slots([SlotUpdate(A, torch.ones(3)), SlotUpdate(B, torch.full((3,), 2.0))])
+    adapted.step_slots(
+        [SlotUpdate(A, torch.ones(3)), SlotUpdate(B, torch.full((3,), 2.0))]
+    )
     moments = [adapted.slot_state(slot)["exp_avg"].clone() for slot in (A, B)]
     adapted.param_groups[0]["params"].reverse()
     assert [adapted.slot_state(slot)["exp_avg"].tolist() for slot in (A, B)] == [
@@ -163,7 +211,10 @@ def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
                 [SlotUpdate(Slot(0, position), torch.full_like(mains[position], 0.5))]
             )
         optimizer.step_slots(
-            [SlotUpdate(Slot(0, at), torch.full_like(main, -0.25)) for at, main in enumerate(mains)]
+            [
+                SlotUpdate(Slot(0, at), torch.full_like(main, -0.25))
+                for at, main in enumerate(mains)
+            ]
         )
         return optimizer, copy.deepcopy(optimizer.state_dict())
 
@@ -175,7 +226,10 @@ def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
     assert found["state"].keys() == expected["state"].keys()
     for index, state in expected["state"].items():
         assert list(state) == list(found["state"][index])
-        assert all(torch.equal(value, found["state"][index][key]) for key, value in state.items())
+        assert all(
+            torch.equal(value, found["state"][index][key])
+            for key, value in state.items()
+        )
     fresh, _ = stepped()
     fresh.load_state_dict(found)
     assert all(
@@ -191,7 +245,9 @@ def test_codes_may_lie_beside_each_other_and_their_scales_apart(
     forgotten."""
     monkeypatch.setattr(host_memory, "HUGE_FROM", 1 << 16)
     params = [nn.Parameter(torch.ones(1 << 15)) for _ in range(4)]
-    optimizer = FusedAdam(params, lr=0.1, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
+    optimizer = FusedAdam(
+        params, lr=0.1, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8
+    )
     optimizer.allocate_state(optimizer.slots())
     for slot in optimizer.slots():
         state = optimizer.slot_state(slot)
@@ -202,9 +258,14 @@ def test_codes_may_lie_beside_each_other_and_their_scales_apart(
             "exp_avg_sq",
             "exp_avg_sq_scale",
         }
-    first, second = (optimizer.slot_state(slot)["exp_avg"] for slot in optimizer.slots()[:2])
+    first, second = (
+        optimizer.slot_state(slot)["exp_avg"] for slot in optimizer.slots()[:2]
+    )
     assert second.data_ptr() - first.data_ptr() == 1 << 15
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    assert all(torch.allclose(param, torch.full_like(param, 0.9), atol=1e-3) for param in params)
+    assert all(
+        torch.allclose(param, torch.full_like(param, 0.9), atol=1e-3)
+        for param in params
+    )

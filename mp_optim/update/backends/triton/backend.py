@@ -96,13 +96,18 @@ class TritonBackend(ReferenceBackend):
             raise RuntimeError(
                 "torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
             )
-        if not interpreted and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
+        if (
+            not interpreted
+            and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST
+        ):
             raise RuntimeError(
                 f"Triton {triton.__version__} takes denormals for 0 in divisions and square roots; "
                 f"{'.'.join(map(str, OLDEST))} and later do not"
             )
         self.device_type = "cpu" if interpreted else "cuda"
-        self.runs_on = f"Triton {triton.__version__}" + (", interpreted" if interpreted else "")
+        self.runs_on = f"Triton {triton.__version__}" + (
+            ", interpreted" if interpreted else ""
+        )
         self._tables = Tables()
         self.launcher = Launcher(self._tables)
 
@@ -119,7 +124,9 @@ class TritonBackend(ReferenceBackend):
         with using(self, Recording(self._tables, table)):
             work()
 
-    def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier) -> None:
+    def adam(
+        self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier
+    ) -> None:
         for part, numbers in self._parts(lists, _ADAM, scalars):
             if numbers is not None:
                 self._step(
@@ -134,7 +141,9 @@ class TritonBackend(ReferenceBackend):
             elif (value := _on_host(multiplier)) is not None:
                 super().adam(part.lists, scalars, value)
 
-    def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier) -> None:
+    def sgd(
+        self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
+    ) -> None:
         moments = ("momentum_buffer",) if "momentum_buffer" in lists.state else ()
         for part, numbers in self._parts(lists, moments, scalars):
             if numbers is not None:
@@ -151,11 +160,18 @@ class TritonBackend(ReferenceBackend):
             elif (value := _on_host(multiplier)) is not None:
                 super().sgd(part.lists, scalars, value)
 
-    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier) -> None:
+    def lion(
+        self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier
+    ) -> None:
         for part, numbers in self._parts(lists, _ADAM[:1], scalars):
             if numbers is not None:
                 self._step(
-                    rules.lion, part, _ADAM[:1], numbers, multiplier, HAS_DECAY=scalars.decay != 0.0
+                    rules.lion,
+                    part,
+                    _ADAM[:1],
+                    numbers,
+                    multiplier,
+                    HAS_DECAY=scalars.decay != 0.0,
                 )
             elif (value := _on_host(multiplier)) is not None:
                 super().lion(part.lists, scalars, value)
@@ -181,21 +197,33 @@ class TritonBackend(ReferenceBackend):
             if self.launcher.launches:
                 yield part, None
 
-    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
+    def lamb(
+        self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
+    ) -> None:
         """The whole step, for tensors that are whole parameters; their ratios are formed on the
         device."""
-        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
+        self.lamb_finish(
+            lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier
+        )
 
     def lamb_finish(
-        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
+        self,
+        lists: TensorLists,
+        scalars: LambScalars,
+        sums: Tensor,
+        multiplier: Multiplier,
     ) -> None:
         if not lists.main:
             return
         skip = (
-            multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
+            multiplier[1:]
+            if isinstance(multiplier, Tensor) and multiplier.numel() == 2
+            else None
         )
         numbers = self.launcher.numbers(row_of(scalars, 0), lists.main[0].device)
-        ratios = _ratios(scalars, sums, numbers) if self.launcher.launches else sums[:, 0]
+        ratios = (
+            _ratios(scalars, sums, numbers) if self.launcher.launches else sums[:, 0]
+        )
         self.lamb_apply(lists, scalars, ratios, skip)
 
     def lamb_moments(
@@ -203,7 +231,9 @@ class TritonBackend(ReferenceBackend):
     ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
         parts = list(self._parts(lists, _ADAM, scalars))
-        found = [self._moments(part, numbers, scalars, multiplier) for part, numbers in parts]
+        found = [
+            self._moments(part, numbers, scalars, multiplier) for part, numbers in parts
+        ]
         if len(found) == 1 and len(found[0]) == len(lists.main):
             return found[0]
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
@@ -212,14 +242,20 @@ class TritonBackend(ReferenceBackend):
         return sums
 
     def _moments(
-        self, part: Part, numbers: Tensor | None, scalars: LambScalars, multiplier: Multiplier
+        self,
+        part: Part,
+        numbers: Tensor | None,
+        scalars: LambScalars,
+        multiplier: Multiplier,
     ) -> Tensor:
         device = part.lists.main[0].device
         if numbers is None or part.kind is None:
             value = _on_host(multiplier)
             if value is not None:
                 return super().lamb_moments(part.lists, scalars, value)
-            return torch.zeros(len(part.lists.main), 2, dtype=torch.float64, device=device)
+            return torch.zeros(
+                len(part.lists.main), 2, dtype=torch.float64, device=device
+            )
         plan = self._tables.plan(part.lists.main, CHUNK, device)
         sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
         self._launch(
@@ -258,7 +294,9 @@ class TritonBackend(ReferenceBackend):
                 continue
             if not isinstance(ratios, Tensor):
                 mine = torch.tensor(
-                    [ratios[index] for index in part.indices], dtype=torch.float32, device="cpu"
+                    [ratios[index] for index in part.indices],
+                    dtype=torch.float32,
+                    device="cpu",
                 )
                 table = self._tables.upload(mine, device)
             elif len(part.indices) == len(lists.main):
@@ -283,7 +321,9 @@ class TritonBackend(ReferenceBackend):
         device = steady[0].device if steady else torch.device("cpu")
         sums = torch.empty(len(steady), dtype=torch.float64, device=device)
         for dtype in steady.dtypes:
-            mine = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
+            mine = [
+                index for index, tensor in enumerate(steady) if tensor.dtype == dtype
+            ]
             alike = CachedTensorList(steady[i] for i in mine)
             sums.index_copy_(0, self._index(mine, device), self._sum_alike(alike))
         return sums
@@ -319,7 +359,10 @@ class TritonBackend(ReferenceBackend):
         """From sums of chunks, shape (programs, columns), to sums of tensors."""
         for each in plan.rounds:
             results = torch.empty(
-                each.programs, values.shape[1], dtype=torch.float64, device=values.device
+                each.programs,
+                values.shape[1],
+                dtype=torch.float64,
+                device=values.device,
             )
             if self.launcher.launches:
                 with _current(values.device):
@@ -350,7 +393,10 @@ class TritonBackend(ReferenceBackend):
     ) -> None:
         self._launch(kernel, part, moments, numbers, multiplier, skip, made, **flags)
         increment_version(
-            [*part.lists.main, *(output for output in part.lists.output if output is not None)]
+            [
+                *part.lists.main,
+                *(output for output in part.lists.output if output is not None),
+            ]
         )
 
     def _launch(
@@ -388,7 +434,10 @@ class TritonBackend(ReferenceBackend):
                     *columns,
                     **(made or {}),
                     **flags,
-                    **{name.upper(): _TYPES[dtype] for name, dtype in kind._asdict().items()},
+                    **{
+                        name.upper(): _TYPES[dtype]
+                        for name, dtype in kind._asdict().items()
+                    },
                     NOISY=streams is not None,
                     ON_DEVICE=isinstance(multiplier, Tensor),
                     ALIGNED=aligned,
@@ -431,7 +480,9 @@ class TritonBackend(ReferenceBackend):
             for part in parts
         ]
         scales = [
-            None if scale is None else self._tables.column(scale, lists.main[0].device).values
+            None
+            if scale is None
+            else self._tables.column(scale, lists.main[0].device).values
             for scale in (state.get(scale_key(name)) for name in (first, second))
         ]
         addresses = [None if column is None else column.values for column in columns]
@@ -442,7 +493,9 @@ class TritonBackend(ReferenceBackend):
     def _streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
         """Streams of random numbers on the device."""
         return (
-            self._tables.values(array("I", [noise.stream for noise in lists.noise]), device)
+            self._tables.values(
+                array("I", [noise.stream for noise in lists.noise]), device
+            )
             if lists.noise
             else None
         )
@@ -469,7 +522,9 @@ def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
     if not scalars.adapts:
         return lr.expand(len(sums)).float()
     param, update = root(sums).unbind(1)
-    return torch.where((param == 0.0) | (update == 0.0), lr, param * lr / update).float()
+    return torch.where(
+        (param == 0.0) | (update == 0.0), lr, param * lr / update
+    ).float()
 
 
 def _on_host(multiplier: Multiplier) -> float | None:
@@ -482,4 +537,6 @@ def _on_host(multiplier: Multiplier) -> float | None:
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return (
+        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    )

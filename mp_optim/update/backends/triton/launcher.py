@@ -32,7 +32,9 @@ def row_of(scalars: Any, seed: int) -> array[int]:
     values = [getattr(scalars, name) for name in scalars.__slots__]
     rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
     numbers = [value for value in values if not isinstance(value, bool)][: RATE - 1]
-    packed = struct.pack(f"i{RATE - 1}fd", seed, *numbers, *[0.0] * (RATE - 1 - len(numbers)), rate)
+    packed = struct.pack(
+        f"i{RATE - 1}fd", seed, *numbers, *[0.0] * (RATE - 1 - len(numbers)), rate
+    )
     row = array("i", packed)
     row.extend([0] * (WIDTH - len(row)))
     return row
@@ -115,9 +117,9 @@ class Rehearsal(Launcher):
         joined = array("i", b"".join(row.tobytes() for row in self.rows))
         if not joined:
             return torch.empty(0, WIDTH, dtype=torch.int32, device=self._device)
-        return self._tables.upload(torch.frombuffer(joined, dtype=torch.int32), self._device).view(
-            -1, WIDTH
-        )
+        return self._tables.upload(
+            torch.frombuffer(joined, dtype=torch.int32), self._device
+        ).view(-1, WIDTH)
 
 
 def _alike(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:

@@ -44,7 +44,9 @@ class Plan:
         sizes: int64, shape (tensors,).
     """
 
-    def __init__(self, tables: Tables, sizes: array[int], chunk: int, device: torch.device) -> None:
+    def __init__(
+        self, tables: Tables, sizes: array[int], chunk: int, device: torch.device
+    ) -> None:
         self._tables, self._device = tables, device
         self._chunks = [-(-size // chunk) for size in sizes]
         self.programs = sum(self._chunks)
@@ -66,7 +68,9 @@ class Round:
     """One pass over sums that lie tensor by tensor in a row: ``counts`` before, ``results`` after
     it."""
 
-    def __init__(self, tables: Tables, counts: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, tables: Tables, counts: Sequence[int], device: torch.device
+    ) -> None:
         self.results = [max(1, -(-count // RUN)) for count in counts]
         self.programs = sum(self.results)
         self.owners, self.firsts = _shares(tables, self.results, device)
@@ -84,12 +88,16 @@ def _firsts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
 
 
-def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def _shares(
+    tables: Tables, counts: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
     owners = torch.repeat_interleave(
         torch.arange(len(counts), dtype=torch.int32, device="cpu"),
         torch.tensor(counts, dtype=torch.int64, device="cpu"),
     )
-    return tables.upload(owners, device), tables.values(array("i", _firsts(counts)), device)
+    return tables.upload(owners, device), tables.values(
+        array("i", _firsts(counts)), device
+    )
 
 
 class Tables:
@@ -102,7 +110,9 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]] = {}
+        self._of_list: dict[
+            tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]
+        ] = {}
         self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
         self._bytes = 0
         self._captured: list[Any] = []
@@ -123,7 +133,9 @@ class Tables:
         def build(steady: CachedTensorList) -> Plan:
             sizes = steady.sizes
             return self._remembered(
-                (sizes.tobytes(), chunk, device), device, lambda: Plan(self, sizes, chunk, device)
+                (sizes.tobytes(), chunk, device),
+                device,
+                lambda: Plan(self, sizes, chunk, device),
             )
 
         return self._known(tensors, ("plan", chunk, device), device, build)
@@ -176,7 +188,9 @@ class Tables:
 
     def _forget(self, key: tuple[int, Hashable]) -> None:
         found = self._of_list.get(key)
-        if found is not None and found[0]() is None:  # its id may belong to a new list already
+        if (
+            found is not None and found[0]() is None
+        ):  # its id may belong to a new list already
             del self._of_list[key]
 
     def _remembered(

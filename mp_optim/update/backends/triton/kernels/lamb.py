@@ -14,7 +14,13 @@ from mp_optim.update.backends.triton.kernels.formats import (
 )
 from mp_optim.update.backends.triton.kernels.rules import denominator
 from mp_optim.update.backends.triton.kernels.sums import lanes_added, pairs_added
-from mp_optim.update.backends.triton.kernels.tiles import factor, gradient, located, number, tile
+from mp_optim.update.backends.triton.kernels.tiles import (
+    factor,
+    gradient,
+    located,
+    number,
+    tile,
+)
 
 
 @triton.jit

@@ -14,7 +14,13 @@ from mp_optim.update.backends.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.update.backends.triton.kernels.tiles import factor, gradient, located, number, tile
+from mp_optim.update.backends.triton.kernels.tiles import (
+    factor,
+    gradient,
+    located,
+    number,
+    tile,
+)
 
 
 @triton.jit
