@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import io
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
@@ -105,6 +107,7 @@ def measure(root: Path) -> Figures:
     """The figures of the checkout at ``root``."""
     modules = [Module.read(path) for path in sorted((root / PACKAGE).rglob("*.py"))]
     figures = Figures()
+    figures["lines of Python, formatted alike"] = formatted_lines(root)
     _size(modules, figures)
     _density(modules, figures)
     figures["getattr and hasattr for attributes of our own"] = len(
@@ -112,7 +115,8 @@ def measure(root: Path) -> Figures:
     )
     name, count = widest_class(modules)
     figures["methods on the widest class"] = f"{count} ({name})"
-    figures["files that name a rule"] = len(list(files_naming(modules, RULE)))
+    for rule in (RULE, NEW_RULE):
+        figures[f"files that name {rule}"] = len(list(files_naming(modules, rule)))
     forms = forms_of_an_update(root)
     figures["forms of an update"] = len(forms)
     figures["which"] = ", ".join(forms)
@@ -133,6 +137,19 @@ def _size(modules: list[Module], figures: Figures) -> None:
     figures["function lines: median / p95 / max"] = (
         f"{median(lengths):g} / {tail:g} / {lengths[-1]}"
     )
+
+
+def formatted_lines(root: Path) -> int:
+    """Lines of the package, but for commands and the new rule, as the formatter has them
+    at its own width: the widths that checkouts are written in do not count."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / PACKAGE
+        shutil.copytree(
+            root / PACKAGE, copy, ignore=shutil.ignore_patterns("cli", "doctor.py")
+        )
+        subprocess.run(["ruff", "format", "--isolated", "--quiet", folder], check=True)
+        paths = [path for path in copy.rglob("*.py") if NEW_RULE not in path.name]
+        return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
 
 
 def _statements(tree: ast.Module) -> int:
