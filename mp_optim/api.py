@@ -22,8 +22,6 @@ from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots.names import ModelParams
 
-__all__ = ["get_megatron_optimizer"]
-
 
 @in_own_modes
 def get_megatron_optimizer(

@@ -36,8 +36,6 @@ from mp_optim.slots.param_attributes import has_partition_dim, is_tensor_paralle
 from mp_optim.update import check_serves, set_host_cores, set_host_threads
 from mp_optim.update.rules import CLASSES, construction_of, settings_of
 
-__all__ = ["build", "device_of", "with_data_parallel"]
-
 
 def build(
     config: OptimizerConfig,

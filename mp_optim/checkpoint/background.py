@@ -8,8 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-__all__ = ["SaveHandle", "finish_previous", "start", "wait_for_previous"]
-
 _log = logging.getLogger(__name__)
 
 

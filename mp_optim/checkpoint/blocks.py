@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.slots.tensor_layout import is_split
 
-__all__ = ["BLOCK", "is_cut", "scales_of_elements"]
-
 BLOCK = 256
 """Elements that share a scale."""
 

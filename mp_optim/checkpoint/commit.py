@@ -20,16 +20,6 @@ from mp_optim.checkpoint.durable import replace_durably, sync_directory
 from mp_optim.checkpoint.folder import inside
 from mp_optim.checkpoint.manifest import MANIFEST
 
-__all__ = [
-    "LATEST",
-    "begin",
-    "complete_versions",
-    "latest_version",
-    "newest",
-    "publish",
-    "staging_of",
-]
-
 LATEST = "latest"
 _PREFIX = "version-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")

@@ -16,8 +16,6 @@ from mp_optim.checkpoint.manifest import Manifest, read_checked
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.slots.state_dict import with_params
 
-__all__ = ["COMMON", "packed", "read_common", "without_state"]
-
 COMMON = "common.pt"
 _PARTS = {"optimizer", "extra", "model", "scheduler"}
 

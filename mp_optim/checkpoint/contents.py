@@ -16,8 +16,6 @@ from mp_optim.checkpoint.index import Index
 from mp_optim.checkpoint.manifest import Manifest, read_manifest
 from mp_optim.checkpoint.reading import plan_reading, read_index
 
-__all__ = ["Contents", "Difference", "Entry", "compare", "open_checkpoint"]
-
 
 @dataclass(frozen=True)
 class Entry:

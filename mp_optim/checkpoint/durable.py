@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["naming", "replace_durably", "sync_directory", "sync_file", "write_durably"]
-
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:

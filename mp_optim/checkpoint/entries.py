@@ -17,22 +17,6 @@ from mp_optim.slots.loading import Loadable
 from mp_optim.slots.names import canonical_names, prefixed
 from mp_optim.slots.state_dict import with_params
 
-__all__ = [
-    "MODEL",
-    "STATE",
-    "Models",
-    "SlotStateful",
-    "as_read",
-    "check_entries",
-    "entries_of",
-    "in_saved_form",
-    "load_model",
-    "params_of",
-    "plain_of",
-    "state_by_index",
-    "wanted_groups",
-]
-
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
 

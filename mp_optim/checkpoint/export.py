@@ -17,8 +17,6 @@ from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.process.torch_modes import in_own_modes
 
-__all__ = ["export_safetensors"]
-
 _INDEX = "model.safetensors.index.json"
 
 

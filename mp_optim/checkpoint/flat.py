@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-__all__ = ["Box", "FlatShard", "boxes"]
-
 
 class Box(NamedTuple):
     """A rectangular part of a tensor that is contiguous in row-major order.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["inside", "is_plain_name"]
-
 _LONGEST = 255
 
 

@@ -19,17 +19,6 @@ import torch
 
 from mp_optim.checkpoint.folder import is_plain_name
 
-__all__ = [
-    "BLOCK_BYTES",
-    "INDEX",
-    "Index",
-    "Saved",
-    "SavedBox",
-    "as_json",
-    "check_saved",
-    "from_json",
-]
-
 INDEX = "index.json"
 BLOCK_BYTES = 1 << 20
 """Bytes of a file that have a CRC-32 of their own."""

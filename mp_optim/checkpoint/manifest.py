@@ -12,17 +12,6 @@ from typing import Any
 from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.folder import inside
 
-__all__ = [
-    "MANIFEST",
-    "FileSum",
-    "Manifest",
-    "file_sum",
-    "read_checked",
-    "read_manifest",
-    "verify_files",
-    "write_manifest",
-]
-
 MANIFEST = "manifest.json"
 _FORMAT = 1
 

@@ -27,8 +27,6 @@ from mp_optim.checkpoint.folder import is_plain_name
 from mp_optim.checkpoint.index import Index, Saved, SavedBox, check_saved
 from mp_optim.checkpoint.payload import header
 
-__all__ = ["METADATA", "as_metadata", "from_metadata"]
-
 METADATA = ".metadata"
 """The file in which torch.distributed.checkpoint keeps what is where."""
 

@@ -22,8 +22,6 @@ from torch import Tensor
 from torch._utils import _rebuild_tensor_v3
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-__all__ = ["header", "memory_of"]
-
 _PICKLE_PROTOCOL = 2  # what torch.load's safe unpickler knows
 _KEY = "0"
 

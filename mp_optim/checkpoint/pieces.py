@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.flat import FlatShard, boxes
 
-__all__ = ["Place", "piece", "places_of", "whole_place"]
-
 
 class Place(NamedTuple):
     """A box of a tensor: index of its first element, and its shape."""

@@ -20,8 +20,6 @@ from torch import Tensor
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.pieces import Place, places_of
 
-__all__ = ["Holding", "Parted", "Share", "Whole", "holding_of", "shares"]
-
 
 class Whole(NamedTuple):
     """An entry that a rank holds whole."""

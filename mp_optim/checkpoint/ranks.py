@@ -14,8 +14,6 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks
 
-__all__ = ["Ranks", "job_timeout"]
-
 T = TypeVar("T")
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (

@@ -28,8 +28,6 @@ from mp_optim.checkpoint.metadata import METADATA, from_metadata
 from mp_optim.checkpoint.payload import memory_of
 from mp_optim.checkpoint.pieces import Place, piece, places_of, whole_place
 
-__all__ = ["Reading", "plan_reading", "read_index"]
-
 _STAGING_BYTES = 64 << 20
 """Bytes that are read at a time where elements do not go to where they belong at once; at least one
 row."""

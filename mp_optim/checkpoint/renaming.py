@@ -10,8 +10,6 @@ from mp_optim.checkpoint.entries import MODEL, STATE
 from mp_optim.checkpoint.index import Index
 from mp_optim.slots.names import matched_names
 
-__all__ = ["common_under", "index_under", "renamed_entries"]
-
 
 def _split(entry: str) -> tuple[str, str]:
     """An entry's name as what its FQN follows, and the FQN."""

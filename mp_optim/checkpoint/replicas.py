@@ -16,8 +16,6 @@ from torch import Tensor
 
 from mp_optim.checkpoint.ranks import Ranks
 
-__all__ = ["Told", "check_replicas", "to_compare", "told_of"]
-
 SAMPLES = 64
 """Elements of a parameter that are compared, evenly spaced: enough to tell parts of a whole and
 experts from copies."""

@@ -63,8 +63,6 @@ from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.loading import check_plain
 
-__all__ = ["load", "save", "verify", "versions"]
-
 StrPath = str | os.PathLike[str]
 
 

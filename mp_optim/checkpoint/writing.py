@@ -37,8 +37,6 @@ from mp_optim.checkpoint.pieces import Place, piece, whole_place
 from mp_optim.checkpoint.plans import Holding, Parted, Share, Whole, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
 
-__all__ = ["Part", "Writing", "plan_writing"]
-
 _TINY = 64
 """Bytes up to which equal tensors of one save are written once (step counts)."""
 

@@ -13,8 +13,6 @@ import torch
 
 from mp_optim.config.rules import FIRST_DTYPE, KERNEL_RULES, RULES, SECOND_DTYPE
 
-__all__ = ["BACKENDS", "CAPABILITIES", "Capability", "refusal"]
-
 BACKENDS = (
     "auto",
     "native",

@@ -21,8 +21,6 @@ from mp_optim.config.rules import (
     rules_of_field,
 )
 
-__all__ = ["check_config"]
-
 
 def check_config(config: ConfigFields) -> None:
     """Raise if a value is out of range, contradictory or without effect.

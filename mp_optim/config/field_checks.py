@@ -22,8 +22,6 @@ from mp_optim.config.field_kinds import (
 )
 from mp_optim.config.rules import OPTIMIZERS, RULE_FIELDS, rules_in_words
 
-__all__ = ["check_field", "check_fields"]
-
 _SCALE_LIMIT = 2.0**126
 """Loss scales and their reciprocals are normal FP32 numbers."""
 _MOST_THREADS = 1024

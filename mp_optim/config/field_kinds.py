@@ -17,23 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "BETA",
-    "LARGEST",
-    "OPTIONAL_RATE",
-    "RATE",
-    "Check",
-    "Choice",
-    "Number",
-    "Whole",
-    "as_bool",
-    "as_cores",
-    "as_dtype",
-    "as_fraction",
-    "as_timers",
-    "nearest",
-]
-
 LARGEST = 1e10
 """Of a rate, a decay or a factor: far beyond use, and their products still fit FP32."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ConfigFields"]
-
 
 @dataclass(kw_only=True)
 class ConfigFields:

@@ -5,16 +5,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = [
-    "COEFFICIENT_TYPES",
-    "MATMUL_PRECISIONS",
-    "SCALAR_OPTIMIZERS",
-    "SCALE_MODES",
-    "TP_MODES",
-    "coefficients",
-    "scale_factor",
-]
-
 Polynomial = tuple[float, float, float]
 """(a, b, c) of one step: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
 

@@ -16,8 +16,6 @@ from mp_optim.config.field_kinds import nearest
 from mp_optim.config.fields import ConfigFields
 from mp_optim.config.other_names import elsewhere
 
-__all__ = ["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"]
-
 
 def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
     """Let a config's constructor say what is wrong with the names it is given."""

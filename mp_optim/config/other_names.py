@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mp_optim.config.rules import rules_in_words
 
-__all__ = ["elsewhere"]
-
 _ELSEWHERE = {
     "average_in_collective": (
         "gradients are averaged where they are reduced; grad_reduce_op='sum' adds them up"

@@ -29,22 +29,6 @@ from mp_optim.config.muon import (
     TP_MODES,
 )
 
-__all__ = [
-    "FIRST_DTYPE",
-    "KERNEL_RULES",
-    "OPTIMIZERS",
-    "RULES",
-    "RULE_FIELDS",
-    "SECOND_DTYPE",
-    "Moment",
-    "RuleSpec",
-    "fields_beside_muon",
-    "is_elementwise",
-    "moment_of",
-    "rules_in_words",
-    "rules_of_field",
-]
-
 FIRST_DTYPE, SECOND_DTYPE = "exp_avg_dtype", "exp_avg_sq_dtype"
 
 Shape = Callable[[torch.Size], torch.Size | None]
@@ -100,8 +84,9 @@ class RuleSpec:
         beside_muon: hyperparameters it is given where it steps what muon leaves over.
         reads: what a step of one element depends on: the element, sums over all of the parameter
             (which ranks that share a parameter reduce), or whole matrices.
-        has_kernels: every backend carries it out; else torch operations do, and some of them by
-            kernels where :mod:`mp_optim.config.capabilities` says so.
+        has_kernels: backends carry it out, but for those that
+            :mod:`mp_optim.config.capabilities` says cannot; else torch operations do, and kernels
+            for parts of it where that module says so.
         sample: hyperparameters for the self-test of backends.
     """
 

@@ -15,20 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = [
-    "FINITE",
-    "FRACTION",
-    "NOT_NEGATIVE",
-    "POSITIVE",
-    "WHOLE",
-    "Rule",
-    "as_number",
-    "check_betas",
-    "check_flags",
-    "check_schedule",
-    "check_setting",
-]
-
 _LARGEST = 3.4028234663852886e38
 """The largest finite FP32 number."""
 

@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "BucketPlan", "ParamRange", "plan_flat", "plan_whole"]
-
 ALIGNMENT = 256
 """Elements: a block of the compact state formats, and at least a cache line of any dtype. So blocks
 of a fragment are blocks of the whole parameter, and vector loads are aligned."""

@@ -24,8 +24,6 @@ from mp_optim.distributed.bucket_plan import (
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import is_quantized
 
-__all__ = ["Bucket", "Entry", "check_shardable", "make_buckets"]
-
 
 @dataclass(slots=True)
 class Entry:

@@ -16,8 +16,6 @@ from mp_optim.distributed.reduction_order import reduce_in_one_order
 from mp_optim.precision import MegatronOptimizer
 from mp_optim.slots import Slot
 
-__all__ = ["ChainedOptimizer"]
-
 
 class ChainedOptimizer(CompositeOptimizer):
     """Several :class:`MegatronOptimizer` that step together.

@@ -21,8 +21,6 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.ranks.missing_ranks import wait_for, wait_for_all
 
-__all__ = ["Reduction", "all_gather", "broadcast", "start_reduction", "uses_exchange"]
-
 _gather_into: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )

@@ -23,8 +23,6 @@ from mp_optim.slots import Slot
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 
-__all__ = ["CompositeOptimizer"]
-
 _SUMMED = (
     "reloaded_params",
     "copy_wait_ms",

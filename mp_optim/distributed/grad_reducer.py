@@ -36,8 +36,6 @@ from mp_optim.slots.param_attributes import (
     set_reducer,
 )
 
-__all__ = ["GradReducer", "ReduceSettings"]
-
 _marks = itertools.count(1)
 
 

@@ -14,8 +14,6 @@ from torch.distributed import ProcessGroup
 from mp_optim.distributed.bucket_plan import BucketPlan, ParamRange
 from mp_optim.distributed.buckets import Bucket, Entry
 
-__all__ = ["MegatronGatherer", "MegatronReducer", "buckets_of", "is_megatron_ddp"]
-
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 
 

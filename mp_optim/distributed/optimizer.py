@@ -37,8 +37,6 @@ from mp_optim.slots.param_attributes import main_param_of, set_main_param
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.state_keys import MASTER
 
-__all__ = ["DistributedOptimizer"]
-
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
 
 

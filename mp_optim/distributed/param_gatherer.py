@@ -14,8 +14,6 @@ from mp_optim.distributed.buckets import Bucket, Entry
 from mp_optim.distributed.collectives import all_gather
 from mp_optim.ranks.missing_ranks import wait_for_all
 
-__all__ = ["ParamGatherer"]
-
 
 class ParamGatherer:
     """Gathers the buckets' parameters.

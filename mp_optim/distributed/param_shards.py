@@ -26,8 +26,6 @@ from mp_optim.slots.param_attributes import (
 from mp_optim.slots.slot_state import LayeredState, SlotState, State
 from mp_optim.slots.state_keys import is_scale
 
-__all__ = ["ParamShard", "ParamWatcher", "ShardState", "make_shard"]
-
 torch.serialization.add_safe_globals([FlatShard])
 
 

@@ -19,8 +19,6 @@ from torch.distributed import ProcessGroup
 from mp_optim.distributed.collectives import Reduction
 from mp_optim.ranks.agreement import check_agreement
 
-__all__ = ["LaunchOrder", "Member", "reduce_in_one_order"]
-
 _IN_FLIGHT = 2
 """Buckets whose reduction may be under way while their gradients are not kept: so much memory
 ZeRO-2 takes."""

@@ -17,8 +17,6 @@ from mp_optim.distributed.transport import Transport, make_transport
 from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, slot_name
 from mp_optim.slots.param_attributes import set_main_grad
 
-__all__ = ["ShardedParams", "in_forward_order"]
-
 
 def in_forward_order(
     param_groups: ParamGroups, chunks: Sequence[nn.Module]

@@ -12,8 +12,6 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.slots import ParamGroups, Slot, iter_slots, slot_name
 from mp_optim.slots.param_attributes import norm_attributes
 
-__all__ = ["of_construction", "of_settings", "of_step"]
-
 _OF_ONE_RANK = ("timers", "host_threads", "host_cores")
 _NOT_COMPARED = ("params", "param_names")
 

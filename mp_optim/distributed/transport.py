@@ -23,8 +23,6 @@ from mp_optim.distributed.megatron_ddp import (
 )
 from mp_optim.distributed.param_gatherer import ParamGatherer
 
-__all__ = ["Reducer", "Transport", "make_transport"]
-
 _DDP_DECIDES = (
     "overlap_grad_reduce",
     "grad_reduce_in_fp32",

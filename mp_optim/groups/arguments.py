@@ -21,8 +21,6 @@ from mp_optim.groups.overrides import (
 from mp_optim.process.caller_warnings import warn
 from mp_optim.slots.names import canonical_names, named_params, prefixed
 
-__all__ = ["check_model", "check_overrides_match", "checked_groups", "chunks_of"]
-
 _CLOSE = 0.75
 """How alike a name in an override and a parameter's have to be to be worth showing."""
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from mp_optim.config import OptimizerConfig
 from mp_optim.slots import param_attributes
 
-__all__ = ["MuonAssignment", "is_embedding_or_output"]
-
 _EMBEDDINGS = ("embed_tokens", "word_embeddings", "lm_head", "output_layer")
 
 

@@ -20,20 +20,6 @@ from mp_optim.groups.muon import MuonAssignment, is_embedding_or_output
 from mp_optim.slots.names import named_params
 from mp_optim.slots.param_attributes import is_dense_in_megatron
 
-__all__ = [
-    "ParamGroupOverride",
-    "ParamKey",
-    "ParamPredicate",
-    "ParamWithNamePredicate",
-    "check_claims",
-    "check_config_overrides_consistency",
-    "check_group_settings",
-    "get_mup_config_overrides",
-    "get_param_groups",
-    "get_standard_config_overrides",
-    "is_expert_param",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mp_optim.process.caller_warnings import warn
 
-__all__ = ["OptimizerParamScheduler", "cooldown_factor", "decay_factor", "lr_at"]
-
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_STYLES = ("constant", "linear", "cosine")

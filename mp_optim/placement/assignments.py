@@ -26,8 +26,6 @@ from mp_optim.slots.host_part import Place
 from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.tensor_layout import split_dims
 
-__all__ = ["PLACES", "Assignment", "Assignments"]
-
 PLACES: tuple[Place, ...] = ("device", "host")
 
 

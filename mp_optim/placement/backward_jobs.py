@@ -23,8 +23,6 @@ from mp_optim.placement.staging import Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 
-__all__ = ["BackwardJob", "Bucket", "JobResult", "MemoryOwner"]
-
 
 class MemoryOwner(Enum):
     """Who may touch a bucket's staging memory and its back buffer.

@@ -11,14 +11,6 @@ import torch
 from mp_optim.process.host_memory import aligned_bytes
 from mp_optim.slots import Slot
 
-__all__ = [
-    "BucketPlan",
-    "HostSlot",
-    "fitting_bucket_bytes",
-    "plan_buckets",
-    "staging_sizes",
-]
-
 SMALLEST = 4 << 20
 """Staging bytes below which a bucket's fixed costs show."""
 

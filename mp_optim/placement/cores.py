@@ -10,8 +10,6 @@ import torch
 from mp_optim.update import set_thread_share
 from mp_optim.update.backends.native_library import limit_openmp
 
-__all__ = ["occupy", "threads_beside_backward", "worker_threads"]
-
 
 def threads_beside_backward(threads: int) -> int:
     """Of a process's threads, how many work for the optimizer during backward.

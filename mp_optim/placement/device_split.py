@@ -35,8 +35,6 @@ from mp_optim.update import as_slot_optimizer
 from mp_optim.update.foreign import ForeignOptimizer
 from mp_optim.update.main_param_state import WithMainParam
 
-__all__ = ["DeviceSplitOptimizer"]
-
 _NOT_PUSHED = ("params", "param_names", "fqns")
 
 

@@ -18,8 +18,6 @@ from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
 
-__all__ = ["BackLaunch", "DoubleBuffer", "Key"]
-
 Key = tuple[int, int, str]
 """Group, position, and which of the slot's tensors: a key of its state, or ``MAIN``."""
 

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["GradHooks", "GradVersion", "final_in_backward"]
-
 
 @dataclass(frozen=True, slots=True)
 class GradVersion:

@@ -22,15 +22,6 @@ from mp_optim.slots.host_part import GradientSource, HostPart, TransferBytes
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update import choose_backend
 
-__all__ = [
-    "BucketStep",
-    "HostBytes",
-    "HostOwner",
-    "HostStepSettings",
-    "HostStepper",
-    "OffloadMode",
-]
-
 OffloadMode = Literal["sync", "overlap", "speculative"]
 
 
@@ -84,8 +75,8 @@ class HostBytes(NamedTuple):
     A bucket holds gradients and parameters in the model's dtype, each tensor rounded up to 64
     bytes, up to ``bucket_bytes``; one larger parameter is a bucket by itself.
 
-    - ``sync``: the largest bucket; with ``overlap_cpu_optimizer_d2h_h2d`` three times that; never
-      more than all buckets.
+    - ``sync``: the largest bucket; with ``overlap_cpu_optimizer_d2h_h2d`` three times that, or all
+      buckets if there are no more than three.
     - ``overlap``: all buckets.
     - ``speculative``: all buckets, and main params and moments once more (the back buffer).
 

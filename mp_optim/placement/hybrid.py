@@ -28,10 +28,9 @@ from mp_optim.slots import (
     update_of,
 )
 from mp_optim.slots.host_part import Place
-from mp_optim.slots.optimizer import Closure, SlotOptimizer
+from mp_optim.slots.keyed_optimizer import Closure
+from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update import FusedAdam, RuleOptimizer, global_grad_norm
-
-__all__ = ["HybridDeviceOptimizer"]
 
 
 class HybridDeviceOptimizer(DeviceSplitOptimizer):

@@ -29,8 +29,6 @@ from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.slots.optimizer import SlotOptimizer
 
-__all__ = ["Iteration", "OverlappedHostStepper"]
-
 
 @dataclass(frozen=True)
 class Iteration:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["plan_offload"]
-
 
 def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
     """Choose whole parameters that together hold at least ``fraction`` of all elements.

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from mp_optim.process.caller_warnings import warn
 
-__all__ = ["SpeculationSettings", "speculates_next", "warn_of_written"]
-
 
 @dataclass(frozen=True)
 class SpeculationSettings:

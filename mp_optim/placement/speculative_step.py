@@ -21,8 +21,6 @@ from mp_optim.slots import SlotUpdates
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
 
-__all__ = ["SpeculativeHostStepper"]
-
 
 class SpeculativeHostStepper(OverlappedHostStepper):
     """Steps the host's slots during backward, as if nothing were going to be clipped or skipped."""

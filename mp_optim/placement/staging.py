@@ -14,8 +14,6 @@ from mp_optim.placement.transfer import Transfer
 from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.slots import CachedTensorList, SlotUpdates, all_same
 
-__all__ = ["Staging"]
-
 _Known = tuple[Sequence[int], torch.dtype, Sequence[Tensor | None]]
 
 

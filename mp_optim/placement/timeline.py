@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from torch.profiler import record_function
 
-__all__ = ["Span", "StepTimeline"]
-
 WAIT_COPIES, WAIT_WORKER = "wait_copies", "wait_worker"
 ARITHMETIC = ("host_measure", "host_step")
 """StepTimeline that compute on the host."""

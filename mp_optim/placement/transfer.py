@@ -15,14 +15,6 @@ from torch import Tensor
 from mp_optim.process.host_memory import zeros_host
 from mp_optim.process.torch_modes import in_own_modes
 
-__all__ = [
-    "CudaTransfer",
-    "ImmediateTransfer",
-    "MetaTransfer",
-    "Transfer",
-    "transfer_for",
-]
-
 
 class Transfer(Protocol):
     """Asynchronous copies. A ticket stands for a batch of copies that may still be under way.

@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Job", "Worker", "WorkerError"]
-
 PATIENCE = 4.0
 """Seconds that :meth:`Worker.submit` waits for a full queue in which no job gets done."""
 _LOOK = 0.1

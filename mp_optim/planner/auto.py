@@ -23,8 +23,6 @@ from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor
 from mp_optim.slots.names import named_params
 
-__all__ = ["with_chosen_fraction"]
-
 SHARE = 0.75
 """What parameters, gradients and optimizer may take of an accelerator whose ``gpu_memory`` is not
 given."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 
 from mp_optim.planner.params import ParamSpec
 
-__all__ = ["SHARDINGS", "Layout", "model_shard", "state_shard"]
-
 SHARDINGS = ("no_shard", "fsdp2")
 """What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer
 spreads, or parameters, gradients and state (FSDP2)."""

@@ -21,9 +21,7 @@ from mp_optim.planner.sharded import of_one_rank, without_sharding
 from mp_optim.precision import MegatronOptimizer, WrappedOptimizer
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import iter_slots
-from mp_optim.update.kernel_args import REMAINDER
-
-__all__ = ["Memory", "MemoryPlan", "memory_of", "plan", "plan_rank"]
+from mp_optim.slots.state_keys import REMAINDER
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from mp_optim.groups.overrides import is_expert_param
 from mp_optim.slots.names import named_params
 from mp_optim.slots.param_attributes import is_copied_in_tensor_parallel
 
-__all__ = ["ParamSpec", "specs_of"]
-
 
 @dataclass(frozen=True)
 class ParamSpec:

@@ -16,8 +16,6 @@ from mp_optim.distributed.transport import bucket_elements
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots.tensor_layout import part_of
 
-__all__ = ["Held", "of_one_rank", "without_sharding"]
-
 Named = list[tuple[str, nn.Parameter]]
 
 

@@ -13,8 +13,6 @@ from mp_optim.planner.layout import Layout
 from mp_optim.planner.memory import MemoryPlan, plan
 from mp_optim.planner.params import specs_of
 
-__all__ = ["FORMS", "SweepRow", "least", "smallest_fraction", "sweep", "with_fraction"]
-
 _COMPACT = {"use_precision_aware_optimizer": True}
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "FP32": {},

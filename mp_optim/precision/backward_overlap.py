@@ -18,8 +18,6 @@ from mp_optim.slots.host_part import HostPart
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update.kernel_args import fp32
 
-__all__ = ["BackwardOverlap", "EarlyWork"]
-
 
 class Wrapper(Protocol):
     """What is asked of the precision wrapper."""

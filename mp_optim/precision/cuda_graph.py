@@ -9,8 +9,6 @@ from typing import Protocol, TypeVar
 
 import torch
 
-__all__ = ["CudaGraph", "Graph", "graph_for"]
-
 _Result = TypeVar("_Result")
 
 

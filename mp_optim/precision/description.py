@@ -13,8 +13,6 @@ from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update.foreign import ForeignOptimizer
 
-__all__ = ["Description", "DescriptionRow", "describe"]
-
 
 @dataclass(frozen=True)
 class DescriptionRow:

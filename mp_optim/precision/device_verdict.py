@@ -22,8 +22,6 @@ from mp_optim.precision.verdict import Verdict
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.update.sums import root
 
-__all__ = ["DeviceVerdict", "Formed", "decide_on_device", "form"]
-
 
 @dataclass(frozen=True)
 class Formed:

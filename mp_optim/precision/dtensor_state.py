@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 from mp_optim.config.rules import is_elementwise
 from mp_optim.slots import local_tensor
 
-__all__ = ["as_local_state", "as_sharded"]
-
 
 def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
     """State of a DTensor parameter as a DTensor of the same layout; scalars, what every rank keeps

@@ -15,8 +15,6 @@ from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import Slot
 
-__all__ = ["Float16OptimizerWithFloat16Params"]
-
 
 class Float16OptimizerWithFloat16Params(WrappedOptimizer):
     """Keeps an FP32 main param for every 16-bit model param; FP32 params among them are stepped as

@@ -8,8 +8,6 @@ from torch import Tensor
 from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.slots import Slot
 
-__all__ = ["FP32Optimizer"]
-
 
 class FP32Optimizer(WrappedOptimizer):
     """Steps FP32 parameters; measuring, clipping and skipping are as in mixed precision."""

@@ -15,8 +15,6 @@ from mp_optim.config.setting_checks import WHOLE, Rule, check_setting
 from mp_optim.process.host_memory import as_tensor
 from mp_optim.process.torch_modes import in_own_modes
 
-__all__ = ["ConstantGradScaler", "DynamicGradScaler", "MegatronGradScaler"]
-
 _LARGEST = 2.0**126
 """The largest power of two whose reciprocal is a normal FP32 number."""
 

@@ -26,8 +26,6 @@ from mp_optim.slots import DeviceMultiplier
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.update import choose_backend
 
-__all__ = ["MOST_CHANGES", "WARM", "GraphedStep", "StepToCapture", "check_capturable"]
-
 WARM = 2
 """Steps with the same gradient memory before one is captured."""
 MOST_CHANGES = 8

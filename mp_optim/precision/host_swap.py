@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mp_optim.process.torch_modes import in_own_modes
 
-__all__ = ["HostSwap"]
-
 
 class HostSwap:
     """Tensors that were moved to the host, and where they came from. They stay the same objects."""

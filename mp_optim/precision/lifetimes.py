@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Lifetimes"]
-
 
 class Lifetimes:
     """Told by torch when the memory of a tensor is freed, so that asking costs nothing and nothing

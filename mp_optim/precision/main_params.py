@@ -54,8 +54,6 @@ from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import layout_of, shard_groups_of
 from mp_optim.update.checksums import checksums_of
 
-__all__ = ["MainParams"]
-
 
 class MainParams:
     """The main params of a wrapper, and their state.

@@ -25,17 +25,6 @@ from mp_optim.ranks.missing_ranks import (
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.sums import index_on
 
-__all__ = [
-    "EXCLUDED",
-    "MAIN",
-    "Measurement",
-    "NormKey",
-    "agree",
-    "count_zeros",
-    "measure",
-    "norm_groups",
-]
-
 MAIN = "main"
 EXCLUDED = "excluded"
 """Norm group of gradients that another rank counts: checked for inf and nan, left out of the

@@ -28,8 +28,6 @@ from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.param_attributes import clear_decoupled_grad
 
-__all__ = ["MegatronOptimizer"]
-
 
 class MegatronOptimizer(SlotKeyedOptimizer):
     """What every stack is to its caller: a torch optimizer over the model's parameters, with a loss

@@ -21,8 +21,6 @@ from mp_optim.update.checksums import checksums_of
 from mp_optim.update.main_param_state import WithMainParam
 from mp_optim.update.state_format import joined
 
-__all__ = ["BoundParam", "ParamState", "UntrainedState"]
-
 
 @dataclass(frozen=True)
 class BoundParam:

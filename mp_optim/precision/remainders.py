@@ -17,8 +17,6 @@ from mp_optim.slots.state_dict import names_in_words
 from mp_optim.update.checksums import checksums_of
 from mp_optim.update.codecs import split_
 
-__all__ = ["Agreement", "same_values", "stands_for"]
-
 
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one device hold equal numbers, nan among them."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, overload
 
-__all__ = ["StepResult"]
-
 _Values = tuple[bool, float | None, int | None]
 
 

@@ -20,8 +20,6 @@ from mp_optim.ranks.agreement import difference_told
 from mp_optim.slots import ParamGroups, Slot, slot_name
 from mp_optim.slots.tensor_layout import ranks_of_copies
 
-__all__ = ["SettingsAlike", "disagreement"]
-
 _NOT_COMPARED = ("params", "param_names", "fqns")
 _OF_CONFIG = ("optimizer", "clip_grad", "grad_norm_skip_threshold")
 

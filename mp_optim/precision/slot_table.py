@@ -30,8 +30,6 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.tensor_layout import Layout
 
-__all__ = ["SlotTable"]
-
 
 @dataclass(frozen=True)
 class _Selection:

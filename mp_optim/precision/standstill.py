@@ -23,8 +23,6 @@ from mp_optim.slots import ParamGroups, current_grad, iter_slots
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.state_dict import names_in_words
 
-__all__ = ["StandstillWatch", "Watched"]
-
 
 class Watched(Protocol):
     """What is asked of the optimizer that is watched."""

@@ -14,8 +14,6 @@ from mp_optim.precision.measure import Measurement
 from mp_optim.precision.verdict import Verdict
 from mp_optim.slots import Multiplier
 
-__all__ = ["GradsOfParts", "StepGrads"]
-
 
 class StepGrads(ABC):
     """Gradients that were collected for one step. They are let go with this object."""

@@ -22,8 +22,6 @@ from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.update import choose_backend
 
-__all__ = ["StepLoop"]
-
 
 class Stepped(Watched, Protocol):
     """What is asked of the optimizer that is stepped."""
@@ -60,12 +58,14 @@ class StepLoop:
         step.
 
         NOTE: these are the counters of a stack, and who has them. Here: ``steps``, and
-        ``skipped_steps`` (of a device verdict only when it is settled). The step numbers of slots
-        are the rule's: a step that the host skips never reaches it; one that the device may skip is
-        counted as taken, and ``RuleOptimizer.settle`` takes it back; a speculated one is counted
-        when it is published; the rehearsal of a CUDA graph, in ``_Attempt``, only if it comes to
-        a replay. Loss scale and hysteresis are the grad scaler's, skips in a row the
-        ``StandstillWatch``'s, missed predictions ``SpeculativeHostStepper``'s.
+        ``skipped_steps`` (of a device verdict only when it is settled); each part of a composite
+        counts its own, and ``metrics`` shows the first's. The step numbers of slots are the rule's:
+        a step that the host skips never reaches it; one that the device may skip is counted as
+        taken, and ``RuleOptimizer.settle`` takes it back; a speculated one is counted when it is
+        published; the rehearsal of a CUDA graph, in ``_Attempt``, only if it comes to a replay.
+        Loss scale, growth and hysteresis are the grad scaler's, for which a step that was skipped
+        for a threshold is clean; skips in a row the ``StandstillWatch``'s; outcomes of predictions
+        ``SpeculativeHostStepper``'s; captures and replays, skipped or not, ``GraphedStep``'s.
         """
         self.settle()
         self._last = verdict

@@ -13,8 +13,6 @@ from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.result import StepResult
 from mp_optim.update.kernel_args import fp32
 
-__all__ = ["Verdict", "decide"]
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -51,8 +51,6 @@ from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update import as_slot_optimizer, choose_backend
 
-__all__ = ["WrappedOptimizer"]
-
 
 class WrappedOptimizer(MegatronOptimizer):
     """Common part of the precision wrappers.

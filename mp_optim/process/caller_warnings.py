@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["warn"]
-
 _INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__ or "").parent))
 
 

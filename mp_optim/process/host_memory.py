@@ -19,20 +19,6 @@ from torch import Tensor
 
 from mp_optim.process.torch_modes import in_own_modes
 
-__all__ = [
-    "ALIGNMENT",
-    "HUGE_FROM",
-    "Block",
-    "Form",
-    "aligned_bytes",
-    "as_tensor",
-    "beside",
-    "cut",
-    "empty_host_tensor",
-    "zeros",
-    "zeros_host",
-]
-
 Form = tuple[torch.Size, torch.dtype]
 """What a tensor is to be."""
 

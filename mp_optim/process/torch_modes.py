@@ -13,8 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["in_own_modes", "without_autocast"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

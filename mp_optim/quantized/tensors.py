@@ -14,17 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "FLOAT8_DTYPES",
-    "check_quantized",
-    "dequantized",
-    "forget_initial_values",
-    "holds",
-    "is_quantized",
-    "quantize_",
-    "scaled_codes",
-]
-
 FLOAT8_DTYPES = tuple(
     dtype
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")

@@ -12,8 +12,6 @@ from torch.nn.utils import parametrize
 
 from mp_optim.quantized.tensors import FLOAT8_DTYPES, dequantized, quantize_
 
-__all__ = ["Dequantize", "quantize_weights"]
-
 Select = Callable[[nn.Module, str, nn.Parameter], bool]
 
 

@@ -16,8 +16,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from mp_optim.ranks.missing_ranks import call, wait_for
 
-__all__ = ["check_agreement", "check_number", "difference", "difference_told"]
-
 _PATIENCE = 5.0
 """Seconds within which every rank that is still there has noticed a failure too."""
 

@@ -24,16 +24,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from mp_optim.process.background_calls import in_background
 from mp_optim.ranks.presence import Address, exists, own_address
 
-__all__ = [
-    "MissingRanksError",
-    "announce",
-    "call",
-    "learn_addresses",
-    "naming_missing_ranks",
-    "wait_for",
-    "wait_for_all",
-]
-
 T = TypeVar("T")
 
 _PATIENCE = 5.0

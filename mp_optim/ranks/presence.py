@@ -15,8 +15,6 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Address", "exists", "own_address"]
-
 _BACKLOG = 4096
 """Connections that are never accepted: as many ranks can ask."""
 _SECONDS = 2.0

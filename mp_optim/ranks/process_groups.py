@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ProcessGroups"]
-
 
 @dataclass(frozen=True)
 class ProcessGroups:

@@ -12,8 +12,6 @@ from torch import Tensor
 from mp_optim.slots.identity import Slot
 from mp_optim.slots.updates import SlotUpdate
 
-__all__ = ["GradientSource", "HostPart", "Place", "TransferBytes"]
-
 Place = Literal["device", "host"]
 """Where a slot is stepped: where its parameter lies, or in host memory."""
 

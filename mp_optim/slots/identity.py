@@ -13,17 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = [
-    "ParamGroups",
-    "Slot",
-    "group_settings",
-    "iter_slots",
-    "param_at",
-    "slot_name",
-    "stream_of",
-    "with_names",
-]
-
 ParamGroups = list[dict[str, Any]]
 
 

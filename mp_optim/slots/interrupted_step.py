@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["BrokenOffError", "StepMark"]
-
 
 class BrokenOffError(RuntimeError):
     """A step was broken off: some parameters have taken it, others have not."""

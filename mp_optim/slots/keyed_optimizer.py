@@ -19,8 +19,6 @@ from mp_optim.slots.loading import restore
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.state_dict import CHECKSUMS, names_in_words, plain_groups
 
-__all__ = ["Closure", "SlotKeyedOptimizer"]
-
 Closure = Callable[[], Any]
 
 

@@ -18,8 +18,6 @@ from mp_optim.slots.state_dict import (
     names_in_words,
 )
 
-__all__ = ["Loadable", "StateLoad", "check_plain", "restore"]
-
 _KEPT_BYTES = 64 << 20
 """Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
 that loading takes no more memory than that."""

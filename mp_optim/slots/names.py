@@ -14,15 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = [
-    "ModelParams",
-    "canonical_name",
-    "canonical_names",
-    "matched_names",
-    "named_params",
-    "prefixed",
-]
-
 _CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _HELD_IN = {

@@ -12,10 +12,8 @@ from torch import Tensor
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.slots import Slot, SlotUpdate, param_at
 from mp_optim.slots.host_part import HostPart, Place
-from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
+from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.tensor_layout import Part
-
-__all__ = ["Closure", "SlotOptimizer"]
 
 
 class SlotOptimizer(SlotKeyedOptimizer):

@@ -12,32 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = [
-    "ShardInfo",
-    "adds_to_main_grad",
-    "clear_decoupled_grad",
-    "current_grad",
-    "grad_norm_group",
-    "has_partition_dim",
-    "have_grad_only",
-    "is_copied_in_tensor_parallel",
-    "is_dense_in_megatron",
-    "is_embedding_or_output",
-    "is_qkv",
-    "is_shared",
-    "is_tensor_parallel",
-    "main_param_of",
-    "norm_attributes",
-    "partition_dim",
-    "reducer_of",
-    "set_main_grad",
-    "set_main_param",
-    "set_norm_attributes",
-    "set_reducer",
-    "set_shard_info",
-    "shard_info",
-]
-
 _DICT = operator.attrgetter("__dict__")
 _NORM_ATTRIBUTES = (
     "shared",

@@ -17,15 +17,6 @@ from torch import Tensor
 from mp_optim.config.setting_checks import Rule, check_setting
 from mp_optim.slots.state_keys import is_scale, scale_key
 
-__all__ = [
-    "LayeredState",
-    "SlotState",
-    "State",
-    "check_fits",
-    "check_state",
-    "check_step",
-]
-
 State = dict[str, Any]
 """A slot's state by key: tensors, and what else a saved one may hold."""
 

@@ -13,16 +13,6 @@ from torch import Tensor
 from mp_optim.slots import ParamGroups, Slot, iter_slots, slot_name
 from mp_optim.slots.names import matched_names
 
-__all__ = [
-    "CHECKSUMS",
-    "GroupMatch",
-    "check_form",
-    "match_groups",
-    "names_in_words",
-    "plain_groups",
-    "with_params",
-]
-
 CHECKSUMS = "param_checksums"
 """Key in a saved group: for each parameter, a checksum of what its remainder belongs to, or
 None."""

@@ -1,7 +1,5 @@
 """Keys of a slot's state that mean the same in every layer."""
 
-__all__ = ["MASTER", "REMAINDER", "SCALE", "is_scale", "scale_key"]
-
 MASTER = "master_param"
 """The FP32 main param."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from mp_optim.slots.identity import ParamGroups, Slot, iter_slots
 
-__all__ = ["SlotStateView"]
-
 
 class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
     """``optimizer.state`` as torch expects it: current tensors as keys, slots underneath.

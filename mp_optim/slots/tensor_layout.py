@@ -20,18 +20,6 @@ from mp_optim.slots.param_attributes import (
     shard_info,
 )
 
-__all__ = [
-    "Layout",
-    "Part",
-    "is_split",
-    "layout_of",
-    "part_of",
-    "ranks_of_copies",
-    "shard_groups_of",
-    "split_dims",
-    "splits",
-]
-
 _SPLITTING: tuple[type, ...] = (Shard, getattr(placement_types, "_StridedShard", Shard))
 """Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has
 split already; in some versions of torch it says of itself that it is no shard."""

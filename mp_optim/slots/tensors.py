@@ -12,16 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "CachedTensorList",
-    "all_same",
-    "are_plain",
-    "follow",
-    "local_grad",
-    "local_tensor",
-    "same_memory",
-]
-
 
 class CachedTensorList(list[Tensor]):
     """Plain tensors whose memory stays where it is for as long as the list is used, so that each

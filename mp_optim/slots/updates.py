@@ -16,15 +16,6 @@ from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
 from mp_optim.slots.tensors import CachedTensorList, local_grad
 
-__all__ = [
-    "DeviceMultiplier",
-    "Multiplier",
-    "SlotUpdate",
-    "SlotUpdates",
-    "UpdateSelection",
-    "update_of",
-]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceMultiplier:

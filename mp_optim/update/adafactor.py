@@ -18,6 +18,7 @@ from mp_optim.config.setting_checks import (
     check_setting,
 )
 from mp_optim.slots import SlotUpdate, SlotUpdates
+from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.adafactor_passes import Averages, ElementPasses, average
 from mp_optim.update.backends import Backend
@@ -32,12 +33,10 @@ from mp_optim.update.exact_sums import (
     matrices_shape,
     over_shards,
 )
-from mp_optim.update.kernel_args import REMAINDER, TensorLists, fp32
+from mp_optim.update.kernel_args import TensorLists, fp32
 from mp_optim.update.rule import RuleOptimizer, check_range
 from mp_optim.update.state_format import StatePrecision
 from mp_optim.update.sums import sum_in_pairs
-
-__all__ = ["Adafactor"]
 
 _TOGETHER = 1 << 26
 """Elements of whole parameters that are stepped together: each needs FP32 copies of its gradient

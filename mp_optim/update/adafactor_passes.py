@@ -20,8 +20,6 @@ from mp_optim.update.exact_sums import (
 )
 from mp_optim.update.kernel_args import fp32
 
-__all__ = ["Averages", "ElementPasses", "average"]
-
 
 @dataclass(frozen=True)
 class Averages:

@@ -13,8 +13,6 @@ from mp_optim.update.kernel_args import AdamScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings
 from mp_optim.update.state_format import StatePrecision
 
-__all__ = ["FusedAdam"]
-
 
 class FusedAdam(RuleOptimizer):
     """Adam over FP32 tensors on any device, in one pass per batch.

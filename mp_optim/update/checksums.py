@@ -11,8 +11,6 @@ from torch import Tensor
 from mp_optim.update.chunking import piece_elements
 from mp_optim.update.codecs import mix
 
-__all__ = ["checksums_of"]
-
 _WIDTH = 1024
 """Elements of a row."""
 _PRIME = 0x01000193

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mp_optim.update.codecs import BLOCK, blocks_of
-from mp_optim.update.kernel_args import TensorLists, scale_key
-
-__all__ = ["Batch", "batches", "mark_written", "piece_elements", "publish"]
+from mp_optim.checkpoint.blocks import BLOCK
+from mp_optim.slots.state_keys import scale_key
+from mp_optim.update.codecs import blocks_of
+from mp_optim.update.kernel_args import TensorLists
 
 
 def piece_elements(device: torch.device) -> int:

@@ -16,22 +16,6 @@ from torch import Tensor
 
 from mp_optim.checkpoint.blocks import BLOCK
 
-__all__ = [
-    "BLOCK",
-    "MOMENT_DTYPES",
-    "SECOND",
-    "Noise",
-    "blocks_of",
-    "decode",
-    "encode_",
-    "is_blocked",
-    "join",
-    "keep_valid",
-    "mix",
-    "split_",
-    "stored_dtype",
-]
-
 MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 """What a moment can be asked to be stored as; uint8 stands for 8-bit codes, signed ones for a first
 moment."""

@@ -20,18 +20,6 @@ from mp_optim.checkpoint.flat import boxes
 from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.slots.tensor_layout import Part
 
-__all__ = [
-    "Block",
-    "blocks_of",
-    "digits_to_values",
-    "largest",
-    "matrices_shape",
-    "over_shards",
-    "pieces_of",
-    "row_and_column_digits",
-    "total_digits",
-]
-
 _BITS = 31
 _MOST = 1 << 21
 """Elements whose digits FP64 adds up without rounding: 2^21 times 2^31 is below 2^53."""

@@ -13,10 +13,9 @@ from torch import Tensor
 from mp_optim.process.host_memory import as_tensor, empty_host_tensor
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
-from mp_optim.slots.optimizer import Closure, SlotOptimizer
+from mp_optim.slots.keyed_optimizer import Closure
+from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState, State, check_state, check_step
-
-__all__ = ["ForeignOptimizer", "as_slot_optimizer"]
 
 
 class ForeignOptimizer(SlotOptimizer):

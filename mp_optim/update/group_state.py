@@ -11,8 +11,6 @@ from torch import Tensor
 from mp_optim.slots import CachedTensorList, Slot
 from mp_optim.slots.tensor_layout import part_of
 
-__all__ = ["GroupState", "Share", "updates_by_group"]
-
 
 class Share(NamedTuple):
     """The slots of a step that are in one group: which of the updates, and at which positions."""

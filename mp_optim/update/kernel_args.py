@@ -11,22 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.codecs import Noise
-
-__all__ = [
-    "MAIN",
-    "REMAINDER",
-    "SCALARS",
-    "AdamScalars",
-    "LambScalars",
-    "LionScalars",
-    "SgdScalars",
-    "StepInputs",
-    "TensorLists",
-    "fp32",
-    "scale_key",
-]
 
 MAIN = ""
 """Key of main params among a slot's tensors."""

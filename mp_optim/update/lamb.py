@@ -19,8 +19,6 @@ from mp_optim.update.rule import RuleOptimizer, check_adam_settings
 from mp_optim.update.state_format import StatePrecision
 from mp_optim.update.sums import index_on
 
-__all__ = ["FusedLAMB"]
-
 
 class FusedLAMB(RuleOptimizer):
     """LAMB over FP32 tensors, wherever they lie and however they are split.

@@ -14,8 +14,6 @@ from mp_optim.update.kernel_args import LionScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.state_format import StatePrecision
 
-__all__ = ["Lion"]
-
 
 class Lion(RuleOptimizer):
     """Lion over FP32 tensors, with decoupled weight decay.

@@ -11,8 +11,6 @@ from mp_optim.slots.slot_state import LayeredState, SlotState, State, check_fits
 from mp_optim.slots.state_keys import MASTER
 from mp_optim.update.state_format import as_master
 
-__all__ = ["WithMainParam"]
-
 
 class WithMainParam(LayeredState):
     """The state of the layer below and, under ``master_param``, the main param.

@@ -28,17 +28,16 @@ from mp_optim.config.setting_checks import (
     check_setting,
 )
 from mp_optim.slots import SlotUpdate, SlotUpdates
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.slots.tensor_layout import Layout
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.interface import step_with
 from mp_optim.update.chunking import piece_elements
 from mp_optim.update.codecs import Noise, decode, encode_, join, split_
-from mp_optim.update.kernel_args import REMAINDER, TensorLists, fp32, scale_key
+from mp_optim.update.kernel_args import TensorLists, fp32
 from mp_optim.update.newton_schulz import orthogonalize
 from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
 from mp_optim.update.state_format import StatePrecision
-
-__all__ = ["Muon"]
 
 (MOMENTUM,) = RULES["muon"].moment_names
 _CHOICES = {

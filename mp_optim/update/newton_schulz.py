@@ -11,8 +11,6 @@ from torch import Tensor
 from mp_optim.process.torch_modes import without_autocast
 from mp_optim.update.sums import sum_of_squares
 
-__all__ = ["orthogonalize"]
-
 _EPS = 1e-7
 """Norms are taken to be no less; torch.optim.Muon's."""
 

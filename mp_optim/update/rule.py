@@ -39,23 +39,14 @@ from mp_optim.slots import (
     stream_of,
     update_of,
 )
-from mp_optim.slots.optimizer import Closure
+from mp_optim.slots.keyed_optimizer import Closure
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.codecs import Noise, is_blocked, mix
 from mp_optim.update.group_state import GroupState, Share, updates_by_group
-from mp_optim.update.kernel_args import REMAINDER, TensorLists, scale_key
+from mp_optim.update.kernel_args import TensorLists
 from mp_optim.update.rule_state import RuleState
 from mp_optim.update.state_format import StatePrecision
-
-__all__ = [
-    "PlannedLaunch",
-    "RuleOptimizer",
-    "check_adam_settings",
-    "check_range",
-    "global_grad_norm",
-    "settings_now",
-]
-
 
 _NO_SETTINGS = ("params", "param_names", "fqns")
 

@@ -27,8 +27,6 @@ from mp_optim.update.state_format import (
     moment_forms,
 )
 
-__all__ = ["RuleState"]
-
 
 class RuleState(SlotOptimizer):
     """What a rule keeps: per slot ``step`` (0-d FP32 on the CPU), its moments, with

@@ -15,8 +15,6 @@ from mp_optim.update.muon import Muon
 from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.sgd import SGD
 
-__all__ = ["CLASSES", "construction_of", "settings_of"]
-
 CLASSES: dict[str, type[RuleOptimizer]] = {
     "adam": FusedAdam,
     "lamb": FusedLAMB,

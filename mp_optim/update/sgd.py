@@ -20,8 +20,6 @@ from mp_optim.update.kernel_args import SgdScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer, check_range
 from mp_optim.update.state_format import StatePrecision
 
-__all__ = ["SGD"]
-
 
 class SGD(RuleOptimizer):
     """SGD over FP32 tensors. The momentum buffer starts as the first gradient.

@@ -26,15 +26,6 @@ from mp_optim.update.codecs import (
     stored_dtype,
 )
 
-__all__ = [
-    "StatePrecision",
-    "as_master",
-    "fitted",
-    "full_precision",
-    "joined",
-    "moment_forms",
-]
-
 
 @dataclass(frozen=True)
 class StatePrecision:

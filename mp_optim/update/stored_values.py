@@ -11,8 +11,6 @@ from mp_optim.update.chunking import publish
 from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, split_
 from mp_optim.update.kernel_args import TensorLists
 
-__all__ = ["read_mains", "read_moment", "write_mains", "write_moment"]
-
 Lists = list[Tensor]
 
 
@@ -49,7 +47,8 @@ def read_mains(batch: TensorLists) -> Lists:
 
 
 def write_mains(batch: TensorLists, values: Lists) -> None:
-    """Store FP32 main params and write the outputs."""
+    """Store FP32 main params, stepped in place in what :func:`read_mains` gave, and write
+    the outputs."""
     if REMAINDER in batch.state:
         for value, main, rest, noise in zip(
             values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True

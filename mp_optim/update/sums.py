@@ -18,15 +18,6 @@ from torch import Tensor
 
 from mp_optim.update.chunking import piece_elements
 
-__all__ = [
-    "BLOCK",
-    "combine_pieces",
-    "index_on",
-    "root",
-    "sum_in_pairs",
-    "sum_of_squares",
-]
-
 BLOCK = 1024
 _ROW = 128
 

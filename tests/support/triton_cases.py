@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.codecs import Noise, blocks_of, encode_, is_blocked, split_
 from mp_optim.update.kernel_args import (
-    REMAINDER,
     AdamScalars,
     LambScalars,
     LionScalars,
     SgdScalars,
     TensorLists,
-    scale_key,
 )
 
 ODD = [

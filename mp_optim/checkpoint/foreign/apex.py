@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mp_optim.checkpoint.foreign.state import ForeignState, positional_state
 
-__all__ = ["from_apex"]
-
 
 def from_apex(
     state_dict: Mapping[str, Any],

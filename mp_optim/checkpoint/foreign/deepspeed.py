@@ -14,8 +14,6 @@ from torch import Tensor
 
 from mp_optim.checkpoint.foreign.state import MASTER, STEP, ForeignGroup, ForeignState
 
-__all__ = ["from_deepspeed", "to_deepspeed"]
-
 _FILES = {"fp32": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _VALUE = "param"
 _GLOBAL = "optimizer_state.pt"

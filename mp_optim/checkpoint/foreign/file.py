@@ -14,8 +14,6 @@ from mp_optim.checkpoint.common import read_common
 from mp_optim.checkpoint.contents import open_checkpoint
 from mp_optim.checkpoint.foreign.state import MASTER, ForeignGroup, ForeignState
 
-__all__ = ["from_checkpoint", "from_file", "to_file"]
-
 _FORMAT = "mp_optim foreign state 1"
 _STATE, _MODEL = "optimizer.state.", "model."
 

@@ -14,8 +14,6 @@ from mp_optim.checkpoint.foreign.state import (
     positional_state,
 )
 
-__all__ = ["from_megatron"]
-
 
 def from_megatron(
     state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],

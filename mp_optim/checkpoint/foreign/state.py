@@ -12,15 +12,6 @@ from torch import Tensor
 
 from mp_optim.process.host_memory import as_tensor
 
-__all__ = [
-    "MASTER",
-    "STEP",
-    "ForeignGroup",
-    "ForeignState",
-    "names_of_groups",
-    "positional_state",
-]
-
 STEP = "step"
 MASTER = "master_param"
 """Key of the FP32 value of a parameter."""

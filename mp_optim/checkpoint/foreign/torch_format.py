@@ -10,8 +10,6 @@ from torch import Tensor
 
 from mp_optim.checkpoint.foreign.state import MASTER, ForeignState, positional_state
 
-__all__ = ["fp32_params", "from_torch", "to_torch"]
-
 _DEFAULTS = {
     "amsgrad": False,
     "maximize": False,

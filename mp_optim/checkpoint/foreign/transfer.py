@@ -17,8 +17,6 @@ from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
 from mp_optim.slots.state_dict import plain_groups
 
-__all__ = ["export_state", "import_state"]
-
 _REMAINDER = "remainder"
 
 

@@ -20,8 +20,6 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import mark_written, piece_elements, publish
 from mp_optim.update.kernel_args import AdamScalars, LambScalars, TensorLists
 
-__all__ = ["ApexBackend", "load"]
-
 
 def load() -> ApexBackend:
     """Import the extension.

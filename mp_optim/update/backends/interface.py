@@ -16,8 +16,6 @@ from mp_optim.update.kernel_args import (
     TensorLists,
 )
 
-__all__ = ["Backend", "step_with"]
-
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.codecs import is_blocked
-from mp_optim.update.kernel_args import REMAINDER, TensorLists, scale_key
-
-__all__ = ["FLOATS", "Kind", "Part", "parts_of"]
+from mp_optim.update.kernel_args import TensorLists
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that kernels read."""

@@ -20,14 +20,6 @@ from mp_optim.update.chunking import batches, mark_written, publish
 from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
-__all__ = [
-    "CHUNK",
-    "MOST_ELEMENTS",
-    "MultiTensorBackend",
-    "check_launch",
-    "current_device",
-]
-
 CHUNK = 2048 * 32
 """Elements that one block of threads works on."""
 

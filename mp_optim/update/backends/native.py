@@ -21,29 +21,19 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mp_optim.slots import CachedTensorList
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.launch_kinds import FLOATS, Kind, parts_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.codecs import Noise
 from mp_optim.update.kernel_args import (
     MAIN,
-    REMAINDER,
     AdamScalars,
     LambScalars,
     LionScalars,
     SgdScalars,
     TensorLists,
-    scale_key,
 )
-
-__all__ = [
-    "NativeBackend",
-    "set_host_cores",
-    "set_host_threads",
-    "set_thread_share",
-    "tell_autograd",
-    "thread_count",
-]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_THREADS = 4096

@@ -15,8 +15,6 @@ from mp_optim.update.backends.native import tell_autograd, thread_count
 from mp_optim.update.backends.native_library import Adafactor, Matrices, NativeLibrary
 from mp_optim.update.exact_sums import Block, MatricesShape
 
-__all__ = ["NativeElementPasses"]
-
 
 class NativeElementPasses(ElementPasses):
     """Calls the library; bit for bit what the text in torch operations computes."""

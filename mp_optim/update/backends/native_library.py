@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ENVIRONMENT", "NativeLibrary", "limit_openmp", "native_library"]
-
 ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""

@@ -28,8 +28,6 @@ from mp_optim.update.stored_values import (
 )
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
-__all__ = ["ReferenceBackend"]
-
 Lists = list[Tensor]
 
 

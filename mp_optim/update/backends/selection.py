@@ -26,16 +26,6 @@ from mp_optim.update.backends.self_test import (
 )
 from mp_optim.update.backends.torch_fused import TorchBackend
 
-__all__ = [
-    "candidates",
-    "check_forms",
-    "check_serves",
-    "choose_backend",
-    "forget",
-    "proof_of",
-    "rule_note",
-]
-
 _SAME_BITS = "auto: the bits are the same in every place"
 _ON_HOST = ("native", "torch", "reference")
 _ON_ACCELERATOR = ("apex", "transformer_engine", "triton", "torch", "reference")

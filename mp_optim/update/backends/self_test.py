@@ -12,19 +12,10 @@ from torch import Tensor
 from mp_optim.config.capabilities import CAPABILITIES, Capability
 from mp_optim.config.rules import RULES
 from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update.backends.interface import Backend, step_with
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.kernel_args import REMAINDER, TensorLists
-
-__all__ = [
-    "BFLOAT16_MOMENTS",
-    "REMAINDERS",
-    "Difference",
-    "SelfTest",
-    "compare",
-    "difference",
-    "prove",
-]
+from mp_optim.update.kernel_args import TensorLists
 
 MOST_ULPS, MOST_LR = 4.0, 1e-4
 """How far a usable backend's parameters may be from reference's after the two steps: ulps, plus

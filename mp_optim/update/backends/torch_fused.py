@@ -17,8 +17,6 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import batches, mark_written, publish
 from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
 
-__all__ = ["TorchBackend"]
-
 
 class TorchBackend(ReferenceBackend):
     """Adam by ``torch._fused_adam(w)_``, SGD by ``torch._fused_sgd_``; LAMB is reference's."""

@@ -13,11 +13,10 @@ import importlib
 import torch
 from torch import Tensor
 
+from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update.backends.multi_tensor import READABLE, Kind, MultiTensorBackend
 from mp_optim.update.chunking import publish
-from mp_optim.update.kernel_args import REMAINDER, AdamScalars, TensorLists
-
-__all__ = ["TransformerEngineBackend", "load"]
+from mp_optim.update.kernel_args import AdamScalars, TensorLists
 
 _MOMENTS = ([torch.float32] * 2, [torch.bfloat16] * 2)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from mp_optim.config.capabilities import CAPABILITIES, Capability
 from mp_optim.config.rules import KERNEL_RULES
 from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native_library import native_library
@@ -23,7 +24,6 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import Difference, difference
 from mp_optim.update.codecs import join
 from mp_optim.update.kernel_args import (
-    REMAINDER,
     AdamScalars,
     LambScalars,
     LionScalars,

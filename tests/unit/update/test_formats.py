@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mp_optim.checkpoint.blocks import BLOCK
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion
 from mp_optim.update import chunking as batching
 from mp_optim.update.codecs import (
-    BLOCK,
     Noise,
     blocks_of,
     decode,

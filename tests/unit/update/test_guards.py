@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update import FusedAdam, FusedLAMB, choose_backend
 from mp_optim.update import chunking as batching
 from mp_optim.update.backends import apex as apex_module
@@ -32,7 +33,6 @@ from mp_optim.update.backends.self_test import Difference
 from mp_optim.update.backends.transformer_engine import TransformerEngineBackend
 from mp_optim.update.codecs import join
 from mp_optim.update.kernel_args import (
-    REMAINDER,
     AdamScalars,
     LambScalars,
     SgdScalars,

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends.native import (
     NativeBackend,
     set_host_cores,
@@ -45,13 +46,11 @@ from mp_optim.update.codecs import (
 )
 from mp_optim.update.kernel_args import (
     MAIN,
-    REMAINDER,
     AdamScalars,
     LambScalars,
     LionScalars,
     SgdScalars,
     TensorLists,
-    scale_key,
 )
 
 LIBRARY = native_library()

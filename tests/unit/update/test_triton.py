@@ -23,19 +23,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.checkpoint.blocks import BLOCK
 from mp_optim.slots import CachedTensorList
+from mp_optim.slots.state_keys import scale_key
 from mp_optim.update.backends import choose_backend, proof_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.backends.triton.backend import TritonBackend
 from mp_optim.update.backends.triton.launcher import WIDTH
 from mp_optim.update.backends.triton.tables import Column, Plan, Tables
-from mp_optim.update.codecs import BLOCK, Noise
-from mp_optim.update.kernel_args import (
-    LambScalars,
-    TensorLists,
-    scale_key,
-)
+from mp_optim.update.codecs import Noise
+from mp_optim.update.kernel_args import LambScalars, TensorLists
 from support.launch import PATH, run
 from support.triton_cases import GROUP, KEYS, ODD, Case, lists_of, step_with
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mp_optim.slots import CachedTensorList
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends.launch_kinds import Kind, Part, parts_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton.kernels import lamb, rules, sums
@@ -32,17 +33,13 @@ from mp_optim.update.backends.triton.launcher import (
 )
 from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
 from mp_optim.update.kernel_args import (
-    REMAINDER,
     AdamScalars,
     LambScalars,
     LionScalars,
     SgdScalars,
     TensorLists,
-    scale_key,
 )
 from mp_optim.update.sums import root
-
-__all__ = ["CHUNK", "SUM_CHUNK", "TritonBackend"]
 
 CHUNK = 8192
 """Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of

@@ -19,8 +19,6 @@ from torch import Tensor
 from mp_optim.update.backends.triton.tables import Tables
 from mp_optim.update.kernel_args import LambScalars
 
-__all__ = ["WIDTH", "Launcher", "Recording", "Rehearsal", "row_of"]
-
 WIDTH = 16
 """Int32 values of a row: the seed, FP32 scalars as their bits, and from :data:`RATE` on LAMB's lr
 in FP64."""

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
 
-__all__ = ["RUN", "Column", "Plan", "Tables"]
-
 RUN = 1024
 """Sums that one program adds up."""
 
