@@ -44,6 +44,12 @@ def digest(model: nn.Module, optimizer: object) -> str:
     return found.hexdigest()
 
 
+def say(*words: object) -> None:
+    """Write a line, whole or not at all: an unbuffered ``print`` writes every word by itself, and a
+    process killed between two of them leaves half a line for the next one to go on with."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
 def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
     model, optimizer = build()
     step = (
@@ -54,7 +60,7 @@ def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
     while True:
         train_step(model, optimizer, step)
         step += 1
-        print("begin", step, digest(model, optimizer), flush=True)
+        say("begin", step, digest(model, optimizer))
         handle = checkpoint.save(
             root,
             model,
@@ -65,7 +71,7 @@ def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
         )
         if asynchronous:
             handle.wait()
-        print("end", step, flush=True)
+        say("end", step)
 
 
 if __name__ == "__main__":
@@ -79,6 +85,6 @@ if __name__ == "__main__":
         child = os.fork()  # importing torch takes longer than all the rest
         if not child:
             train_and_save(sys.argv[1], sys.argv[2] == "async", int(sys.argv[3]))
-        print("child", child, flush=True)
+        say("child", child)
         os.waitpid(child, 0)
-        print("gone", flush=True)
+        say("gone")

@@ -62,7 +62,6 @@ class Victims:
         pytest.param(50, "async", 1, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.timeout(900)
 def test_the_newest_complete_checkpoint_survives(tmp_path, kills, mode, keep):
     victims = Victims(tmp_path, mode, keep)
     chance = random.Random(kills)
