@@ -30,10 +30,12 @@ from mp_optim.precision import (
     WrappedOptimizer,
 )
 from mp_optim.process.caller_warnings import warn
+from mp_optim.process.host_share import host_share, use_accelerator
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
 from mp_optim.slots.param_attributes import has_partition_dim, is_tensor_parallel
 from mp_optim.update import check_serves, set_host_cores, set_host_threads
+from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.rules import CLASSES, construction_of, settings_of
 
 
@@ -51,7 +53,7 @@ def build(
     Arguments, result and errors are those of :func:`mp_optim.get_megatron_optimizer`.
     """
     check_serves(config.fused_backend, device_of(chunks))
-    _set_up_host(config)
+    _set_up_host(config, device_of(chunks))
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
         overrides = (
@@ -129,11 +131,24 @@ def _check_partitions(
                 )
 
 
-def _set_up_host(config: OptimizerConfig) -> None:
+def _set_up_host(config: OptimizerConfig, device: torch.device) -> None:
+    if device.type == "cuda":
+        use_accelerator(device.index)
     if config.host_threads is not None:
         set_host_threads(config.host_threads)
-    if config.host_cores is not None:
-        set_host_cores(config.host_cores)
+    cores = _host_cores(config)
+    if cores is not None:
+        set_host_cores(cores)
+
+
+def _host_cores(config: OptimizerConfig) -> tuple[int, ...] | None:
+    """Cores that the host's threads keep to: those that are named, or those of the rank's share on
+    one of several NUMA nodes."""
+    if config.host_cores is not None or config.host_threads is not None:
+        return config.host_cores
+    share = host_share()
+    kept = share.node is not None and native_library().handle is not None
+    return share.cpus if kept else None
 
 
 def device_of(chunks: Sequence[nn.Module]) -> torch.device:
@@ -260,7 +275,7 @@ def _inner(
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
         offload_mode=config.offload_mode,
         host_threads=config.host_threads,
-        host_cores=config.host_cores,
+        host_cores=_host_cores(config),
         sub_optimizer_kwargs=construction,
         **settings,
     )

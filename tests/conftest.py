@@ -14,6 +14,10 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
         "TRITON_INTERPRET", "1"
     )  # read when Triton is imported: its kernels run on the CPU then
 
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Processes that share a host, as far as the host kernels' threads are concerned.
+    os.environ.setdefault("LOCAL_WORLD_SIZE", workers)
+
 _NEEDS_A_GPU = "needs an accelerator that torch can use"
 
 

@@ -29,6 +29,7 @@ from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.flat import boxes
 from mp_optim.checkpoint.pieces import Place
 from mp_optim.checkpoint.plans import Holding, Parted, Whole, shares
+from mp_optim.update import set_host_threads
 
 
 @dataclass
@@ -161,6 +162,7 @@ def plan(options: Options, console: Console) -> None:
 def main(options: Options) -> None:
     console = Console()
     torch.set_num_threads(1)
+    set_host_threads(1)
     if options.planning:
         plan(options, console)
         return

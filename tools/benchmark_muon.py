@@ -23,6 +23,7 @@ import tyro
 from benchmark_quality import run_config
 from rich.progress import track
 
+from mp_optim.update import set_host_threads
 from training.config import TrainConfig
 from training.loop import train
 
@@ -76,6 +77,7 @@ def config_of(rule: str, lr: float, seed: int, steps: int) -> TrainConfig:
 def run_one(job: tuple[str, float, int, int]) -> Run:
     """Train once, on one thread."""
     torch.set_num_threads(1)
+    set_host_threads(1)
     rule, lr, seed, steps = job
     records = train(config_of(rule, lr, seed, steps)).records
     return Run(

@@ -21,6 +21,8 @@ import tyro
 from benchmarks import overlap, report
 from rich.console import Console
 
+from mp_optim.update import set_host_threads
+
 
 @dataclass
 class Options:
@@ -45,6 +47,7 @@ def main(options: Options) -> None:
     console = Console()
     if options.threads:
         torch.set_num_threads(options.threads)
+        set_host_threads(options.threads)
     found = []
     for rate in options.bus:
         for clip in ("off", "on, not firing", "always firing"):

@@ -22,6 +22,7 @@ from benchmarks.quality_report import write
 from rich.progress import track
 
 from mp_optim import OptimizerConfig
+from mp_optim.update import set_host_threads
 from training.config import (
     DataConfig,
     ModelConfig,
@@ -139,6 +140,7 @@ def run_config(form: str, seed: int, steps: int) -> TrainConfig:
 def run_one(job: tuple[str, int, int]) -> Run:
     """Train once, on one thread."""
     torch.set_num_threads(1)
+    set_host_threads(1)
     form, seed, steps = job
     records = train(run_config(form, seed, steps)).records
     return Run(

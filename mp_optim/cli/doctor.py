@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from mp_optim.config.capabilities import BACKENDS, CAPABILITIES, Capability
+from mp_optim.process.host_share import use_accelerator
 from mp_optim.update import choose_backend, proof_of
+from mp_optim.update.backends.native import describe_threads
 from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
 
 __all__ = ["Report", "examine", "main"]
@@ -35,6 +37,7 @@ class Report:
 def examine() -> Report:
     """Look at this process's machine; every backend is loaded, and takes its first step."""
     devices = _devices()
+    use_accelerator(devices[-1].index)
     return Report(
         facts=[*_software(), *_host(), *_accelerators()],
         backends=_backends(devices),
@@ -104,6 +107,7 @@ def _host() -> Table:
         ["native kernels", native],
         [ENVIRONMENT, os.environ.get(ENVIRONMENT) or "not set"],
         ["cores for this process", f"{_cores()} of {os.cpu_count()}"],
+        ["threads", describe_threads()],
         ["threads of torch", str(torch.get_num_threads())],
         ["memory", _memory()],
     ]
@@ -164,11 +168,6 @@ def _config() -> str:
         f"    {half}=True,",
         "    clip_grad=1.0,",
     ]
-    if native_library().handle is not None and torch.get_num_threads() > _cores():
-        lines.append(
-            f"    host_threads={_cores()},  # the cores of this process; torch has "
-            f"{torch.get_num_threads()}"
-        )
     if device is not None:
         lines += [
             "    # if its memory is short:",

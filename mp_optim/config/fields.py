@@ -175,11 +175,13 @@ class ConfigFields:
     """Capture the step in CUDA graphs and replay it, once gradients stay where they are in memory
     (triton kernels, all of the optimizer on a GPU)."""
     host_threads: int | None = None
-    """Threads of the native host kernels, for the whole process; by default
-    ``torch.get_num_threads()``, and during backward (``offload_mode``) two and at least a quarter
+    """Threads of the native host kernels, for the whole process; by default a thread for each core
+    of this rank's share of the host (``describe()`` says which and why), whatever
+    ``OMP_NUM_THREADS`` says, and during backward (``offload_mode``) two and at least a quarter
     fewer."""
     host_cores: tuple[int, ...] | None = None
-    """Cores that the native kernels' threads are pinned to, in turn, for the whole process."""
+    """Cores that the native kernels' threads are pinned to, in turn, for the whole process; by
+    default those of the rank's share where the host has several NUMA nodes, else none."""
     timers: Callable[..., Any] | None = None
     """Megatron's timers: ``timers(name, log_level=1)`` has ``start(barrier=)`` and ``stop()``;
     called around the measuring (``optimizer-clip-main-grad``) and the stepping

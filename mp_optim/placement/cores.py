@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import torch
-
+from mp_optim.process.host_share import host_share
 from mp_optim.update import set_thread_share
 from mp_optim.update.backends.native_library import limit_openmp
 
@@ -21,8 +20,8 @@ def threads_beside_backward(threads: int) -> int:
 
 
 def worker_threads(host_threads: int | None) -> int:
-    """``host_threads`` if it is set, else a share of ``torch.get_num_threads()``."""
-    return host_threads or threads_beside_backward(torch.get_num_threads())
+    """``host_threads`` if it is set, else most of this rank's share of the host."""
+    return host_threads or threads_beside_backward(host_share().threads)
 
 
 def occupy(threads: int, cores: Sequence[int] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from mp_optim.slots import ParamGroups, Slot, iter_slots, param_at
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.update.backends.native import describe_threads
 from mp_optim.update.foreign import ForeignOptimizer
 
 
@@ -106,8 +108,13 @@ def describe(optimizer: Described) -> Description:
                 size,
             ) in counts.items()
         ),
-        () if host is None else host.notes(),
+        (*(() if host is None else host.notes()), *_threads(counts)),
     )
+
+
+def _threads(backends: Iterable[tuple[int, str, str, str, str]]) -> tuple[str, ...]:
+    on_host = any(backend == "native" for _, _, _, backend, _ in backends)
+    return (describe_threads(),) if on_host else ()
 
 
 def _stepper(

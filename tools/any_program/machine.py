@@ -44,6 +44,7 @@ from any_program.subject import (
     random_values,
 )
 from mp_optim import OptimizerParamScheduler
+from mp_optim.update import set_host_threads
 
 INDEX = st.integers(0, 5)
 SEED = st.integers(0, 99)
@@ -401,6 +402,7 @@ class AnyProgram(RuleBasedStateMachine):
         """What happens between the steps of a loop and concerns no number."""
         if how == "threads":
             torch.set_num_threads(count)
+            set_host_threads(count)
         elif how == "park":
             self.subject.optimizer.offload_to_cpu()
             self.subject.optimizer.restore_from_cpu()
@@ -477,6 +479,7 @@ class AnyProgram(RuleBasedStateMachine):
         if self.failed or not self.lines:
             return
         torch.set_num_threads(self.threads)
+        set_host_threads(None)
         with self.watched():
             if self.setup.seed % 2:
                 self.check_state()

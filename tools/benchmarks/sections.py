@@ -92,11 +92,12 @@ def threads(count: int) -> Iterator[None]:
     """Run torch and the native kernels on so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    set_host_threads(None)
+    set_host_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        set_host_threads(None)
 
 
 def tensors(

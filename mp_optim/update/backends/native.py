@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from mp_optim.process.host_share import HostShare, host_share
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends import native_library as lib
@@ -43,7 +44,8 @@ _here = threading.local()
 
 
 def set_host_threads(threads: int | None) -> None:
-    """Threads of the kernels in this process; None follows ``torch.get_num_threads()``.
+    """Threads of the kernels in this process; None for this rank's share of the host, whatever
+    torch's number is (``torchrun`` sets it to 1).
 
     Raises:
         ValueError: not a whole number from 1 to :data:`MOST_THREADS`; what was set before stays.
@@ -88,8 +90,7 @@ def _checked(threads: Any) -> int:
     if not 1 <= number <= MOST_THREADS:
         raise ValueError(
             f"host_threads={threads!r}: must be a whole number from 1 to {MOST_THREADS}, or None "
-            "for "
-            "torch.get_num_threads()"
+            "for this rank's share of the host's cores"
         )
     return number
 
@@ -110,7 +111,40 @@ def _check_cores(cores: Sequence[int]) -> None:
 
 def thread_count() -> int:
     """Threads that the kernels may use now, in the calling thread."""
-    return getattr(_here, "threads", None) or _host_threads or torch.get_num_threads()
+    return getattr(_here, "threads", None) or _host_threads or host_share().threads
+
+
+def describe_threads() -> str:
+    """How many threads the kernels run here, why, and what keeps them from more."""
+    threads, share = thread_count(), host_share()
+    words = [
+        f"host kernels: {threads} threads" if threads > 1 else "host kernels: 1 thread"
+    ]
+    if _host_threads is not None:
+        words.append(
+            f"host_threads={_host_threads}; this rank's share is {share.threads}"
+        )
+    words.append(share.reason)
+    return "; ".join([*words, *starving(threads, share)])
+
+
+def starving(threads: int, share: HostShare) -> list[str]:
+    """Warnings about settings that leave cores of the rank's share idle, or crowd them."""
+    warnings = []
+    if threads < share.threads:
+        warnings.append(
+            f"warning: {share.threads - threads} cores of the share stay idle in the step; "
+            "unset host_threads"
+        )
+    if threads > len(share.cpus):
+        warnings.append(
+            f"warning: {threads} threads on {len(share.cpus)} cores wait for one another; "
+            "unset host_threads"
+        )
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    if limit.isdecimal() and 0 < int(limit) < threads:
+        warnings.append(f"warning: OMP_THREAD_LIMIT={limit} allows no more; unset it")
+    return warnings
 
 
 _CODES = {

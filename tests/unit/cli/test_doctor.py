@@ -66,11 +66,14 @@ def test_it_says_why_there_are_no_native_kernels() -> None:
     assert "none: MP_OPTIM_NATIVE=off" in text and "cpu  reference  auto:" in text
 
 
-def test_fewer_cores_than_threads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert ("host_threads=1," in doctor.examine().config) == (
-        native_library().handle is not None
+def test_it_says_how_many_threads_the_host_kernels_run_and_why() -> None:
+    text = " ".join(run_doctor(LOCAL_WORLD_SIZE="2", LOCAL_RANK="1").split())
+    cores = len(os.sched_getaffinity(0))
+    assert f"of {cores} cores, which 2 local ranks share" in text
+    assert (
+        "OMP_THREAD_LIMIT=1 allows no more"
+        in " ".join(run_doctor(OMP_THREAD_LIMIT="1", LOCAL_WORLD_SIZE="1").split())
+        or cores == 1
     )
 
 

@@ -21,6 +21,7 @@ from mp_optim import (
 from mp_optim.placement.buckets import plan_buckets
 from mp_optim.placement.speculation import SpeculationSettings, speculates_next
 from mp_optim.placement.transfer import ImmediateTransfer
+from mp_optim.process.host_share import host_share
 from support.models import COMPACT, config_for, same_bits, tokens_of
 from support.offload import (
     MODES,
@@ -844,6 +845,5 @@ def test_the_worker_leaves_cores_to_others(monkeypatch):
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert (
-        found[0][1] == 3 and torch.get_num_threads() == before == threads_of_kernels()
-    )
+    assert found[0][1] == 3 and torch.get_num_threads() == before
+    assert threads_of_kernels() == host_share().threads

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mp_optim import get_megatron_optimizer
+from mp_optim.placement import cores
 from mp_optim.placement.buckets import (
     PER_ROUND,
     SMALLEST,
@@ -18,6 +19,7 @@ from mp_optim.placement.cores import threads_beside_backward, worker_threads
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import ImmediateTransfer
 from mp_optim.process.host_memory import ALIGNMENT, Block, aligned_bytes
+from mp_optim.process.host_share import HostShare
 from support.models import config_for
 
 
@@ -93,7 +95,8 @@ def test_a_model_is_cut_into_sixteen_buckets_unless_they_were_too_small_or_too_l
 )
 def test_backward_keeps_two_threads_and_a_quarter(threads, share, monkeypatch):
     assert threads_beside_backward(threads) == share
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    whole = HostShare(tuple(range(threads)), threads, None, "made up")
+    monkeypatch.setattr(cores, "host_share", lambda: whole)
     assert worker_threads(None) == share and worker_threads(5) == 5
 
 

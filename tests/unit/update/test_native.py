@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.process.host_share import host_share
 from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends.native import (
     NativeBackend,
@@ -727,4 +728,4 @@ def test_a_step_needs_next_to_no_memory_of_its_own() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
     before = kibibytes("VmRSS")
     optimizer.step()
-    assert kibibytes("VmHWM") - before < 1024 * (torch.get_num_threads() + 1)
+    assert kibibytes("VmHWM") - before < 1024 * (host_share().threads + 1)
