@@ -156,7 +156,9 @@ class _Exchange:
         for row in rows[1:]:
             total += row
         self.received = self.sent = None
-        _finish(total, self.owned[start : start + len(total)], self.divisor, self.add)
+        finish_sum(
+            total, self.owned[start : start + len(total)], self.divisor, self.add
+        )
 
 
 @dataclass(slots=True)
@@ -224,13 +226,14 @@ def _divided(grads: Tensor, divisor: int, group: ProcessGroup) -> Any:
     if divisor == group.size():
         return dist.ReduceOp.AVG
     if divisor != 1:  # before the sum: 16-bit floats may not hold it
-        grads.div_(divisor)
+        grads.div_(torch.full((), divisor, dtype=grads.dtype, device=grads.device))
     return dist.ReduceOp.SUM
 
 
-def _finish(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
-    if divisor != 1:
-        total /= divisor
+def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
+    """Write a sum over ranks, divided, to where it belongs, or add it to what is there."""
+    if divisor != 1:  # by a tensor: CUDA would multiply with a number's reciprocal
+        total /= torch.full_like(total, divisor)
     if add:
         total += owned
     owned.copy_(total)

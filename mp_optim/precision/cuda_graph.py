@@ -31,11 +31,16 @@ class CudaGraph:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
+        # NOTE: torch's own stream for captures belongs to the device that was current when any
+        # graph was first captured; on another device nothing would be captured, in silence.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, work: Callable[[], _Result]) -> _Result:
         with (
             torch.cuda.device(self._device),
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                self._graph, stream=self._stream, capture_error_mode="thread_local"
+            ),
         ):
             return work()
 

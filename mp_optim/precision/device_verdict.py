@@ -49,7 +49,7 @@ def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> For
     sums = torch.stack(list(measurement.sums.values()))
     inverse: Tensor | float = 1.0 if inv_scale is None else inv_scale.reshape(())
     norms = root(sums) * inverse
-    multipliers = (_clip_coefficients(norms, config.clip_grad) * inverse).float()
+    multipliers = (clip_coefficients(norms, config.clip_grad) * inverse).float()
     overflow = ~sums.isfinite().all()
     skip = overflow
     if MAIN in measurement.sums:
@@ -72,11 +72,12 @@ def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> For
     return Formed(names, controls, overflow, torch.cat(parts))
 
 
-def _clip_coefficients(norms: Tensor, limit: float) -> Tensor:
+def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
     """``limit / (norm + 1e-6)`` where that is below 1, else 1, also where it is not a number."""
     if not limit > 0.0:
         return torch.ones_like(norms)
-    coefficients = limit / (norms + 1e-6)
+    # not `limit / ...`, which torch computes as a reciprocal times limit: two roundings
+    coefficients = torch.full_like(norms, limit) / (norms + 1e-6)
     return torch.where(coefficients < 1.0, coefficients, 1.0)
 
 

@@ -128,10 +128,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     # -- loss scale, gradients --------------------------------------------------------------------
 
     def get_loss_scale(self) -> Tensor:
-        """FP32, shape (1,). A caller that asks is taken to scale by it: say so like this, once a
-        step, where gradients come scaled from elsewhere."""
+        """FP32, shape (1,), on the parameters' device.
+
+        A caller that asks is taken to scale by it: say so like this, once a step, where gradients
+        come scaled from elsewhere.
+        """
         if self.grad_scaler is None:
-            return torch.ones(1, dtype=torch.float32, device="cpu")
+            return torch.ones(1, dtype=torch.float32, device=self.device)
         return self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:

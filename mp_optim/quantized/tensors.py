@@ -151,9 +151,10 @@ def scaled_codes(
     """
     top = torch.finfo(dtype).max
     largest = _largest(values.abs(), scale_shape)
-    scale = torch.where(
-        largest == 0.0, 1.0, largest.div(top).clamp_(min=_SMALLEST_SCALE)
-    )
+    # NOTE: by a tensor. CUDA divides by a number as it multiplies with the reciprocal, which is
+    # another bit for half of all values.
+    quotient = largest / torch.full_like(largest, top)
+    scale = torch.where(largest == 0.0, 1.0, quotient.clamp_(min=_SMALLEST_SCALE))
     return scale, (values / _spread(scale, values.shape)).clamp_(-top, top).to(dtype)
 
 

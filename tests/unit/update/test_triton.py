@@ -660,17 +660,52 @@ def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
     for lists in (ours, theirs):
         step_with(kernels(), "adam", lists, GROUP, 1, control)
         kernels().sum_of_squares(lists.grad)
+
+    def step() -> None:
+        step_with(kernels(), "adam", ours, GROUP, 2, control)
+
+    table = kernels().rehearse(step, control.device).upload()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step_with(kernels(), "adam", ours, GROUP, 2, control)
+        kernels().record(step, table)
         sums = kernels().sum_of_squares(ours.grad)
     torch.cuda.set_sync_debug_mode("error")
     for _ in range(2):
         graph.replay()
         step_with(kernels(), "adam", theirs, GROUP, 2, control)
     torch.cuda.set_sync_debug_mode("default")
-    assert_same_lists(ours, on_host(theirs))
-    assert_same(sums, kernels().sum_of_squares(theirs.grad).cpu(), "sums")
+    assert_same_lists(on_host(ours), on_host(theirs))
+    assert_same(sums.cpu(), kernels().sum_of_squares(theirs.grad).cpu(), "sums")
+
+
+def test_what_a_graph_records_copies_nothing_from_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the test above, where nothing can be captured: copies would raise inside a capture."""
+    control = torch.tensor([0.37, 0.0], device=DEVICE)
+    ours, theirs = (
+        on_device(lists_of(1, SIZES, KEYS["adam"], Case())) for _ in range(2)
+    )
+    for lists in (ours, theirs):
+        step_with(kernels(), "adam", lists, GROUP, 1, control)
+        kernels().sum_of_squares(lists.grad)
+
+    def step() -> None:
+        step_with(kernels(), "adam", ours, GROUP, 2, control)
+
+    table = kernels().rehearse(step, control.device).upload()
+    step_with(kernels(), "adam", theirs, GROUP, 2, control)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(Tables, "upload", refuse_upload)
+        kernels().record(step, table)
+        kernels().sum_of_squares(ours.grad)
+        with pytest.raises(AssertionError, match="a copy inside a capture"):
+            step_with(kernels(), "adam", theirs, GROUP, 3, control)
+    assert_same_lists(on_host(ours), on_host(theirs))
+
+
+def refuse_upload(*arguments: object) -> None:
+    raise AssertionError("a copy inside a capture")
 
 
 # -- choosing it ----------------------------------------------------------------------------------
