@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 import tyro
-from benchmarks import allocator, report, sections
 from rich.console import Console
+
+from benchmarks import allocator, report, sections
 
 
 @dataclass

@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 import tyro
-from benchmarks import overlap, report
 from rich.console import Console
 
+from benchmarks import overlap, report
 from mp_optim.update import set_host_threads
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import tyro
-from benchmarks.quality_report import write
 from rich.progress import track
 
+from benchmarks.quality_report import write
 from mp_optim import OptimizerConfig
 from mp_optim.update import set_host_threads
 from training.config import (

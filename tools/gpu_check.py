@@ -1,25 +1,26 @@
 #!/usr/bin/env python
-"""Show on a machine with a GPU what only a GPU can show, in less than nine minutes.
+"""Show on a machine with a GPU what only a GPU can show, in parts of at most eight minutes.
 
-python tools/gpu_check.py --output docs/benchmarks          # everything, on an idle GPU
+python tools/gpu_check.py --output docs/benchmarks          # every part that is not there yet
 python tools/gpu_check.py --only kernels hybrid             # parts
+python tools/gpu_check.py --output docs/benchmarks --minutes 9    # what fits; goes on later
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import tyro
-from benchmarks.report import show
-from gpu import agreement, facts, hybrid, speed, suite, waiting
-from gpu.report import markdown
 from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import show
+from benchmarks.sections import Section
+from gpu import facts
+from gpu.parts import LIMIT, PARTS, Results, Sizes, run_apart
 
 
 @dataclass
@@ -27,7 +28,9 @@ class Options:
     """What to check, on what, and how large."""
 
     only: tuple[str, ...] = ()
-    """Of tests, rates, kernels, steps, many, verdict, hybrid, syncs, bits; all if empty."""
+    """Parts; all if empty. --list shows them."""
+    list: bool = False
+    """Show the parts, and which have a result."""
     device: str = "cuda"
     """`cpu` tries the tool itself; its times say nothing."""
     params: float = 1e9
@@ -36,50 +39,57 @@ class Options:
     """Elements of the model that is stepped partly on the host."""
     rounds: int = 11
     output: Path | None = None
-    """Folder for gpu.json and gpu.md."""
+    """Folder for gpu/PART.json, gpu.json and gpu.md. Parts with a result for this machine and these
+    versions there are left out."""
+    again: bool = False
+    """Run parts that have a result too."""
+    minutes: float = 0.0
+    """Begin no part that may end later than this; 0 for no limit."""
 
 
 def main(options: Options) -> None:
     console = Console()
+    if unknown := set(options.only) - PARTS.keys():
+        raise SystemExit(
+            f"--only {' '.join(sorted(unknown))}: choose from {', '.join(PARTS)}"
+        )
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here; --device cpu tries the tool itself")
-    numel, rate = int(options.params), speed.Rate(device)
-    parts = {
-        "tests": lambda: suite.run(device),
-        "rates": lambda: speed.rates(rate, options.rounds),
-        "kernels": lambda: speed.kernels(rate, numel, options.rounds),
-        "steps": lambda: speed.steps(rate, numel, options.rounds),
-        "many": lambda: speed.many(rate, numel // 10, options.rounds),
-        "verdict": lambda: waiting.verdicts(rate, numel // 10, options.rounds),
-        "hybrid": lambda: hybrid.fractions(
-            device, int(options.hybrid_params), options.rounds
-        ),
-        "syncs": lambda: waiting.synchronisations(device),
-        "bits": lambda: agreement.bits(device),
-    }
-    if unknown := set(options.only) - parts.keys():
-        raise SystemExit(
-            f"--only {' '.join(sorted(unknown))}: choose from {', '.join(parts)}"
-        )
-    found: dict[str, Any] = {"machine": facts.machine(device)}
-    for name, run in parts.items():
-        if options.only and name not in options.only:
-            continue
-        started = time.perf_counter()
-        section = run()
-        show(console, section)
-        found[name] = {
-            **asdict(section),
-            "seconds": round(time.perf_counter() - started, 1),
-        }
-        gc.collect()
-        if (
-            options.output is not None
-        ):  # after every part, so that an interrupted run leaves what it has
-            options.output.mkdir(parents=True, exist_ok=True)
-            (options.output / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-            (options.output / "gpu.md").write_text(markdown(found))
+    machine, results = facts.machine(device), Results(options.output)
+    names = [
+        name
+        for name in options.only or PARTS
+        if options.again or not results.is_done(name, machine)
+    ]
+    if options.list:
+        _show_parts(console, names)
+        return
+    sizes = Sizes(
+        options.device, int(options.params), int(options.hybrid_params), options.rounds
+    )
+    end = time.monotonic() + 60.0 * options.minutes if options.minutes else None
+    for number, name in enumerate(names):
+        limit = float(LIMIT)
+        if end is not None:
+            limit = min(limit, end - time.monotonic())
+        if limit < min(LIMIT, 60):
+            console.print(f"not begun: {', '.join(names[number:])}")
+            break
+        outcome = run_apart(name, sizes, machine, limit)
+        results.add(name, outcome)
+        if outcome.section is None:
+            console.print(f"[red]{name}[/red] failed: {outcome.cause}")
+        else:
+            show(console, Section(**outcome.section))
+            console.print(f"{name}: {outcome.seconds} s")
+
+
+def _show_parts(console: Console, to_run: list[str]) -> None:
+    table = Table("part", "what it shows", "result")
+    for name, part in PARTS.items():
+        table.add_row(name, part.about, "" if name in to_run else "there")
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import tyro
-from benchmarks import overlap
 from rich.console import Console
 
+from benchmarks import overlap
 from mp_optim import HybridDeviceOptimizer
 from mp_optim.placement.timeline import Span
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from benchmarks.sections import Section
 from torch import Tensor, nn
 
+from benchmarks.sections import Section
 from gpu.waiting import with_host_verdict
 from mp_optim import FusedAdam, FusedLAMB, Lion, OptimizerConfig, get_megatron_optimizer
 from mp_optim.quantized import quantize_weights

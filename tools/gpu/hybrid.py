@@ -6,10 +6,10 @@ import gc
 from typing import Any
 
 import torch
-from benchmarks.opponents import CLIP, DECAY, LR
-from benchmarks.sections import Section
 from torch import nn
 
+from benchmarks.opponents import CLIP, DECAY, LR
+from benchmarks.sections import Section
 from gpu.timing import alternate
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 

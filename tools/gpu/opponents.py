@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
 from torch import Tensor
+
+from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
 
 
 def adams() -> list[str]:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
 from benchmarks.sections import ADAM_BYTES, OURS, STEP_BYTES, Contenders, Section
 from benchmarks.timing import ratio
-from torch import Tensor, nn
-
 from gpu.opponents import MegatronStyle, adams
 from gpu.timing import alternate
 from mp_optim import FusedAdam, OptimizerConfig, get_megatron_optimizer

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-from benchmarks.timing import Timing
 from rich.progress import track
+
+from benchmarks.timing import Timing
 
 
 def alternate(

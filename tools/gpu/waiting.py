@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmarks.opponents import CLIP, DECAY, LR
-from benchmarks.sections import Section
 from torch import Tensor, nn
 
+from benchmarks.opponents import CLIP, DECAY, LR
+from benchmarks.sections import Section
 from gpu.speed import Rate, clean, ours, sizes_of
 from gpu.timing import alternate
 from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -150,6 +150,7 @@ def _five(device: torch.device, settings: dict[str, Any], on_host: bool) -> int:
         param.grad = torch.full_like(param, 1e-3)
         grads.append(param.grad)
     for _ in range(4):  # makes tables, compiles kernels, captures the graph
+        optimizer.scale_loss(torch.ones((), device=device))
         optimizer.step()
 
     def steps() -> None:

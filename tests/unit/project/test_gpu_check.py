@@ -1,0 +1,97 @@
+"""The check for a machine with a GPU, tried on the CPU: parts alone, resumed, and failing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu import parts
+from gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
+from support.launch import TOOLS, environment, run
+
+SMALL = (
+    "--device",
+    "cpu",
+    "--params",
+    "1e5",
+    "--hybrid-params",
+    "1e5",
+    "--rounds",
+    "3",
+)
+MACHINE = {"device": "a GPU", "torch": "2", "date": "today"}
+SIZES = Sizes("cpu", 100_000, 100_000, 3)
+
+
+def check(*arguments: str) -> str:
+    return run(str(TOOLS / "gpu_check.py"), *SMALL, *arguments)
+
+
+def test_parts_run_alone_are_written_at_once_and_not_run_again(tmp_path: Path) -> None:
+    said = check("--output", str(tmp_path), "--only", "rates", "syncs")
+    assert "rates: " in said and "syncs: " in said and "failed" not in said
+    for name in ("rates", "syncs"):
+        outcome = json.loads((tmp_path / "gpu" / f"{name}.json").read_text())
+        assert outcome["section"]["title"] and outcome["cause"] == ""
+        assert outcome["machine"]["torch"] and outcome["seconds"] > 0
+    assert "### Memory of the device" in (tmp_path / "gpu.md").read_text()
+    again = check("--output", str(tmp_path), "--only", "rates", "syncs")
+    assert "rates: " not in again
+    listed = check("--output", str(tmp_path), "--list").split()
+    assert listed.count("there") == 2 and all(name in listed for name in PARTS)
+
+
+def test_no_part_begins_that_has_no_time(tmp_path: Path) -> None:
+    said = check("--output", str(tmp_path), "--minutes", "0.5")
+    assert said.split() == ["not", "begun:", *", ".join(PARTS).split()]
+    assert not (tmp_path / "gpu").exists()
+
+
+def test_a_part_that_is_not_there_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / "gpu_check.py"), "--only", "speed"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "--only speed: choose from bits" in done.stderr
+
+
+def test_what_fails_is_one_line_and_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(tmp_path)
+    results.add(
+        "bits", Outcome({"title": "B", "rows": {}, "missing": {}}, "", 1.0, MACHINE)
+    )
+    monkeypatch.setitem(PARTS, "syncs", parts.Part("", "run:nothing"))
+    wrong = run_apart("syncs", Sizes("nowhere", 1, 1, 1), MACHINE)
+    assert (
+        wrong.section is None and "nowhere" in wrong.cause and "\n" not in wrong.cause
+    )
+    results.add("syncs", wrong)
+    later = Results(tmp_path)
+    assert later.is_done("bits", MACHINE | {"date": "tomorrow"})
+    assert not later.is_done("bits", MACHINE | {"torch": "3"})
+    assert not later.is_done("syncs", MACHINE)
+    assert f"Failed: {wrong.cause}" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_part_that_takes_too_long_is_ended() -> None:
+    outcome = run_apart("rates", SIZES, MACHINE, limit=0.2)
+    assert outcome.section is None and outcome.cause == "took more than 0 s"
+
+
+def test_the_triton_tests_are_split_without_rest() -> None:
+    program = (
+        "from gpu.suite import _collect, THIRDS, TRITON\n"
+        "tests = _collect(TRITON)\n"
+        "print(len(tests), sum(len(tests[third::THIRDS]) for third in range(THIRDS)))"
+    )
+    count, split = run("-c", program).split()
+    assert int(count) == int(split) > 100
