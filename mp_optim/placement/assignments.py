@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mp_optim.placement.buckets import HostSlot
+from mp_optim.placement.host_bytes import HostSlot
 from mp_optim.placement.plan import plan_offload
 from mp_optim.slots import (
     ParamGroups,

@@ -6,14 +6,15 @@ memory they had becomes the back buffer; taking a step back is doing nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
+from mp_optim.placement.host_bytes import back_buffer_bytes
 from mp_optim.placement.transfer import Transfer
-from mp_optim.process.host_memory import Block, aligned_bytes
+from mp_optim.process.host_memory import Block
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
@@ -31,11 +32,8 @@ class _Pair:
     back: Tensor
 
     def fits(self, live: Tensor) -> bool:
-        return (
-            live is self.live
-            and live.data_ptr() == self.front.data_ptr()
-            and live.shape == self.front.shape
-        )
+        memory = live.data_ptr(), live.shape
+        return live is self.live and memory == (self.front.data_ptr(), self.front.shape)
 
     def swap(self) -> None:
         self.front, self.back = self.back, self.front
@@ -67,13 +65,7 @@ class BackLaunch:
         """Whether carrying out ``now`` would give what :attr:`target` gave."""
         then = self.planned
         return (
-            then.group == now.group
-            and then.positions == now.positions
-            and then.launch == now.launch
-            and then.settings == now.settings
-            and list(then.updates.streams) == list(now.updates.streams)
-            and list(then.updates.shard_groups) == list(now.updates.shard_groups)
-            and list(then.updates.layouts) == list(now.updates.layouts)
+            _inputs(then) == _inputs(now)
             and all_same(_stepped(then), _stepped(now))
             and self.versions == _versions(now)
         )
@@ -92,34 +84,27 @@ class DoubleBuffer:
         self._pairs: dict[Key, _Pair] = {}
         self._blocks: dict[bool, Block] = {}
 
-    def host_bytes(self) -> tuple[int, int]:
-        """What it holds as soon as it is used, for main params and for the rest."""
-        return self._blocks[True].capacity, self._blocks[False].capacity
-
-    def reserve(self, keys: Sequence[Key], live: Sequence[Tensor]) -> None:
+    def reserve(self, live: Mapping[Key, Tensor]) -> None:
         """Plan room for as much again as these tensors have, if there is none yet."""
-        if self._blocks:
-            return
-        sizes = {True: 0, False: 0}
-        for key, tensor in zip(keys, live, strict=True):
-            sizes[_is_main(key)] += aligned_bytes(tensor.numel(), tensor.dtype)
-        self._blocks = {
-            is_main: Block(
-                size, partial(self._transfer.empty_host, pin=self._pin and is_main)
-            )
-            for is_main, size in sizes.items()
-        }
+        for is_main in () if self._blocks else (True, False):
+            tensors = [live[key] for key in live if _is_main(key) == is_main]
+            allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
+            self._blocks[is_main] = Block(back_buffer_bytes(tensors), allocate)
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """Bytes that it holds as soon as it is used, for main params and for the rest."""
+        return self._blocks[True].capacity, self._blocks[False].capacity
 
     def launches(
         self, rule: RuleOptimizer, launches: Sequence[PlannedLaunch]
     ) -> list[BackLaunch]:
         """Launches into the back buffer; none if a tensor is not contiguous and would be stepped as
         a copy."""
-        if any(
-            p.mains is not p.lists.main or p.outputs is not p.lists.output
-            for p in launches
-        ):
-            return []
+        for planned in launches:
+            lists = planned.lists
+            if planned.mains is not lists.main or planned.outputs is not lists.output:
+                return []
         return [self._launch(rule, planned) for planned in launches]
 
     def _launch(self, rule: RuleOptimizer, planned: PlannedLaunch) -> BackLaunch:
@@ -144,17 +129,12 @@ class DoubleBuffer:
         pair = self._pairs.get(key)
         if pair is not None and pair.fits(live):
             return pair
-        if (
-            pair is not None
-            and pair.back.shape == live.shape
-            and pair.back.dtype == live.dtype
-        ):
+        form = live.shape, live.dtype
+        if pair is not None and (pair.back.shape, pair.back.dtype) == form:
             back = pair.back  # the tensor was replaced: the room for it stays
         else:
-            size = aligned_bytes(live.numel(), live.dtype)
-            back = (
-                self._blocks[_is_main(key)].with_room(size).take(live.shape, live.dtype)
-            )
+            block = self._blocks[_is_main(key)]
+            back = block.with_room(back_buffer_bytes([live])).take(*form)
         self._pairs[key] = _Pair(live, live.data, back)
         return self._pairs[key]
 
@@ -166,6 +146,13 @@ class DoubleBuffer:
 
 def _is_main(key: Key) -> bool:
     return key[2] == MAIN
+
+
+def _inputs(planned: PlannedLaunch) -> tuple[object, ...]:
+    """What the result depends on beside tensors."""
+    updates = planned.updates
+    columns = map(list, (updates.streams, updates.shard_groups, updates.layouts))
+    return planned.group, planned.positions, planned.settings, planned.launch, *columns
 
 
 def _stepped(planned: PlannedLaunch) -> list[Tensor]:

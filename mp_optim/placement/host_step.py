@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from mp_optim.placement.buckets import BucketPlan, HostSlot, plan_buckets, staging_sizes
+from mp_optim.placement.host_bytes import (
+    HostBytes,
+    HostSlot,
+    OffloadMode,
+    plan_staging,
+)
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.staging import StagedTensors, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
@@ -21,8 +26,6 @@ from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection
 from mp_optim.slots.host_part import GradientSource, HostPart, TransferBytes
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update import choose_backend
-
-OffloadMode = Literal["sync", "overlap", "speculative"]
 
 
 @dataclass(frozen=True)
@@ -65,29 +68,6 @@ class HostOwner(Protocol):
 
     def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
         """An update in terms of the host's optimizer; None if the slot is not stepped there."""
-
-
-class HostBytes(NamedTuple):
-    """Host memory beside main params and state, in bytes: what a stepper will hold, with gradients
-    in the model's dtype. The run and the planner (which builds the stack on the meta device) both
-    ask :meth:`HostStepper.host_bytes`; wider gradients let staging grow in the first step.
-
-    A bucket holds gradients and parameters in the model's dtype, each tensor rounded up to 64
-    bytes, up to ``bucket_bytes``; one larger parameter is a bucket by itself.
-
-    - ``sync``: the largest bucket; with ``overlap_cpu_optimizer_d2h_h2d`` three times that, or all
-      buckets if there are no more than three.
-    - ``overlap``: all buckets.
-    - ``speculative``: all buckets, and main params and moments once more (the back buffer).
-
-    Attributes:
-        staging: for gradients and parameters on their way.
-        back_mains, back_state: of the back buffer, for main params and for the rest.
-    """
-
-    staging: int
-    back_mains: int = 0
-    back_state: int = 0
 
 
 @dataclass
@@ -194,28 +174,14 @@ class HostStepper(HostPart):
         for staging in self._staging:
             staging.wait_until_free()
         self._slots = {slot.slot: slot for slot in slots}
-        sizes = [slot.shared_bytes for slot in slots]
-        self._plan: BucketPlan = plan_buckets(
-            list(self._slots), sizes, self._bucket_bytes(sum(sizes))
+        how = self.settings
+        self._plan, pieces = plan_staging(
+            self.mode, slots, how.bucket_bytes, how.pipelined
         )
-        needed = [self._staging_of(bucket) for bucket in self._plan.buckets]
-        pieces = staging_sizes(needed, self._in_flight())
         self._staging = [
-            Staging(self.transfer, size, self.settings.pin_staging) for size in pieces
+            Staging(self.transfer, size, how.pin_staging) for size in pieces
         ]
         self._routes = None
-
-    def _bucket_bytes(self, total: int) -> int:
-        """Staging bytes per bucket, of so many in all."""
-        return self.settings.bucket_bytes
-
-    def _in_flight(self) -> int:
-        """Buckets that have staging memory at a time: one comes down, one is stepped, one goes
-        up."""
-        return 3 if self.settings.pipelined else 1
-
-    def _staging_of(self, bucket: Sequence[Slot]) -> int:
-        return sum(self._slots[slot].staging_bytes for slot in bucket)
 
     def host_bytes(self) -> HostBytes:
         """What is held as soon as all slots were stepped once, with gradients of their dtypes; what

@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mp_optim.placement.backward_jobs import BackwardJob, Bucket
-from mp_optim.placement.buckets import HostSlot, fitting_bucket_bytes
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.grad_hooks import GradVersion
+from mp_optim.placement.host_bytes import HostSlot, OffloadMode
 from mp_optim.placement.host_step import (
     BucketStep,
     HostOwner,
     HostStepper,
     HostStepSettings,
-    OffloadMode,
 )
 from mp_optim.placement.speculation import warn_of_written
 from mp_optim.placement.timeline import WAIT_WORKER
@@ -91,12 +90,6 @@ class OverlappedHostStepper(HostStepper):
     def _cut(self, slots: Sequence[HostSlot]) -> None:
         super()._cut(slots)
         self.buckets = [Bucket(bucket) for bucket in self._plan.buckets]
-
-    def _bucket_bytes(self, total: int) -> int:
-        return fitting_bucket_bytes(total, self.settings.bucket_bytes)
-
-    def _in_flight(self) -> int:
-        return len(self._plan.buckets)
 
     def _ahead(self) -> int:
         return len(self.buckets) if self.settings.pipelined else 0

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from mp_optim.placement.backward_jobs import Bucket
-from mp_optim.placement.buckets import HostSlot
 from mp_optim.placement.double_buffer import BackLaunch, DoubleBuffer, Key
-from mp_optim.placement.host_step import BucketStep, HostBytes, OffloadMode
+from mp_optim.placement.host_bytes import HostBytes, HostSlot, OffloadMode
+from mp_optim.placement.host_step import BucketStep
 from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.speculation import speculates_next
-from mp_optim.slots import SlotUpdates
+from mp_optim.slots import SlotUpdates, param_at
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
 
@@ -44,23 +44,21 @@ class SpeculativeHostStepper(OverlappedHostStepper):
 
     def host_bytes(self) -> HostBytes:
         self._owner.bind_tensors()
-        sizes = [
-            self._reserved(index).host_bytes() for index in range(len(self.buckets))
-        ]
-        mains, state = (sum(column) for column in zip((0, 0), *sizes, strict=True))
+        mains = state = 0
+        for index in range(len(self.buckets)):
+            of_mains, of_state = self._reserved(index).capacity
+            mains, state = mains + of_mains, state + of_state
         return HostBytes(super().host_bytes().staging, mains, state)
 
     def _reserved(self, index: int) -> DoubleBuffer:
         """The back buffer of a bucket, with room for all of its slots."""
-        keys: list[Key] = []
-        live: list[Tensor] = []
+        live: dict[Key, Tensor] = {}
         for slot in self.buckets[index].slots:
-            main = self._host.param_groups[slot.group]["params"][slot.position]
-            state = {MAIN: main, **self._host.slot_state(slot)}
-            state.pop("step", None)
-            keys += [(slot.group, slot.position, name) for name in state]
-            live += state.values()
-        self._back[index].reserve(keys, live)
+            live[(*slot, MAIN)] = param_at(self._host.param_groups, slot)
+            for key, tensor in self._host.slot_state(slot).items():
+                if key != "step":
+                    live[(*slot, key)] = tensor
+        self._back[index].reserve(live)
         return self._back[index]
 
     # -- during backward --------------------------------------------------------------------------
@@ -74,9 +72,8 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         assert self._iteration is not None
         if not self._iteration.speculates or any(map(self._rule.is_collective, staged)):
             return ()
-        return self._launches(
-            self._plan.bucket_of[bucket.slots[0]], self._rule.plan(staged)
-        )
+        index = self._plan.bucket_of[bucket.slots[0]]
+        return self._launches(index, self._rule.plan(staged))
 
     def _launches(
         self, index: int, planned: Sequence[PlannedLaunch]
@@ -103,12 +100,10 @@ class SpeculativeHostStepper(OverlappedHostStepper):
             super()._step_all(steps, grad_norm, step_device)
         multipliers = {value for step in steps for value in step.updates.multipliers}
         if multipliers:
-            begun = self._iteration
-            predicted = (
-                self._source.predicted_multiplier()
-                if begun is None
-                else begun.multiplier
-            )
+            if (begun := self._iteration) is not None:
+                predicted = begun.multiplier
+            else:
+                predicted = self._source.predicted_multiplier()
             self._record(multipliers == {predicted})
 
     def _fill_back_buffers(
@@ -119,10 +114,8 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         back: dict[int, Sequence[BackLaunch]] = {}
         again = []
         for step in steps:
-            planned, bucket = (
-                self._rule.plan(step.staged, grad_norm),
-                self.buckets[step.bucket],
-            )
+            planned = self._rule.plan(step.staged, grad_norm)
+            bucket = self.buckets[step.bucket]
             begun = bucket.job.back if bucket.job is not None and step.is_here else ()
             if bucket.holds_step and _give(begun, planned):
                 back[step.bucket] = begun

@@ -18,7 +18,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.placement.buckets import plan_buckets
+from mp_optim.placement.host_bytes import plan_buckets
 from mp_optim.placement.speculation import SpeculationSettings, speculates_next
 from mp_optim.placement.transfer import ImmediateTransfer
 from mp_optim.process.host_share import host_share

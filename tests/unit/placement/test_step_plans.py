@@ -9,13 +9,12 @@ from torch import nn
 
 from mp_optim import get_megatron_optimizer
 from mp_optim.placement import cores
-from mp_optim.placement.buckets import (
+from mp_optim.placement.host_bytes import (
     PER_ROUND,
     SMALLEST,
     fitting_bucket_bytes,
     plan_buckets,
 )
-from mp_optim.placement.cores import threads_beside_backward, worker_threads
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.transfer import ImmediateTransfer
 from mp_optim.process.host_memory import ALIGNMENT, Block, aligned_bytes

@@ -1,0 +1,163 @@
+"""Host memory of each ``offload_mode``: which host slots travel together, and how many bytes of
+staging and second halves (the back buffer) that takes. Plans, made of sizes alone.
+
+A bucket holds gradients and parameters in the model's dtype, each tensor rounded up to 64 bytes.
+``most`` is ``OptimizerConfig.offload_bucket_bytes``; one larger parameter is a bucket by itself.
+
+================  =======================  ==================================  =====================
+``offload_mode``  bytes of a bucket        staging                             back buffer
+================  =======================  ==================================  =====================
+``sync``          at most ``most``         the largest bucket; with            none
+                                           ``overlap_cpu_optimizer_d2h_h2d``
+                                           three times that, or all buckets
+                                           if there are no more than three
+``overlap``       a sixteenth of all, at   all buckets                         none
+                  least 4 MiB, at most
+                  ``most``
+``speculative``   as ``overlap``           all buckets                         main params and
+                                                                               moments once more
+================  =======================  ==================================  =====================
+
+Decided here: :func:`plan_staging` cuts buckets and sizes staging, :func:`back_buffer_bytes` sizes
+the back buffer. The run allocates just that (:class:`~mp_optim.placement.host_step.HostStepper`,
+:class:`~mp_optim.placement.double_buffer.DoubleBuffer`). The planner (``planner/memory.py``) builds
+the same stack on the meta device, and reads :class:`HostBytes` from ``HostStepper.host_bytes()``.
+``tests/unit/placement/test_host_bytes.py`` counts what a run allocates and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.process.host_memory import aligned_bytes
+from mp_optim.slots import Slot
+
+OffloadMode = Literal["sync", "overlap", "speculative"]
+
+SMALLEST = 4 << 20
+"""Staging bytes below which a bucket's fixed costs show."""
+
+PER_ROUND = 16
+"""Buckets a model is cut into, unless they were smaller than :data:`SMALLEST` or larger than
+allowed: the last one arrives with the end of backward and is the one that cannot be hidden."""
+
+
+class HostBytes(NamedTuple):
+    """Host memory beside main params and state, in bytes: what a stepper will hold, with gradients
+    in the model's dtype. Wider gradients let staging grow in the first step.
+
+    Attributes:
+        staging: for gradients and parameters on their way.
+        back_mains, back_state: of the back buffer, for main params and for the rest.
+    """
+
+    staging: int
+    back_mains: int = 0
+    back_state: int = 0
+
+
+@dataclass(frozen=True)
+class HostSlot:
+    """A slot of the host's optimizer, and what is expected to travel for it: a gradient and a
+    parameter of the model's dtype.
+
+    Attributes:
+        share: elements per rank that holds a part of it, the same number on every rank.
+        numel: elements of this rank.
+    """
+
+    slot: Slot
+    share: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def shared_bytes(self) -> int:
+        """By which buckets are filled: ranks that reduce together get the same number."""
+        return 2 * self.share * self.dtype.itemsize
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that its gradient and its parameter take on this rank."""
+        return 2 * aligned_bytes(self.numel, self.dtype)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets of slots, each slot in one of them.
+
+    Attributes:
+        buckets: in the order in which their gradients are expected.
+        bucket_of: index of each slot's bucket.
+    """
+
+    buckets: tuple[tuple[Slot, ...], ...]
+    bucket_of: dict[Slot, int]
+
+
+def plan_staging(
+    mode: OffloadMode, slots: Sequence[HostSlot], most: int, pipelined: bool
+) -> tuple[BucketPlan, list[int]]:
+    """The buckets of a mode, and the bytes of each piece of its staging memory.
+
+    Args:
+        slots: in the order in which their gradients are expected.
+        most: staging bytes per bucket.
+        pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
+    """
+    shared = [slot.shared_bytes for slot in slots]
+    bucket_bytes = most if mode == "sync" else fitting_bucket_bytes(sum(shared), most)
+    plan = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
+    needed = [0] * len(plan.buckets)
+    for slot in slots:
+        needed[plan.bucket_of[slot.slot]] += slot.staging_bytes
+    # In step, one bucket comes down, one is stepped, one goes up; backward brings all down.
+    in_step = 3 if pipelined else 1
+    return plan, staging_sizes(needed, in_step if mode == "sync" else len(needed))
+
+
+def plan_buckets(
+    slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int
+) -> BucketPlan:
+    """Cut slots into buckets of at most ``bucket_bytes``; a larger slot is a bucket by itself.
+
+    Args:
+        slots: in the order in which their gradients are expected.
+        sizes: staging bytes of each. Ranks that reduce together pass the same numbers and cut the
+            same buckets.
+    """
+    buckets: list[list[Slot]] = []
+    bucket_of: dict[Slot, int] = {}
+    filled = 0
+    for slot, size in zip(slots, sizes, strict=True):
+        if not buckets or filled + size > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(slot)
+        bucket_of[slot] = len(buckets) - 1
+        filled += size
+    return BucketPlan(tuple(map(tuple, buckets)), bucket_of)
+
+
+def fitting_bucket_bytes(total: int, most: int) -> int:
+    """Staging bytes per bucket for ``total`` of them: small enough to start early, large enough to
+    be worth it."""
+    return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
+
+
+def staging_sizes(buckets: Sequence[int], in_flight: int) -> list[int]:
+    """Bytes of each piece of staging memory: one for every bucket, or, if there are more buckets
+    than may be in flight at a time, a ring of pieces that each hold the largest."""
+    if len(buckets) <= in_flight:
+        return list(buckets)
+    return [max(buckets)] * in_flight
+
+
+def back_buffer_bytes(tensors: Iterable[Tensor]) -> int:
+    """Host memory that as much again takes as these main params, or this state, have."""
+    return sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
