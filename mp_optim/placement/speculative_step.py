@@ -54,10 +54,10 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         """The back buffer of a bucket, with room for all of its slots."""
         live: dict[Key, Tensor] = {}
         for slot in self.buckets[index].slots:
-            live[(*slot, MAIN)] = param_at(self._host.param_groups, slot)
-            for key, tensor in self._host.slot_state(slot).items():
-                if key != "step":
-                    live[(*slot, key)] = tensor
+            tensors = {**self._host.slot_state(slot)}
+            tensors[MAIN] = param_at(self._host.param_groups, slot)
+            for key in tensors.keys() - {"step"}:
+                live[slot.group, slot.position, key] = tensors[key]
         self._back[index].reserve(live)
         return self._back[index]
 
