@@ -274,6 +274,7 @@ def _inner(
         pin_cpu_params=config.pin_cpu_params,
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
         offload_mode=config.offload_mode,
+        bucket_bytes=config.offload_bucket_bytes,
         host_threads=config.host_threads,
         host_cores=_host_cores(config),
         sub_optimizer_kwargs=construction,

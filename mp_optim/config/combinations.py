@@ -190,6 +190,10 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         "optimizer_offload_fraction='auto'",
         lambda c: c.optimizer_offload_fraction == "auto",
     ),
+    "offload_bucket_bytes": (
+        "optimizer_cpu_offload=True",
+        lambda c: c.optimizer_cpu_offload,
+    ),
     "pin_cpu_grads": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "pin_cpu_params": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "loss_scale": ("fp16=True", lambda c: c.fp16),

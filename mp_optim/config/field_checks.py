@@ -84,6 +84,9 @@ CHECKS: dict[str, Check] = {
         optional=True,
     ),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
+    "offload_bucket_bytes": Whole(
+        1, 2**62, "must be a whole number of bytes >= 1 (64 MiB is 64 * 2**20)"
+    ),
     "data_parallel_sharding_strategy": Choice(("no_shard", "optim", "optim_grads")),
     "grad_reduce_op": Choice(("avg", "sum")),
     "bucket_size": Whole(

@@ -139,6 +139,9 @@ class ConfigFields:
     """When the host works: sync (in ``step()``), overlap (gradients come down and are measured
     during backward) or speculative (they are also stepped then, into a second half of main params
     and moments; the verdict publishes it). The same bits in all three."""
+    offload_bucket_bytes: int = 64 << 20
+    """Staging bytes after which a bucket of host slots is closed; one larger parameter is a bucket
+    by itself. With ``offload_mode`` overlap or speculative, a sixteenth of all if that is less."""
     pin_cpu_grads: bool = True
     """Page-lock the staging memory for gradients and parameters."""
     pin_cpu_params: bool = True

@@ -310,7 +310,8 @@ class OverlappedHostStepper(HostStepper):
     def notes(self) -> tuple[str, ...]:
         held = self.host_bytes()
         return (
-            f"host: offload_mode {self.mode}, {len(self.buckets)} buckets, "
+            f"host: offload_mode {self.mode}, {len(self.buckets)} buckets of at most "
+            f"{self.settings.bucket_bytes:,} bytes, "
             f"{held.back_mains + held.back_state:,} bytes double buffer",
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def with_chosen_fraction(
         _log.info("optimizer_offload_fraction='auto': 0, the model is on the host")
         return with_fraction(config, 0.0)
     is_expert = expert_predicate or is_expert_param
-    held = _named(chunks)
+    held = list(named_params(chunks))  # frozen ones too
     named = [(name, _on_meta(param)) for name, param in held]
     experts = {name for name, param in held if is_expert(param, name)}
     if config.is_distributed:
@@ -97,24 +98,16 @@ def _agreed(
         own = choose()
     except ValueError as error:
         trouble = str(error)
-    for group in groups:
-        found: list[Any] = [None] * _size(group)
-        _gather(found, (own, trouble), group)
-        own, trouble = (
-            max(fraction for fraction, _ in found),
-            next((text for _, text in found if text), ""),
-        )
+    for group in filter(None, groups):
+        choices: list[Any] = [None] * group.size()
+        mine = own, trouble
+        with naming_missing_ranks(group)("agreeing on optimizer_offload_fraction"):
+            call(group, partial(dist.all_gather_object, choices, mine, group=group))
+        own = max(fraction for fraction, _ in choices)
+        trouble = next((text for _, text in choices if text), "")
     if trouble:
         raise ValueError(trouble)
     return own
-
-
-def _gather(found: list[Any], own: Any, group: ProcessGroup | None) -> None:
-    if group is None:
-        found[:] = [own]
-        return
-    with naming_missing_ranks(group)("agreeing on optimizer_offload_fraction"):
-        call(group, lambda: dist.all_gather_object(found, own, group=group))
 
 
 def _mesh_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:
@@ -125,19 +118,11 @@ def _mesh_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:
     return [] if mesh is None else mesh.get_all_groups()
 
 
-def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """All parameters, frozen ones too; tied ones once. The chunk's number goes before the name if
-    there are several."""
-    return [(name, cast(nn.Parameter, param)) for name, param in named_params(chunks)]
-
-
 def _on_meta(param: Tensor) -> nn.Parameter:
     """What this rank holds of a parameter, without data, and what is written on it (is it shared,
     what is it for)."""
-    meta = nn.Parameter(
-        torch.empty_like(local_tensor(param), device="meta"),
-        requires_grad=param.requires_grad,
-    )
+    values = torch.empty_like(local_tensor(param), device="meta")
+    meta = nn.Parameter(values, requires_grad=param.requires_grad)
     for name, value in vars(param).items():
         if not name.startswith("_"):
             setattr(meta, name, value)

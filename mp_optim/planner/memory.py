@@ -4,12 +4,14 @@ up."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory import build
@@ -20,7 +22,7 @@ from mp_optim.planner.params import ParamSpec, specs_of
 from mp_optim.planner.sharded import of_one_rank, without_sharding
 from mp_optim.precision import MegatronOptimizer, WrappedOptimizer
 from mp_optim.quantized import FLOAT8_DTYPES
-from mp_optim.slots import iter_slots
+from mp_optim.slots import param_at
 from mp_optim.slots.state_keys import REMAINDER
 
 
@@ -68,21 +70,16 @@ class MemoryPlan:
         """(what for, accelerator, pinned host, pageable host) in bytes, and the totals."""
         places = (self.accelerator, self.pinned_host, self.pageable_host)
         names = [spec.name for spec in dataclasses.fields(Memory)]
-        rows = []
-        for name in [*names, "total"]:
-            sizes = [getattr(place, name) for place in places]
-            rows.append((name.replace("_", " "), *sizes))
-        return rows
+        return [
+            (name.replace("_", " "), *map(attrgetter(name), places))
+            for name in [*names, "total"]
+        ]
 
     def __str__(self) -> str:
-        lines = [
-            f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"
-        ]
-        lines += [
-            f"{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}"
-            for name, a, p, h in self.rows()
-        ]
-        return "\n".join(lines)
+        text = f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"
+        for name, a, p, h in self.rows():
+            text += f"\n{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}"
+        return text
 
 
 class _Held(nn.Module):
@@ -175,10 +172,8 @@ def plan_rank(
 
 
 def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    param = nn.Parameter(
-        torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta"),
-        requires_grad=spec.trainable,
-    )
+    values = torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta")
+    param = nn.Parameter(values, requires_grad=spec.trainable)
     param.whole_shape = torch.Size(spec.shape)  # type: ignore[attr-defined]
     if spec.dtype in FLOAT8_DTYPES:
         param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
@@ -188,69 +183,47 @@ def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
     """Bytes of an optimizer's tensors; allocates its state if it had none."""
     optimizer.init_state()
-    found: dict[tuple[str, str], int] = {}
+    kinds = ("accelerator", "pinned_host", "pageable_host")
+    sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for part in optimizer.chained_optimizers:
         assert isinstance(part, WrappedOptimizer)  # nothing is distributed here
-        if isinstance(part.inner, HybridDeviceOptimizer):
-            for where, what, size in _reserves(part, part.inner):
-                found[where, what] = found.get((where, what), 0) + size
-        for where, what, tensor in _tensors(part):
-            found[where, what] = found.get((where, what), 0) + tensor.nbytes
-    pinned = (
-        *(["main_params"] if config.pin_cpu_params else []),
-        *(["staging"] if config.pin_cpu_grads else []),
-    )
-    kinds: dict[str, dict[str, int]] = {
-        "accelerator": {},
-        "pinned_host": {},
-        "pageable_host": {},
-    }
-    for (where, what), size in found.items():
-        is_pinned = where == "pinned" or (where == "host" and what in pinned)
-        kinds[
-            "accelerator"
-            if where == "device"
-            else "pinned_host"
-            if is_pinned
-            else "pageable_host"
-        ][what] = size
-    return MemoryPlan(
-        Memory(**kinds["accelerator"]),
-        Memory(**kinds["pinned_host"]),
-        Memory(**kinds["pageable_host"]),
-    )
+        for kind, what, size in (*_reserves(part, config), *_tensors(part, config)):
+            sizes[kind][what] += size
+    device, pinned, pageable = (Memory(**of_kind) for of_kind in sizes.values())
+    return MemoryPlan(device, pinned, pageable)
+
+
+def _host(is_pinned: bool) -> str:
+    return "pinned_host" if is_pinned else "pageable_host"
 
 
 def _reserves(
-    part: WrappedOptimizer, hybrid: HybridDeviceOptimizer
+    part: WrappedOptimizer, config: OptimizerConfig
 ) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and how much host memory is taken when stepping begins."""
-    held = hybrid.stepper.host_bytes()
-    yield "host", "staging", held.staging
-    yield (
-        "pinned" if part.config.pin_cpu_params else "host",
-        "double_buffers",
-        held.back_mains,
-    )
-    yield "host", "double_buffers", held.back_state
+    if isinstance(part.inner, HybridDeviceOptimizer):
+        held = part.inner.stepper.host_bytes()
+        yield _host(config.pin_cpu_grads), "staging", held.staging
+        yield _host(config.pin_cpu_params), "double_buffers", held.back_mains
+        yield _host(False), "double_buffers", held.back_state
 
 
-def _tensors(part: WrappedOptimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """Where, what for, and the tensor."""
-    hybrid = part.inner if isinstance(part.inner, HybridDeviceOptimizer) else None
-    for slot, _ in iter_slots(part.param_groups):
-        if not part.has_state(slot):
-            continue
-        where = "device" if hybrid is None else hybrid.place(slot)
+def _tensors(
+    part: WrappedOptimizer, config: OptimizerConfig
+) -> Iterator[tuple[str, str, int]]:
+    """Where, what for, and bytes of main params and state."""
+    for slot in filter(part.has_state, part.slots()):
+        on_device = part.inner.place(slot) == "device"
+        mains = "accelerator" if on_device else _host(config.pin_cpu_params)
         if part.has_separate_main(slot):
-            yield (
-                where,
-                "main_params",
-                part.inner.param_groups[slot.group]["params"][slot.position],
-            )
+            yield mains, "main_params", param_at(part.inner.param_groups, slot).nbytes
         for key, value in part.inner.slot_state(slot).items():
-            yield (
-                ("host" if key == "step" else where),
-                "main_params" if key == REMAINDER else "moments",
-                value,
-            )
+            if key == REMAINDER:
+                yield mains, "main_params", value.nbytes
+            else:
+                is_here = on_device and key != "step"
+                yield (
+                    "accelerator" if is_here else _host(False),
+                    "moments",
+                    value.nbytes,
+                )

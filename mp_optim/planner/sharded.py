@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,17 @@ from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots.tensor_layout import part_of
 
 Named = list[tuple[str, nn.Parameter]]
+_SHARDING = (
+    "use_distributed_optimizer",
+    "use_layer_wise_distributed_optimizer",
+    "overlap_grad_reduce",
+    "data_parallel_sharding_strategy",
+    "overlap_param_gather",
+    "grad_reduce_in_fp32",
+    "grad_reduce_op",
+    "reduce_scatter_with_fp32_accumulation",
+    "bucket_size",
+)
 
 
 @dataclass(frozen=True)
@@ -53,49 +65,36 @@ def of_one_rank(
     dense = [(name, param) for name, param in named if name not in experts]
     expert = [(name, param) for name, param in named if name in experts]
     buckets = [*_buckets(dense, config, ranks), *_buckets(expert, config, expert_ranks)]
-    owned = {
-        entry.name: _stepped(entry.stop - entry.start, shapes[entry.name], config)
-        for bucket in buckets
-        for entry in bucket.entries
-    }
-    stepped = [
-        (name, _like(param, owned.get(name, param.shape))) for name, param in named
-    ]
-    frozen = sum(param.nbytes for _, param in named if not param.requires_grad)
-    return Held(
-        stepped,
-        frozen + sum(bucket.params.nbytes for bucket in buckets),
-        sum(map(_grad_bytes, buckets)),
-    )
+    owned: dict[str, torch.Size] = {}
+    for entry in [entry for bucket in buckets for entry in bucket.entries]:
+        flat = torch.Size([entry.stop - entry.start])
+        is_whole = config.data_parallel_sharding_strategy == "no_shard"
+        owned[entry.name] = shapes[entry.name] if is_whole else flat
+    stepped = [(name, _like(param, owned.get(name))) for name, param in named]
+    params = sum(param.nbytes for _, param in named if not param.requires_grad)
+    params += sum(bucket.params.nbytes for bucket in buckets)
+    return Held(stepped, params, sum(map(_grad_bytes, buckets)))
 
 
 def without_sharding(config: OptimizerConfig) -> OptimizerConfig:
     """The config of the optimizer over what one rank owns."""
-    defaults = {spec.name: spec.default for spec in dataclasses.fields(config)}
-    settings = {name: getattr(config, name) for name in defaults}
-    for name in (
-        "use_distributed_optimizer",
-        "use_layer_wise_distributed_optimizer",
-        "overlap_grad_reduce",
-        "data_parallel_sharding_strategy",
-        "overlap_param_gather",
-        "grad_reduce_in_fp32",
-        "grad_reduce_op",
-        "reduce_scatter_with_fp32_accumulation",
-        "bucket_size",
-    ):
-        settings[name] = defaults[name]
-    return OptimizerConfig(**settings)
+    return with_defaults(config, _SHARDING)
+
+
+def with_defaults(config: OptimizerConfig, names: Collection[str]) -> OptimizerConfig:
+    """The config with some fields as by default."""
+    specs = [spec for spec in dataclasses.fields(config) if spec.name in names]
+    defaults: dict[str, Any] = {spec.name: spec.default for spec in specs}
+    return dataclasses.replace(config, **defaults)
 
 
 def _buckets(
     named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, ranks: int
 ) -> list[Bucket]:
-    trained = [(name, param) for name, param in named if param.requires_grad]
-    names = [name for name, _ in trained]
+    trained = {name: param for name, param in named if param.requires_grad}
     return make_buckets(
-        [param for _, param in trained],
-        names,
+        list(trained.values()),
+        list(trained),
         rank=0,
         ranks=ranks,
         bucket_size=bucket_elements(config, ranks),
@@ -105,25 +104,15 @@ def _buckets(
     )
 
 
-def _stepped(numel: int, whole: torch.Size, config: OptimizerConfig) -> torch.Size:
-    return (
-        whole
-        if config.data_parallel_sharding_strategy == "no_shard"
-        else torch.Size([numel])
-    )
-
-
 def _grad_size(param: Tensor) -> int:
     """Bytes of a parameter's gradient, which has its dtype, or 16 bits if the parameter has 8."""
     return 2 * param.numel() if param.dtype in FLOAT8_DTYPES else param.nbytes
 
 
-def _like(param: Tensor, shape: torch.Size) -> nn.Parameter:
-    """A rank's part of a parameter, which says what it is a part of."""
-    part = nn.Parameter(
-        torch.empty(shape, dtype=param.dtype, device="meta"),
-        requires_grad=param.requires_grad,
-    )
+def _like(param: Tensor, shape: torch.Size | None) -> nn.Parameter:
+    """A rank's part of a parameter, which says what it is a part of; of a frozen one, all."""
+    values = torch.empty(shape or param.shape, dtype=param.dtype, device="meta")
+    part = nn.Parameter(values, requires_grad=param.requires_grad)
     part.whole_shape = part_of(param).shape  # type: ignore[attr-defined]
     return part
 

@@ -12,8 +12,19 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.planner.layout import Layout
 from mp_optim.planner.memory import MemoryPlan, plan
 from mp_optim.planner.params import specs_of
+from mp_optim.planner.sharded import with_defaults
 
 _COMPACT = {"use_precision_aware_optimizer": True}
+_OFFLOADING = (
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "offload_mode",
+    "offload_bucket_bytes",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "gpu_memory",
+)
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "FP32": {},
     "bf16 moments, remainders": {
@@ -41,29 +52,13 @@ class SweepRow:
 def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
     """The config with another share of the optimizer on the host; fields that then do nothing are
     as by default."""
-    settings = {
-        spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)
-    }
     if fraction == 0.0:
-        defaults = {spec.name: spec.default for spec in dataclasses.fields(config)}
-        for name in (
-            "optimizer_cpu_offload",
-            "optimizer_offload_fraction",
-            "overlap_cpu_optimizer_d2h_h2d",
-            "offload_mode",
-            "pin_cpu_grads",
-            "pin_cpu_params",
-            "gpu_memory",
-        ):
-            settings[name] = defaults[name]
-        return OptimizerConfig(**settings)
-    return OptimizerConfig(
-        **{
-            **settings,
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": fraction,
-            "gpu_memory": None,
-        }
+        return with_defaults(config, _OFFLOADING)
+    return dataclasses.replace(
+        config,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=fraction,
+        gpu_memory=None,
     )
 
 
@@ -77,21 +72,13 @@ def sweep(
 ) -> list[SweepRow]:
     """A plan for every form of state and every fraction, in this order."""
     specs = specs_of(source)
-    base = {
-        spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)
-    }
-    return [
-        SweepRow(
-            name,
-            plan(
-                specs,
-                with_fraction(OptimizerConfig(**{**base, **form}), fraction),
-                layout,
-            ),
-        )
-        for name, form in forms.items()
-        for fraction in fractions
-    ]
+    rows = []
+    for name, form in forms.items():
+        in_form = dataclasses.replace(config, **form)
+        for fraction in fractions:
+            chosen = with_fraction(in_form, fraction)
+            rows.append(SweepRow(name, plan(specs, chosen, layout)))
+    return rows
 
 
 def smallest_fraction(

@@ -61,22 +61,22 @@ def test_a_run_holds_the_bytes_that_were_planned(
         optimizer_offload_fraction=1.0,
         offload_mode=mode,
         overlap_cpu_optimizer_d2h_h2d=pipelined,
+        offload_bucket_bytes=bucket_bytes,
         **(compact if precision == "compact" else {}),
     )
     model = model_of(torch.float32 if precision == "fp32" else torch.bfloat16)
     optimizer = get_megatron_optimizer(config, model)
     (hybrid,) = hybrids(optimizer)
     transfer = CountingTransfer()
-    hybrid.stepper.use_transfer(transfer, bucket_bytes)
+    hybrid.stepper.use_transfer(transfer)
     planned = hybrid.stepper.host_bytes()
-    if bucket_bytes == 64 << 20:
-        rank = plan(model, config)
-        staging = rank.pinned_host.staging + rank.pageable_host.staging
-        buffers = rank.pinned_host.double_buffers + rank.pageable_host.double_buffers
-        assert (staging, buffers) == (
-            planned.staging,
-            planned.back_mains + planned.back_state,
-        )
+    rank = plan(model, config)
+    staging = rank.pinned_host.staging + rank.pageable_host.staging
+    buffers = rank.pinned_host.double_buffers + rank.pageable_host.double_buffers
+    assert (staging, buffers) == (
+        planned.staging,
+        planned.back_mains + planned.back_state,
+    )
     take_steps = partial(step, model, optimizer)
     for _ in range(4):
         take_steps()
