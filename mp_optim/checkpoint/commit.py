@@ -25,19 +25,15 @@ _PREFIX = "version-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")
 
 
-def _number(path: Path) -> int | None:
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else None
+def _numbered(root: Path) -> list[tuple[int, Path]]:
+    """Versions in order, complete or not."""
+    matched = [(_NAME.fullmatch(path.name), path) for path in root.glob(f"{_PREFIX}*")]
+    return sorted((int(match[1]), path) for match, path in matched if match)
 
 
 def complete_versions(root: Path) -> list[Path]:
     """Version directories that have a manifest, oldest first."""
-    numbered = [
-        (number, path)
-        for path in root.glob(f"{_PREFIX}*")
-        if (number := _number(path)) is not None and (path / MANIFEST).is_file()
-    ]
-    return [path for _, path in sorted(numbered)]
+    return [path for _, path in _numbered(root) if (path / MANIFEST).is_file()]
 
 
 def staging_of(target: Path) -> Path:
@@ -55,12 +51,8 @@ def begin(root: Path) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f".{_PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)
-    taken = [
-        number
-        for path in root.glob(f"{_PREFIX}*")
-        if (number := _number(path)) is not None
-    ]
-    target = root / f"{_PREFIX}{max(taken, default=0) + 1}"
+    last = max((number for number, _ in _numbered(root)), default=0)
+    target = root / f"{_PREFIX}{last + 1}"
     staging_of(target).mkdir()
     return target
 

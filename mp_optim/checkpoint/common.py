@@ -23,15 +23,11 @@ _PARTS = {"optimizer", "extra", "model", "scheduler"}
 def without_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict without its tensors, and with a name for each parameter."""
     common = {key: value for key, value in state_dict.items() if key != "state"}
-    common["param_groups"] = [
-        {"param_names": _position_names(index, len(group["params"])), **group}
-        for index, group in enumerate(state_dict["param_groups"])
-    ]
-    return common
-
-
-def _position_names(group: int, count: int) -> list[str]:
-    return [f"group{group}.param{position}" for position in range(count)]
+    groups = []
+    for index, group in enumerate(state_dict["param_groups"]):
+        names = [f"group{index}.param{at}" for at in range(len(group["params"]))]
+        groups.append({"param_names": names, **group})
+    return {**common, "param_groups": groups}
 
 
 def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
@@ -91,18 +87,13 @@ def _merged(
     start = sum(len(group["params"]) for group in groups)
     for groups_of_rank in others:
         for group in groups_of_rank:
-            new = [
-                at for at, name in enumerate(group["param_names"]) if name not in seen
-            ]
+            names = group["param_names"]
+            new = [at for at, name in enumerate(names) if name not in seen]
             if new:
-                result.append(
-                    {
-                        **with_params(group, new),
-                        "params": list(range(start, start + len(new))),
-                    }
-                )
+                numbers = list(range(start, start + len(new)))
+                result.append({**with_params(group, new), "params": numbers})
                 start += len(new)
-                seen |= set(result[-1]["param_names"])
+                seen |= set(names)
     return result
 
 

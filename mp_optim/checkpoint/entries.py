@@ -3,8 +3,8 @@ optimizer need."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Saved
-from mp_optim.slots import Slot
-from mp_optim.slots.loading import Loadable
+from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.names import canonical_names, prefixed
 from mp_optim.slots.state_dict import with_params
+from mp_optim.slots.state_keys import SCALE, is_scale, scale_key
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
@@ -31,24 +31,13 @@ _OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
 Models = nn.Module | Sequence[nn.Module]
 
 
-class SlotStateful(Loadable, Protocol):
-    """What is needed of an optimizer: slots with names and state."""
-
-    def slots(self) -> list[Slot]: ...
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(
-        self, state_dict: dict[str, Any], *, convert: bool = False
-    ) -> None: ...
-
-
 def _entry(key: str, name: str) -> str:
     return f"{STATE}{key}.{name}"
 
 
-def _scale_of(name: str) -> str:
-    key, fqn = name.removeprefix(STATE).split(".", 1)
-    return _entry(f"{key}_scale", fqn)
+def _key_and_fqn(entry: str) -> tuple[str, str]:
+    key, _, fqn = entry.removeprefix(STATE).partition(".")
+    return key, fqn
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -58,58 +47,45 @@ def _chunks(models: Models) -> list[tuple[str, nn.Module]]:
     return prefixed([models] if isinstance(models, nn.Module) else list(models))
 
 
-def _state_dict(models: Models) -> dict[str, Any]:
-    """The chunks' state dicts as one, under canonical names."""
-    state: dict[str, Any] = {}
+def _canonical(
+    models: Models, read: Callable[[nn.Module], Mapping[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """What is read from each chunk, under canonical names."""
     for prefix, chunk in _chunks(models):
-        own = chunk.state_dict()
-        state |= {
-            prefix + short: own[name]
-            for name, short in canonical_names(chunk, own).items()
-        }
-    return state
+        own = read(chunk)
+        for name, short in canonical_names(chunk, own).items():
+            yield prefix + short, own[name]
+
+
+def _state(models: Models) -> Iterator[tuple[str, Any]]:
+    return _canonical(models, lambda chunk: chunk.state_dict())
 
 
 def params_of(models: Models) -> dict[str, Tensor]:
     """The parameters under the names they have in a checkpoint."""
-    params: dict[str, Tensor] = {}
-    for prefix, chunk in _chunks(models):
-        own = dict(chunk.named_parameters())
-        params |= {
-            MODEL + prefix + short: own[name]
-            for name, short in canonical_names(chunk, own).items()
-        }
-    return params
+    params = _canonical(models, lambda chunk: dict(chunk.named_parameters()))
+    return {MODEL + name: param for name, param in params}
 
 
 def plain_of(models: Models) -> dict[str, Any]:
     """What a model's state dict holds beside tensors (``get_extra_state``), by name."""
-    return {
-        name: value
-        for name, value in _state_dict(models).items()
-        if not isinstance(value, Tensor)
-    }
+    state = _state(models)
+    return {name: value for name, value in state if not isinstance(value, Tensor)}
 
 
 def load_model(
     models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
 ) -> None:
     """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
-    own_names = (name for name in tensors if name.startswith(MODEL))
-    state: dict[str, Any] = {
-        name.removeprefix(MODEL): tensors[name] for name in own_names
-    }
+    names = [name for name in tensors if name.startswith(MODEL)]
+    state: dict[str, Any] = {name.removeprefix(MODEL): tensors[name] for name in names}
     state |= plain
     for prefix, chunk in _chunks(models):
-        own = canonical_names(chunk, chunk.state_dict())
-        chunk.load_state_dict(
-            {
-                name: state[prefix + short]
-                for name, short in own.items()
-                if prefix + short in state
-            },
-            strict=False,
-        )
+        given = {}
+        for name, short in canonical_names(chunk, chunk.state_dict()).items():
+            if prefix + short in state:
+                given[name] = state[prefix + short]
+        chunk.load_state_dict(given, strict=False)
 
 
 # -- everything -----------------------------------------------------------------------------------
@@ -117,28 +93,26 @@ def load_model(
 
 @uncollected()
 def entries_of(
-    models: Models, optimizer: SlotStateful | None, full_precision: bool = False
+    models: Models, optimizer: SlotKeyedOptimizer | None, full_precision: bool = False
 ) -> dict[str, Tensor]:
     """Every tensor under its name. The tensors are the live ones where that is possible."""
+    state = _state(models)
     entries = {
-        MODEL + name: value
-        for name, value in _state_dict(models).items()
-        if isinstance(value, Tensor)
+        MODEL + name: value for name, value in state if isinstance(value, Tensor)
     }
-    for slot in optimizer.slots() if optimizer is not None else ():
-        assert optimizer is not None
-        state = (
-            optimizer.full_slot_state(slot)
-            if full_precision
-            else optimizer.slot_state(slot)
-        )
-        for key, value in state.items():
+    if optimizer is None:
+        return entries
+    read = optimizer.full_slot_state if full_precision else optimizer.slot_state
+    for slot in optimizer.slots():
+        for key, value in read(slot).items():
             entries[_entry(key, optimizer.slot_name(slot))] = value
     return entries
 
 
 def unallocated(
-    optimizer: SlotStateful | None, saved: Mapping[str, Saved], present: Collection[str]
+    optimizer: SlotKeyedOptimizer | None,
+    saved: Mapping[str, Saved],
+    present: Collection[str],
 ) -> dict[str, Tensor]:
     """New tensors for saved state of optimizers that allocate theirs when they step first."""
     if optimizer is None:
@@ -146,14 +120,12 @@ def unallocated(
     slots = [slot for slot in optimizer.slots() if optimizer.state_of(slot).takes_any()]
     names = {optimizer.slot_name(slot) for slot in slots}
     return {
-        name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        name: _new(entry)
         for name, entry in saved.items()
-        if name.startswith(STATE) and name not in present and _fqn(name) in names
+        if name.startswith(STATE)
+        and name not in present
+        and _key_and_fqn(name)[1] in names
     }
-
-
-def _fqn(name: str) -> str:
-    return name.removeprefix(STATE).split(".", 1)[1]
 
 
 def in_saved_form(
@@ -167,49 +139,43 @@ def in_saved_form(
         saved: the checkpoint's entries.
         convert: read tensors of the model of another dtype, too.
     """
-    if all(
-        _dtype(saved.get(name), value.dtype) == value.dtype
-        and (name in saved or name.startswith(MODEL))
+    result: dict[str, Tensor] = {}
+    differ = {
+        name
         for name, value in tensors.items()
-    ):
-        return dict(tensors)
-    model = {
-        name: _new_like(value, saved.get(name))
-        if convert and _dtype(saved.get(name), value.dtype) != value.dtype
-        else value
-        for name, value in tensors.items()
-        if name.startswith(MODEL)
+        if _dtype(saved.get(name), value.dtype) != value.dtype
+        or not (name in saved or name.startswith(MODEL))
     }
-    own = {name: value for name, value in tensors.items() if name.startswith(STATE)}
-    state: dict[str, Tensor] = {}
-    for name, value in own.items():
-        state |= _as_saved(name, value, saved)
-    if state.keys() == own.keys() and all(
-        own[name].dtype == value.dtype for name, value in state.items()
-    ):
-        return {**model, **own}
-    return {**model, **state}
+    state_differs = any(name.startswith(STATE) for name in differ)
+    for name, value in tensors.items():
+        if name.startswith(STATE) and state_differs:
+            result |= _as_saved(name, value, saved)
+        elif name.startswith(MODEL) and name in differ and convert:
+            result[name] = _new_like(value, saved[name])
+        else:
+            result[name] = value
+    return result
 
 
 def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
     """New tensors to read one state tensor into, under the names and of the dtypes it was saved
     with."""
-    key, fqn = name.removeprefix(STATE).split(".", 1)
-    scale = _entry(f"{key}_scale", fqn)
+    key, fqn = _key_and_fqn(name)
     if name not in saved:
         other = _entry(_OTHER_FORMS.get(key, ""), fqn)
         if other in saved:
             return {other: _new_like(own, saved[other])}
-        if key.endswith("_scale") and _entry(key.removesuffix("_scale"), fqn) in saved:
+        if is_scale(key) and _entry(key.removesuffix(SCALE), fqn) in saved:
             return {}
-    if scale in saved and _dtype(saved[name], own.dtype) != own.dtype:
-        return {
-            name: _new_like(own, saved[name]),
-            scale: torch.empty(
-                saved[scale].shape, dtype=saved[scale].dtype, device="cpu"
-            ),
-        }
-    return {name: _new_like(own, saved.get(name))}
+    form = {name: _new_like(own, saved.get(name))}
+    scale = _entry(scale_key(key), fqn)
+    if scale in saved and saved[name].dtype != own.dtype:
+        form[scale] = _new(saved[scale])
+    return form
+
+
+def _new(saved: Saved) -> Tensor:
+    return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
 
 
 def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -217,11 +183,9 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     part."""
     result = dict(tensors)
     for name, value in tensors.items():
-        if (
-            name.startswith(STATE)
-            and is_cut(value)
-            and (scale := _scale_of(name)) in tensors
-        ):
+        key, fqn = _key_and_fqn(name)
+        scale = _entry(scale_key(key), fqn)
+        if name.startswith(STATE) and is_cut(value) and scale in tensors:
             result[scale] = scales_of_elements(value, tensors[scale])
     return result
 
@@ -254,17 +218,14 @@ def state_by_index(
     groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]
 ) -> dict[int, dict[str, Tensor]]:
     """State by the indices of saved param groups."""
-    index_of = {
-        name: index
-        for group in groups
-        for name, index in zip(group["param_names"], group["params"], strict=True)
-    }
+    index_of: dict[str, int] = {}
+    for group in groups:
+        index_of.update(zip(group["param_names"], group["params"], strict=True))
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        if name.startswith(STATE):
-            key, fqn = name.removeprefix(STATE).split(".", 1)
-            if fqn in index_of:
-                state.setdefault(index_of[fqn], {})[key] = value
+        key, fqn = _key_and_fqn(name)
+        if name.startswith(STATE) and fqn in index_of:
+            state.setdefault(index_of[fqn], {})[key] = value
     return state
 
 
@@ -286,27 +247,23 @@ def check_entries(
         wanted: tensors to read on this rank.
         others: names that any rank reads.
     """
-    here = {name: value for name, value in wanted.items() if name in saved}
-    shapes = [
-        f"{name}: saved {saved[name].shape}, expected {tuple(value.shape)}"
-        for name, value in here.items()
-        if saved[name].shape != value.shape
-    ]
-    dtypes = [
-        f"{name}: saved {saved[name].dtype}, expected {value.dtype}"
-        for name, value in here.items()
-        if saved[name].dtype != value.dtype
-    ]
     problems = {
         "missing": sorted(wanted.keys() - saved.keys()),
         "unexpected": sorted(saved.keys() - set(others)),
-        "mis-shaped": shapes,
-        "of another dtype": dtypes,
+        "mis-shaped": [],
+        "of another dtype": [],
     }
-    if any(problems.values()):
-        listed = ", ".join(
-            f"{kind} {_some(names)}" for kind, names in problems.items() if names
-        )
+    for name in filter(saved.__contains__, wanted):
+        there, here = saved[name], wanted[name]
+        if there.shape != here.shape:
+            text = f"{name}: saved {there.shape}, expected {tuple(here.shape)}"
+            problems["mis-shaped"].append(text)
+        if there.dtype != here.dtype:
+            text = f"{name}: saved {there.dtype}, expected {here.dtype}"
+            problems["of another dtype"].append(text)
+    present = [f"{kind} {_some(names)}" for kind, names in problems.items() if names]
+    if present:
+        listed = ", ".join(present)
         raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
 
 

@@ -99,12 +99,10 @@ def _whole(optimizer: HasMainParams, ranks: Ranks) -> Iterator[tuple[str, Tensor
             full = full.full_tensor()
         elif isinstance(full, FlatShard):
             full = full.full_tensor(ranks.group)
-        yield (
-            name,
-            full.float().cpu().contiguous()
-            if ranks.is_first
-            else full.new_empty(full.shape, device="meta"),
-        )
+        if ranks.is_first:
+            yield name, full.float().cpu().contiguous()
+        else:
+            yield name, full.new_empty(full.shape, device="meta")
 
 
 def _files(
@@ -125,34 +123,19 @@ def _publish(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[s
     """Give the files their names, write the index if there are several, and delete an earlier
     export's."""
     count = len(written)
-    names = (
-        ["model.safetensors"]
-        if count == 1
-        else [
-            f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            for number in range(count)
-        ]
-    )
-    for (temporary, _, _), name in zip(written, names, strict=True):
+    names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
+    if count == 1:
+        names = ["model.safetensors"]
+    total, weight_map = 0, {}
+    for (temporary, keys, size), name in zip(written, names, strict=True):
         os.replace(temporary, folder / name)
+        weight_map.update(dict.fromkeys(keys, name))
+        total += size
     if count > 1:
-        weight_map = {
-            key: name
-            for (_, keys, _), name in zip(written, names, strict=True)
-            for key in keys
-        }
-        index = {
-            "metadata": {"total_size": sum(size for _, _, size in written)},
-            "weight_map": weight_map,
-        }
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         replace_durably(folder / _INDEX, json.dumps(index, indent=2).encode())
-    earlier = {
-        path.name
-        for path in (
-            *folder.glob("model.safetensors"),
-            *folder.glob("model-*-of-*.safetensors"),
-        )
-    }
+    earlier = {path.name for path in folder.glob("model-*-of-*.safetensors")}
+    earlier.add("model.safetensors")
     for name in (*(earlier - set(names)), *([_INDEX] if count == 1 else [])):
         (folder / name).unlink(missing_ok=True)
     sync_directory(folder)

@@ -39,14 +39,7 @@ def as_metadata(index: Index, folder: Path) -> bytes:
     pickled once."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
-    alike: dict[
-        tuple[
-            torch.dtype,
-            tuple[int, ...],
-            tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
-        ],
-        TensorStorageMetadata,
-    ] = {}
+    alike: dict[tuple[object, ...], TensorStorageMetadata] = {}
     for name, saved in index.entries.items():
         cut = tuple((box.offsets, box.sizes) for box in saved.boxes)
         metadata = alike.get((saved.dtype, saved.shape, cut))

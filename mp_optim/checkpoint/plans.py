@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.pieces import Place, places_of
+
+_Form = tuple[torch.dtype, tuple[int, ...], str]
+"""Dtype, shape, and whether an entry is held "whole" or "sharded"."""
 
 
 class Whole(NamedTuple):
@@ -107,10 +111,7 @@ def shares(
     loads = [0] * len(held)
     left_out = _shared_parts(parts, loads)
     written = _shared_wholes(sheets, ranks_of, loads)
-    return [
-        Share(frozenset(names), left)
-        for names, left in zip(written, left_out, strict=True)
-    ]
+    return list(map(Share, map(frozenset, written), left_out))
 
 
 def _shared_wholes(
@@ -119,15 +120,13 @@ def _shared_wholes(
     loads: list[int],
 ) -> list[list[str]]:
     """Each entry to the rank that has least to write of those that hold it; ``loads`` grow."""
-    holders: dict[str, tuple[bytes, ...]] = {}
-    entries: dict[str, Whole] = {}
+    holders: dict[Whole, tuple[bytes, ...]] = {}
     for digest, wholes in sheets.items():
         for entry in wholes:
-            holders[entry.name] = (*holders.get(entry.name, ()), digest)
-            entries[entry.name] = entry
+            holders[entry] = (*holders.get(entry, ()), digest)
     alike: dict[tuple[bytes, ...], list[Whole]] = {}
-    for name, held_by in holders.items():
-        alike.setdefault(held_by, []).append(entries[name])
+    for entry, held_by in holders.items():
+        alike.setdefault(held_by, []).append(entry)
     written: list[list[str]] = [[] for _ in loads]
     for held_by, wholes in sorted(alike.items(), key=lambda item: len(item[0])):
         queue = [(loads[rank], rank) for digest in held_by for rank in ranks_of[digest]]
@@ -181,36 +180,29 @@ def _check_agreement(
 ) -> None:
     """Entries of the same name must be the same thing everywhere: a copy that is not written must
     not differ."""
-    seen: dict[str, tuple[torch.dtype, tuple[int, ...], bool, int]] = {}
-    boxes: dict[str, set[Place]] = {}
+    seen: dict[str, tuple[_Form, int]] = {}
+    boxes: dict[tuple[str, tuple[int, ...]], set[Place]] = {}
     for digest, wholes in sheets.items():
-        rank = ranks_of[digest][0]
-        for entry in wholes:
-            _compare(seen, entry.name, (entry.dtype, entry.shape, False, rank))
+        for name, dtype, shape in wholes:
+            _compare(seen, name, (dtype, shape, "whole"), ranks_of[digest][0])
     for rank, held in enumerate(parts):
-        for part in held:
-            _compare(seen, part.name, (part.dtype, part.shape, True, rank))
-            boxes.setdefault(part.name, set()).update(part.places)
-    for name, places in boxes.items():
-        check_cover(name, seen[name][1], places)
+        for name, dtype, shape, places in held:
+            _compare(seen, name, (dtype, shape, "sharded"), rank)
+            boxes.setdefault((name, shape), set()).update(places)
+    for (name, shape), held_boxes in boxes.items():
+        check_cover(name, shape, held_boxes)
 
 
 def _compare(
-    seen: dict[str, tuple[torch.dtype, tuple[int, ...], bool, int]],
-    name: str,
-    what: tuple[torch.dtype, tuple[int, ...], bool, int],
+    seen: dict[str, tuple[_Form, int]], name: str, form: _Form, rank: int
 ) -> None:
-    other = seen.setdefault(name, what)
-    if other[:3] != what[:3]:
-        low, high = sorted((other, what), key=lambda one: one[3])
+    other = seen.setdefault(name, (form, rank))
+    if other[0] != form:
+        (a, low), (b, high) = sorted((other, (form, rank)), key=itemgetter(1))
         raise ValueError(
-            f"{name} is {_said(low)} on rank {low[3]} and {_said(high)} on rank {high[3]}; "
-            "different things need different names"
+            f"{name} is {a[0]} {a[1]}, {a[2]} on rank {low} and {b[0]} {b[1]}, {b[2]} on rank "
+            f"{high}; different things need different names"
         )
-
-
-def _said(what: tuple[torch.dtype, tuple[int, ...], bool, int]) -> str:
-    return f"{what[0]} {what[1]}, {'sharded' if what[2] else 'whole'}"
 
 
 def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> None:

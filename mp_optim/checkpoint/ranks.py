@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -74,12 +75,15 @@ class Ranks:
         assert self.group is not None
         return dist.get_global_rank(self.group, 0)
 
-    def _call(self, communicate: Callable[[], T]) -> T:
+    def _call(
+        self, collective: Callable[..., object], *args: Any, **ranks: Any
+    ) -> None:
         """Talk to the others; a failure names who is missing, and the group of our own is made anew
         after it."""
         assert self.group is not None
+        communicate = partial(collective, *args, **ranks, group=self.group)
         try:
-            return _together(
+            _together(
                 self.group, "saving or loading a checkpoint together", communicate
             )
         except RuntimeError:
@@ -93,11 +97,7 @@ class Ranks:
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_first else None
-        self._call(
-            lambda: dist.gather_object(
-                value, values, dst=self._first(), group=self.group
-            )
-        )
+        self._call(dist.gather_object, value, values, dst=self._first())
         return values or []
 
     def scatter(self, values: list[T]) -> T:
@@ -105,14 +105,8 @@ class Ranks:
         if self.group is None:
             return values[0]
         received: list[Any] = [None]
-        self._call(
-            lambda: dist.scatter_object_list(
-                received,
-                values if self.is_first else None,
-                src=self._first(),
-                group=self.group,
-            )
-        )
+        given = values if self.is_first else None
+        self._call(dist.scatter_object_list, received, given, src=self._first())
         item: T = received[0]
         return item
 
@@ -120,11 +114,7 @@ class Ranks:
         """The first rank's value."""
         received: list[Any] = [value]
         if self.group is not None:
-            self._call(
-                lambda: dist.broadcast_object_list(
-                    received, src=self._first(), group=self.group
-                )
-            )
+            self._call(dist.broadcast_object_list, received, src=self._first())
         item: T = received[0]
         return item
 
@@ -165,6 +155,16 @@ class Ranks:
         item: T = value  # type: ignore[assignment]
         return item
 
+    def each(self, what: str, work: Callable[[], T]) -> T:
+        """Everybody works, and keeps the own result.
+
+        Raises:
+            Exception: as :meth:`agree`.
+        """
+        kept: list[T] = []
+        self.agree(what, lambda: kept.append(work()))
+        return kept[0]
+
     def on_first(self, what: str, work: Callable[[], T]) -> T | None:
         """The first rank works and keeps the result; None elsewhere.
 
@@ -181,10 +181,8 @@ class Ranks:
             raise own
         if told:
             kind = _KINDS.get(told[0][0], RuntimeError)
-            raise kind(
-                f"{what}: "
-                + "; ".join(f"rank {rank}: {text}" for _, rank, text in told)
-            )
+            texts = "; ".join(f"rank {rank}: {text}" for _, rank, text in told)
+            raise kind(f"{what}: {texts}")
 
 
 def job_timeout() -> timedelta:
@@ -220,11 +218,8 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as error:
-        return (
-            None,
-            error,
-        )  # others wait for this rank: they have to hear of an interrupt too
+    except BaseException as error:  # others wait: they have to hear of an interrupt too
+        return None, error
 
 
 def _told(rank: int, failure: BaseException | None) -> tuple[str, int, str] | None:

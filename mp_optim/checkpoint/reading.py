@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add, sub
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -81,14 +82,8 @@ class Reading:
 
     def read(self) -> None:
         """Copy the elements to where they belong."""
-        if self.index.sums is None:
-            self._each(
-                lambda file, copy: copy.target.copy_(
-                    _unpickled(file, copy, self.version)
-                )
-            )
-        else:
-            self._each(lambda file, copy: _read(file, copy, self.version))
+        read = _read if self.index.sums is not None else _read_unpickled
+        self._each(lambda file, copy: read(file, copy, self.version))
 
     def _by_file(self) -> dict[str, list[_Copy]]:
         copies: dict[str, list[_Copy]] = {}
@@ -116,10 +111,9 @@ def read_index(version: Path, manifest: Manifest) -> Index:
         (INDEX, from_json) if INDEX in manifest.files else (METADATA, from_metadata)
     )
     content = read_checked(version, manifest, name)
+    sizes = {file: entry.bytes for file, entry in manifest.files.items()}
     try:
-        return parse(
-            content, {file: entry.bytes for file, entry in manifest.files.items()}
-        )
+        return parse(content, sizes)
     except ValueError as error:
         raise ValueError(
             f"{version / name} is damaged or no plain data: {error}"
@@ -146,33 +140,14 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
     """What fills one box of a tensor."""
     if not target.numel():
         return []
-    first = saved.boxes[0] if saved.boxes else None
-    if (
-        first is not None
-        and len(saved.boxes) == 1
-        and first.offsets == place.offsets
-        and first.sizes == place.sizes
-    ):
-        return [_Copy(first, (0,) * len(first.sizes), first.sizes, target)]
     result = []
     for box in saved.boxes:
-        common = [
-            (max(here, there), min(here + size, there + length))
-            for here, size, there, length in zip(
-                place.offsets, place.sizes, box.offsets, box.sizes, strict=True
-            )
-        ]
-        if all(begin < end for begin, end in common):
-            sizes = tuple(end - begin for begin, end in common)
-            view = target
-            for dim, ((begin, _), offset, size) in enumerate(
-                zip(common, place.offsets, sizes, strict=True)
-            ):
-                view = view.narrow(dim, begin - offset, size)
-            inner = tuple(
-                begin - offset
-                for (begin, _), offset in zip(common, box.offsets, strict=True)
-            )
+        begins = tuple(map(max, place.offsets, box.offsets))
+        ends = map(min, _ends(place), _ends(box))
+        sizes = tuple(map(sub, ends, begins))
+        if all(size > 0 for size in sizes):
+            view = _narrowed(target, map(sub, begins, place.offsets), sizes)
+            inner = tuple(map(sub, begins, box.offsets))
             result.append(_Copy(box, inner, sizes, view))
     if sum(math.prod(copy.sizes) for copy in result) != target.numel():
         raise ValueError(
@@ -180,6 +155,10 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
             f"{place.offsets} once"
         )
     return result
+
+
+def _ends(box: Place | SavedBox) -> Iterable[int]:
+    return map(add, box.offsets, box.sizes)
 
 
 def _check_blocks(
@@ -204,24 +183,22 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     if copy.is_contiguous():
         _fill(file, memory_of(copy.target), version, copy)
         return
-    if not copy.sizes:
-        staged = torch.empty((), dtype=copy.target.dtype, device="cpu")
-        _fill(file, memory_of(staged), version, copy)
-        copy.target.copy_(staged)
-        return
-    rows = max(1, _STAGING_BYTES * copy.sizes[0] // (end - begin))
-    for start in range(0, copy.sizes[0], rows):
-        count = min(rows, copy.sizes[0] - start)
+    first_dim, *others = copy.sizes or (1,)
+    target = copy.target if copy.sizes else copy.target.view(1)
+    rows = max(1, _STAGING_BYTES * first_dim // (end - begin))
+    for start in range(0, first_dim, rows):
+        count = min(rows, first_dim - start)
         staged = torch.empty(
-            (count, *copy.box.sizes[1:]), dtype=copy.target.dtype, device="cpu"
+            (count, *copy.box.sizes[1:]), dtype=target.dtype, device="cpu"
         )
         _fill(file, memory_of(staged), version, copy)
-        copy.target.narrow(0, start, count).copy_(_narrowed(staged, copy, from_dim=1))
+        part = _narrowed(staged, (0, *copy.begin[1:]), (count, *others))
+        target.narrow(0, start, count).copy_(part)
 
 
-def _narrowed(value: Tensor, copy: _Copy, from_dim: int) -> Tensor:
-    for dim in range(from_dim, len(copy.sizes)):
-        value = value.narrow(dim, copy.begin[dim], copy.sizes[dim])
+def _narrowed(value: Tensor, begin: Iterable[int], sizes: Iterable[int]) -> Tensor:
+    for dim, (first, size) in enumerate(zip(begin, sizes, strict=True)):
+        value = value.narrow(dim, first, size)
     return value
 
 
@@ -233,29 +210,25 @@ def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> Non
         )
 
 
+def _read_unpickled(file: BinaryIO, copy: _Copy, version: Path) -> None:
+    copy.target.copy_(_unpickled(file, copy, version))
+
+
 def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
     """Elements of a box that ``torch.save`` wrote."""
     file.seek(copy.box.start)
     try:
-        tensor = torch.load(
-            io.BytesIO(file.read(copy.box.length)),
-            map_location="cpu",
-            weights_only=True,
-        )
-    except (
-        Exception
-    ) as error:  # damage raises anything; whatever is no plain tensor, too
+        content = io.BytesIO(file.read(copy.box.length))
+        tensor = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # damage raises anything, and so does what is no tensor
         raise ValueError(
             f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
             f"{copy.box.start + copy.box.length} are no tensor ({type(error).__name__})"
         ) from error
-    right = isinstance(tensor, Tensor) and (tensor.dtype, tuple(tensor.shape)) == (
-        copy.target.dtype,
-        copy.box.sizes,
-    )
-    if not right:
+    form = copy.target.dtype, copy.box.sizes
+    if not isinstance(tensor, Tensor) or (tensor.dtype, tuple(tensor.shape)) != form:
         raise ValueError(
             f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
             f"{copy.box.start + copy.box.length} are another tensor than .metadata says"
         )
-    return _narrowed(tensor, copy, from_dim=0)
+    return _narrowed(tensor, copy.begin, copy.sizes)

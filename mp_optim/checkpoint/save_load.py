@@ -34,7 +34,6 @@ from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.entries import (
     MODEL,
     Models,
-    SlotStateful,
     as_read,
     check_entries,
     entries_of,
@@ -61,6 +60,7 @@ from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entr
 from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.loading import check_plain
 
 StrPath = str | os.PathLike[str]
@@ -70,7 +70,7 @@ StrPath = str | os.PathLike[str]
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotStateful | None,
+    optimizer: SlotKeyedOptimizer | None,
     scheduler: Any = ...,
     extra: Mapping[str, Any] | None = ...,
     *,
@@ -83,7 +83,7 @@ def save(
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotStateful | None,
+    optimizer: SlotKeyedOptimizer | None,
     scheduler: Any = ...,
     extra: Mapping[str, Any] | None = ...,
     *,
@@ -96,7 +96,7 @@ def save(
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotStateful | None,
+    optimizer: SlotKeyedOptimizer | None,
     scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -139,9 +139,7 @@ def save(
     ranks = Ranks.of(process_group)
     ranks.agree("an earlier save", background.finish_previous)
     common = {
-        "optimizer": None
-        if optimizer is None
-        else without_state(optimizer.state_dict()),
+        "optimizer": optimizer and without_state(optimizer.state_dict()),
         "extra": dict(extra or {}),
         "model": plain_of(model),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -216,7 +214,7 @@ def verify(path: StrPath) -> Path:
 def load(
     path: StrPath,
     model: Models,
-    optimizer: SlotStateful | None,
+    optimizer: SlotKeyedOptimizer | None,
     scheduler: Any = None,
     *,
     convert: bool = False,
@@ -247,16 +245,11 @@ def load(
     background.wait_for_previous()
     ranks = Ranks.of(process_group)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
-    opened: list[tuple[Index, dict[str, Any]]] = []
-    ranks.agree(
-        f"loading {version}", lambda: opened.append(_open(version, verify, ranks))
-    )
+    loading = f"loading {version}"
+    index, common = ranks.each(loading, lambda: _open(version, verify, ranks))
     own = entries_of(model, optimizer)
-    renamed = renamed_entries(opened[0][0].entries, own)
-    index, common = (
-        index_under(renamed, opened[0][0]),
-        common_under(renamed, opened[0][1]),
-    )
+    renamed = renamed_entries(index.entries, own)
+    index, common = index_under(renamed, index), common_under(renamed, common)
     saved = {
         name: entry
         for name, entry in index.entries.items()
@@ -265,21 +258,21 @@ def load(
     own |= unallocated(optimizer, saved, own)
     tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
-    planned: list[Reading] = []
 
-    def check() -> None:
+    def checked() -> Reading:
         check_entries(version, saved, tensors, everybody)
         _check_scheduler(version, scheduler, common)
         _check_groups(version, optimizer, common, convert)
-        planned.append(plan_reading(tensors, version, index))
-        planned[0].check()
+        reading = plan_reading(tensors, version, index)
+        reading.check()
+        return reading
 
-    ranks.agree(f"loading {version}", check)
-    ranks.agree(f"loading {version}", planned[0].read)
-    ranks.agree(
-        f"loading {version}",
-        lambda: _hand_over(as_read(tensors), common, model, optimizer, convert),
-    )
+    def hand_over() -> None:
+        _hand_over(as_read(tensors), common, model, optimizer, convert)
+
+    reading = ranks.each(loading, checked)
+    ranks.agree(loading, reading.read)
+    ranks.agree(loading, hand_over)
     if scheduler is not None:
         scheduler.load_state_dict(common["scheduler"])
     extra: dict[str, Any] = common["extra"]
@@ -289,9 +282,8 @@ def load(
 def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, Any]]:
     manifest = read_manifest(version)
     index, common = read_index(version, manifest), read_common(version, manifest)
-    if (
-        verify or index.sums is None
-    ):  # an older version of mp_optim kept no other checksums
+    # An older version of mp_optim kept no other checksums.
+    if verify or index.sums is None:
         verify_files(version, list(manifest.files.items())[ranks.rank :: ranks.size])
     return index, common
 
@@ -317,7 +309,7 @@ def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -
 
 def _check_groups(
     version: Path,
-    optimizer: SlotStateful | None,
+    optimizer: SlotKeyedOptimizer | None,
     common: Mapping[str, Any],
     convert: bool,
 ) -> None:
@@ -328,18 +320,16 @@ def _check_groups(
         raise ValueError(
             f"{version} holds a model and no optimizer; load it with optimizer=None"
         )
-    check_plain(
-        optimizer,
-        {**common["optimizer"], "param_groups": _own_groups(optimizer, common)},
-        convert=convert,
-    )
+    check_plain(optimizer, _own_groups(optimizer, common), convert=convert)
 
 
 def _own_groups(
-    optimizer: SlotStateful, common: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+    optimizer: SlotKeyedOptimizer, common: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The saved state dict without state, and without parameters that this rank does not have."""
     names = {optimizer.slot_name(slot) for slot in optimizer.slots()}
-    return wanted_groups(common["optimizer"]["param_groups"], names)
+    groups = wanted_groups(common["optimizer"]["param_groups"], names)
+    return {**common["optimizer"], "param_groups": groups}
 
 
 @uncollected()
@@ -347,18 +337,12 @@ def _hand_over(
     tensors: dict[str, Tensor],
     common: dict[str, Any],
     model: Models,
-    optimizer: SlotStateful | None,
+    optimizer: SlotKeyedOptimizer | None,
     convert: bool,
 ) -> None:
     load_model(model, tensors, common["model"])
     if optimizer is None:
         return
-    groups = _own_groups(optimizer, common)
-    optimizer.load_state_dict(
-        {
-            **common["optimizer"],
-            "param_groups": groups,
-            "state": state_by_index(groups, tensors),
-        },
-        convert=convert,
-    )
+    state_dict = _own_groups(optimizer, common)
+    state_dict["state"] = state_by_index(state_dict["param_groups"], tensors)
+    optimizer.load_state_dict(state_dict, convert=convert)

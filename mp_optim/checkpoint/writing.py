@@ -7,6 +7,7 @@ rank, so it can happen in the background, from a snapshot of just what this rank
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from mp_optim.checkpoint.manifest import FileSum, file_sum
 from mp_optim.checkpoint.metadata import METADATA, as_metadata
 from mp_optim.checkpoint.payload import header, memory_of
 from mp_optim.checkpoint.pieces import Place, piece, whole_place
-from mp_optim.checkpoint.plans import Holding, Parted, Share, Whole, holding_of, shares
+from mp_optim.checkpoint.plans import Holding, Share, Whole, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
 
 _TINY = 64
@@ -92,9 +93,7 @@ class _SummedFile:
 class Written(NamedTuple):
     """A box in a file."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    entry: Whole
     place: Place
     start: int
 
@@ -146,10 +145,8 @@ class Writing:
         """
         index = _index_of(parts)
         files = {part.file: part.sum for part in parts if part.sum is not None}
-        for name, content in (
-            (INDEX, as_json(index)),
-            (METADATA, as_metadata(index, self.folder)),
-        ):
+        contents = {INDEX: as_json(index), METADATA: as_metadata(index, self.folder)}
+        for name, content in contents.items():
             write_durably(self.folder / name, content)
             files[name] = file_sum(self.folder / name)
         return files
@@ -170,23 +167,18 @@ def _written(
         if start > file.size:
             file.write(before)
             file.write(memory)
-        yield Written(entry.name, entry.dtype, entry.shape, place, start)
+        yield Written(entry, place, start)
 
 
 def _index_of(parts: list[Part]) -> Index:
     entries: dict[str, Saved] = {}
     for part in parts:
-        for name, dtype, shape, place, start in part.written:
-            saved = entries.get(name)
-            if saved is None:
-                saved = entries[name] = Saved(dtype, shape, [])
-            length = torch.Size(place.sizes).numel() * dtype.itemsize
-            saved.boxes.append(
-                SavedBox(place.offsets, place.sizes, part.file, start, length)
-            )
-    return Index(
-        entries, {part.file: part.blocks for part in parts if part.sum is not None}
-    )
+        for (name, dtype, shape), place, start in part.written:
+            saved = entries.setdefault(name, Saved(dtype, shape, []))
+            length = math.prod(place.sizes) * dtype.itemsize
+            saved.boxes.append(SavedBox(*place, part.file, start, length))
+    sums = {part.file: part.blocks for part in parts if part.sum is not None}
+    return Index(entries, sums)
 
 
 # -- planning -------------------------------------------------------------------------------------
@@ -218,19 +210,19 @@ def plan_writing(
         ValueError: ranks disagree about an entry, naming it.
     """
     what = "planning a checkpoint"
-    held: list[tuple[Holding, dict[bytes, tuple[Whole, ...]]]] = []
+    held: list[Holding] = []
+    sheets: dict[bytes, tuple[Whole, ...]] = {}
     known = _plans.get(ranks.group) if ranks.group is not None else None
 
     def describe() -> tuple[bool, list[bytes]]:
-        holding = holding_of(tensors)
-        if known is not None and known.holding == holding:
-            held.append((holding, known.sheets))
-        else:
-            held.append((holding, holding.sheets() if ranks.size > 1 else {}))
-        return known is not None and known.holding == holding, list(held[0][1])
+        held.append(holding_of(tensors))
+        is_known = known is not None and known.holding == held[0]
+        if ranks.size > 1:
+            sheets.update(known.sheets if known and is_known else held[0].sheets())
+        return is_known, list(sheets)
 
     told = ranks.agree(what, describe)
-    holding, sheets = held[0]
+    (holding,) = held
     share = Share(frozenset(entry.name for entry in holding.whole))
     if ranks.group is not None:
         unchanged = ranks.broadcast(all(same for same, _ in told))
@@ -258,19 +250,13 @@ def _shared(
         for digest in digests:
             first.setdefault(digest, rank)
     speakers = ranks.broadcast(first)
-    told = ranks.gather(
-        (
-            {
-                digest: sheet
-                for digest, sheet in sheets.items()
-                if speakers[digest] == ranks.rank
-            },
-            holding.parts,
-        )
-    )
+    mine = [digest for digest in sheets if speakers[digest] == ranks.rank]
+    told = ranks.gather(({digest: sheets[digest] for digest in mine}, holding.parts))
 
     def decide() -> list[Share]:
-        everything = {digest: sheet for own, _ in told for digest, sheet in own.items()}
+        everything: dict[bytes, tuple[Whole, ...]] = {}
+        for spoken, _ in told:
+            everything |= spoken
         return shares(everything, held, [parts for _, parts in told])
 
     return ranks.scatter(ranks.on_first("planning a checkpoint", decide) or [])
@@ -284,15 +270,7 @@ def _items(
             place = whole_place(entry.shape)
             yield entry, place, piece(tensors[entry.name], place)
     for part in holding.parts:
-        yield from _own_boxes(
-            tensors[part.name], part, share.left_out.get(part.name, ())
-        )
-
-
-def _own_boxes(
-    tensor: Tensor, part: Parted, left_out: Sequence[Place]
-) -> Iterator[tuple[Whole, Place, Tensor]]:
-    entry = Whole(part.name, part.dtype, part.shape)
-    for place in part.places:
-        if place not in left_out:
-            yield entry, place, piece(tensor, place)
+        entry, left_out = Whole(*part[:3]), share.left_out.get(part.name, ())
+        for place in part.places:
+            if place not in left_out:
+                yield entry, place, piece(tensors[part.name], place)
