@@ -190,25 +190,25 @@ class HostStepper(HostPart):
 
     # -- in step ----------------------------------------------------------------------------------
 
-    def step(
+    def step_buckets(
         self,
         updates: SlotUpdates,
         grad_norm: float | None,
         step_device: Callable[[], None],
     ) -> None:
-        """Step the host's slots, and the device's in between; on return uploads are ordered before
-        later work there.
+        """Step the host's slots bucket by bucket, and the device's in between; on return uploads
+        are ordered before later work there.
 
         Args:
             updates: with gradients and outputs on the device.
             step_device: steps what does not lie on the host.
         """
         self.timeline.begin_step()
-        self._step_all(self._bucket_steps(updates), grad_norm, step_device)
+        self._step_both_places(self._bucket_steps(updates), grad_norm, step_device)
         self.transfer.join()
         self.timeline.end_step()
 
-    def _step_all(
+    def _step_both_places(
         self,
         steps: Sequence[BucketStep],
         grad_norm: float | None,
@@ -219,26 +219,19 @@ class HostStepper(HostPart):
 
     def _bucket_steps(self, updates: SlotUpdates) -> list[BucketStep]:
         """The updates by bucket, in the plan's order."""
-        steps = [
-            self._bucket_step(position, bucket, label, selection.take(updates))
-            for position, (bucket, label, selection) in enumerate(
-                self._routes_of(updates.slots)
-            )
-        ]
         self.transfer_bytes = TransferBytes()
-        for step in steps:
-            self.transfer_bytes.down += step.tensors.down
-            self.transfer_bytes.up += step.tensors.up
+        has_own = len(self._staging) == len(self._plan.buckets)
+        steps = []
+        for position, route in enumerate(self._routes_of(updates.slots)):
+            bucket, label, selection = route
+            of_bucket = selection.take(updates)
+            piece = bucket if has_own else position % len(self._staging)
+            staging = self._staging[piece]
+            tensors = staging.tensors_for(bucket, of_bucket)
+            self.transfer_bytes.down += tensors.down
+            self.transfer_bytes.up += tensors.up
+            steps.append(BucketStep(bucket, label, staging, of_bucket, tensors))
         return steps
-
-    def _bucket_step(
-        self, position: int, bucket: int, label: str, updates: SlotUpdates
-    ) -> BucketStep:
-        own = len(self._staging) == len(self._plan.buckets)
-        staging = self._staging[bucket if own else position % len(self._staging)]
-        return BucketStep(
-            bucket, label, staging, updates, staging.tensors_for(bucket, updates)
-        )
 
     def _routes_of(
         self, slots: Sequence[Slot]
@@ -276,11 +269,11 @@ class HostStepper(HostPart):
                 coming.start()
                 started += 1
             self._wait(step)
-            self._step_on_host(step, grad_norm, done, len(steps))
+            self._run_rule(step, grad_norm, done, len(steps))
             with self.timeline.stage("publish", step.label):
                 step.upload()
 
-    def _step_on_host(
+    def _run_rule(
         self, step: BucketStep, grad_norm: float | None, done: int, count: int
     ) -> None:
         """Step the bucket, of ``count``, before which ``done`` were stepped."""

@@ -434,7 +434,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
                         by_place["device"], grad_norm=grad_norm
                     )
 
-            self.stepper.step(by_place["host"], grad_norm, step_device)
+            self.stepper.step_buckets(by_place["host"], grad_norm, step_device)
 
     def verdict_device(self) -> torch.device | None:
         return None if self.stepper.has_slots else self._subs["device"].verdict_device()

@@ -228,7 +228,7 @@ class OverlappedHostStepper(HostStepper):
 
     # -- in step ----------------------------------------------------------------------------------
 
-    def step(
+    def step_buckets(
         self,
         updates: SlotUpdates,
         grad_norm: float | None,
@@ -240,29 +240,24 @@ class OverlappedHostStepper(HostStepper):
             WorkerError: the worker failed; nothing was stepped.
         """
         self.collect()
-        super().step(updates, grad_norm, step_device)
+        super().step_buckets(updates, grad_norm, step_device)
         self._learn_order(updates)
         self._end_iteration()
 
-    def _bucket_step(
-        self, position: int, bucket: int, label: str, updates: SlotUpdates
-    ) -> BucketStep:
-        step, begun = (
-            super()._bucket_step(position, bucket, label, updates),
-            self.buckets[bucket],
-        )
-        begun.expect(updates.slots)
-        job = begun.job
-        if job is None or job.result is None:
-            return step
-        # Where its tensors did not fit these updates, others were made just now.
-        step.is_here = job.staged.grads is step.staged.grads and self._is_fresh(
-            job, updates
-        )
-        if not step.is_here and self._was_written_to(job, updates):
-            self.counts["speculation_stale"] += 1
-            warn_of_written(self.mode, self.counts["speculation_stale"])
-        return step
+    def _bucket_steps(self, updates: SlotUpdates) -> list[BucketStep]:
+        steps = super()._bucket_steps(updates)
+        for step in steps:
+            job = self.buckets[step.bucket].job
+            self.buckets[step.bucket].expect(step.updates.slots)
+            if job is None or job.result is None:
+                continue
+            # Where its tensors did not fit these updates, others were made just now.
+            fits = job.staged.grads is step.staged.grads
+            step.is_here = fits and self._is_fresh(job, step.updates)
+            if not step.is_here and self._was_written_to(job, step.updates):
+                self.counts["speculation_stale"] += 1
+                warn_of_written(self.mode, self.counts["speculation_stale"])
+        return steps
 
     def _is_fresh(self, job: BackwardJob, updates: SlotUpdates) -> bool:
         """Whether a job was given just these gradients, as they are now."""
@@ -281,11 +276,11 @@ class OverlappedHostStepper(HostStepper):
             if slot in job.versions
         )
 
-    def _step_on_host(
+    def _run_rule(
         self, step: BucketStep, grad_norm: float | None, done: int, count: int
     ) -> None:
         try:
-            super()._step_on_host(step, grad_norm, done, count)
+            super()._run_rule(step, grad_norm, done, count)
         except Exception as error:
             self.discard()
             raise RuntimeError(
@@ -298,10 +293,7 @@ class OverlappedHostStepper(HostStepper):
         if self._knows_order or not self._order:
             return
         self._knows_order = True
-        order = [
-            *self._order,
-            *(slot for slot in self._slots if slot not in self._order),
-        ]
+        order = list({**self._order, **dict.fromkeys(self._slots)})
         if order != list(self._slots) and not _are_split(updates):
             self._cut([self._slots[slot] for slot in order])
 

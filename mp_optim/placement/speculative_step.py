@@ -82,7 +82,7 @@ class SpeculativeHostStepper(OverlappedHostStepper):
 
     # -- in step ----------------------------------------------------------------------------------
 
-    def _step_all(
+    def _step_both_places(
         self,
         steps: Sequence[BucketStep],
         grad_norm: float | None,
@@ -97,7 +97,7 @@ class SpeculativeHostStepper(OverlappedHostStepper):
                 [step for step in steps if not back[step.bucket]], grad_norm
             )
         else:
-            super()._step_all(steps, grad_norm, step_device)
+            super()._step_both_places(steps, grad_norm, step_device)
         multipliers = {value for step in steps for value in step.updates.multipliers}
         if multipliers:
             if (begun := self._iteration) is not None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from mp_optim import get_megatron_optimizer
 from mp_optim.placement import cores
+from mp_optim.placement.cores import threads_beside_backward, worker_threads
 from mp_optim.placement.host_bytes import (
     PER_ROUND,
     SMALLEST,
