@@ -38,23 +38,16 @@ def param_at(param_groups: ParamGroups, slot: Slot) -> Tensor:
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters: all that is not its parameters and their names."""
-    return {
-        key: value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+    return {key: group[key] for key in group if key not in ("params", "param_names")}
 
 
 def with_names(group: dict[str, Any]) -> dict[str, Any]:
     """A copy of a group in the form torch takes names in: ``params`` as (name, tensor) pairs."""
     plain = {key: value for key, value in group.items() if key != "param_names"}
     names = group.get("param_names")
-    plain["params"] = (
-        list(group["params"])
-        if names is None
-        else list(zip(names, group["params"], strict=True))
-    )
-    return plain
+    if names is not None:
+        plain["params"] = zip(names, group["params"], strict=True)
+    return {**plain, "params": list(plain["params"])}
 
 
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:

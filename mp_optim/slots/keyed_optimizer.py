@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -209,9 +210,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 def _add_checksums(
     groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]
 ) -> None:
-    start = 0
+    left = iter(checksums)
     for group in groups:
-        of_group = list(checksums[start : start + len(group["params"])])
-        start += len(of_group)
+        of_group = list(islice(left, len(group["params"])))
         if any(value is not None for value in of_group):
             group[CHECKSUMS] = of_group

@@ -44,11 +44,10 @@ def _attribute(kind: Any) -> str | None:
 def _wrapped(module: nn.Module | None) -> tuple[str, nn.Module] | None:
     """What a wrapper wraps, and the attribute that holds it; None of any other module."""
     kind: Any = type(module)
-    attribute = None if module is None else _attribute(kind)
-    held = (
-        None if attribute is None or module is None else module._modules.get(attribute)
-    )
-    return None if attribute is None or held is None else (attribute, held)
+    if module is None or (attribute := _attribute(kind)) is None:
+        return None
+    held = module._modules.get(attribute)
+    return None if held is None else (attribute, held)
 
 
 def canonical_name(module: nn.Module, name: str) -> str:
@@ -73,10 +72,9 @@ def canonical_name(module: nn.Module, name: str) -> str:
 
 
 def _has(module: nn.Module | None, part: str) -> bool:
-    return module is not None and any(
-        part in names
-        for names in (module._modules, module._parameters, module._buffers)
-    )
+    if module is None:
+        return False
+    return part in {*module._modules, *module._parameters, *module._buffers}
 
 
 def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -84,18 +82,16 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     are."""
     renamed = {name: canonical_name(module, name) for name in names}
     counts = Counter(renamed.values())
-    return {
-        name: short if counts[short] == 1 else name for name, short in renamed.items()
-    }
+    twice = [name for name, short in renamed.items() if counts[short] > 1]
+    return {**renamed, **{name: name for name in twice}}
 
 
 def prefixed(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Model chunks with what names in them begin with: nothing, or their index if there are
     several."""
-    return [
-        (f"{index}." if len(chunks) > 1 else "", chunk)
-        for index, chunk in enumerate(chunks)
-    ]
+    if len(chunks) == 1:
+        return [("", chunks[0])]
+    return [(f"{index}.", chunk) for index, chunk in enumerate(chunks)]
 
 
 def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -158,8 +154,7 @@ class ModelParams:
     def untrained(self, param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of trainable parameters that are in none of the groups."""
         claimed = {id(param) for group in param_groups for param in group["params"]}
-        return [
-            name
-            for name, param in self._named()
-            if param.requires_grad and id(param) not in claimed
+        trained = [
+            (name, param) for name, param in self._named() if param.requires_grad
         ]
+        return [name for name, param in trained if id(param) not in claimed]

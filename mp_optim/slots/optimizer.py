@@ -81,26 +81,27 @@ class SlotOptimizer(SlotKeyedOptimizer):
                 the dtype to step already and is stepped where it lies, in which case it is used
                 itself.
         """
-        dtype = self.main_dtype(source.dtype)
-        main = (
-            source
-            if source.dtype == dtype
-            else _main_memory(self._reserved, source.shape, dtype, source.device).copy_(
-                source
-            )
-        )
+        main, dtype = source, self.main_dtype(source.dtype)
+        if source.dtype != dtype:
+            main = self._main_memory(source, dtype).copy_(source)
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
+
+    def _main_memory(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        coming = next(self._reserved, None) if source.device.type == "cpu" else None
+        form = source.shape, dtype
+        if coming is not None and (coming.shape, coming.dtype) == form:
+            return coming
+        return zeros(*form, source.device)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
         """Calls of :meth:`new_main_param` will follow, with these arguments: let main params lie
         side by side."""
-        forms = [
-            (source.shape, self.main_dtype(source.dtype))
-            for _, source in coming
-            if source.device.type == "cpu"
-            and source.dtype != self.main_dtype(source.dtype)
-        ]
+        forms = []
+        for _, source in coming:
+            dtype = self.main_dtype(source.dtype)
+            if source.device.type == "cpu" and source.dtype != dtype:
+                forms.append((source.shape, dtype))
         self._reserved = iter(beside(forms) or ())
 
     def main_param(self, slot: Slot) -> Tensor:
@@ -118,15 +119,3 @@ class SlotOptimizer(SlotKeyedOptimizer):
     def memory_moved(self) -> None:
         """Main params and state were given other memory (``tensor.data = ...``); forget where it
         was."""
-
-
-def _main_memory(
-    reserved: Iterator[Tensor],
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    coming = next(reserved, None) if device.type == "cpu" else None
-    if coming is not None and (coming.shape, coming.dtype) == (shape, dtype):
-        return coming
-    return zeros(shape, dtype, device)

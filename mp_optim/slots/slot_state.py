@@ -143,11 +143,9 @@ _STEPS = Rule(
 def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the slot, unless every live tensor can take a saved one, and none is
     left over."""
-    missing, unknown = (
-        sorted(live.keys() - saved.keys()),
-        sorted(saved.keys() - live.keys()),
-    )
-    if missing or unknown:
+    if missing_or_unknown := live.keys() ^ saved.keys():
+        missing = sorted(missing_or_unknown & live.keys())
+        unknown = sorted(missing_or_unknown & saved.keys())
         raise ValueError(
             f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
             f"{sorted(live)}. Was the state saved by another optimizer?"
@@ -169,18 +167,17 @@ def check_step(name: str, value: Any) -> None:
 def check_fits(label: str, live: Tensor, saved: Any) -> None:
     """Raise ValueError unless ``saved`` can be copied into ``live`` without losing anything."""
     if not isinstance(saved, Tensor) or saved.is_meta:
+        kind = "meta tensor" if isinstance(saved, Tensor) else type(saved).__name__
         raise ValueError(
-            f"{label}: saved as a "
-            f"{'meta tensor' if isinstance(saved, Tensor) else type(saved).__name__}, "
-            f"expected a tensor of shape {tuple(live.shape)}"
+            f"{label}: saved as a {kind}, expected a tensor of shape {tuple(live.shape)}"
         )
     if saved.shape != live.shape:
         raise ValueError(
             f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(live.shape)}"
         )
-    kinds = live.is_floating_point() == saved.is_floating_point()
+    alike = live.is_floating_point() == saved.is_floating_point()
     if (
-        not kinds
+        not alike
         or saved.is_complex()
         or torch.promote_types(saved.dtype, live.dtype) != live.dtype
     ):

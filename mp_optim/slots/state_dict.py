@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -146,21 +147,16 @@ def _match_by_position(
             "a state dict of torch, apex, Megatron or DeepSpeed with mp_optim.checkpoint.foreign"
         )
     saved_ids = (index for group in saved for index in group["params"])
-    index_of = {
-        slot: index
-        for (slot, _), index in zip(iter_slots(live), saved_ids, strict=True)
-    }
-    return GroupMatch(
-        index_of, [_settings(group) for group in saved], _checksums(index_of, saved)
-    )
+    slots = (slot for slot, _ in iter_slots(live))
+    index_of = dict(zip(slots, saved_ids, strict=True))
+    settings = [_settings(group) for group in saved]
+    return GroupMatch(index_of, settings, _checksums(index_of, saved))
 
 
 def _checksums(
     index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]
 ) -> dict[Slot, int]:
-    known = {
-        index: value for group in saved for index, value in _saved_checksums(group)
-    }
+    known = dict(chain.from_iterable(map(_saved_checksums, saved)))
     return {slot: known[index] for slot, index in index_of.items() if index in known}
 
 
@@ -174,21 +170,16 @@ def _saved_checksums(group: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
 
 def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any, int]]:
     for group_index, group in enumerate(saved):
-        for name, index in zip(
-            group.get("param_names", ()), group["params"], strict=True
-        ):
+        names = group.get("param_names", ())
+        for name, index in zip(names, group["params"], strict=True):
             yield name, index, group_index
 
 
 def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
     wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
-    canonical = matched_names(
-        (name for name, *_ in _saved_names(saved)), wanted.values()
-    )
-    places = {
-        canonical[name]: (index, group_index)
-        for name, index, group_index in _saved_names(saved)
-    }
+    named = list(_saved_names(saved))
+    canonical = matched_names((name for name, *_ in named), wanted.values())
+    places = {canonical[name]: place for name, *place in named}
     missing = sorted(set(wanted.values()) - places.keys())
     unexpected = sorted(places.keys() - set(wanted.values()))
     if missing or unexpected:
@@ -197,10 +188,8 @@ def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupM
         )
     settings = []
     for index, group in enumerate(live):
-        sources = dict.fromkeys(
-            places[name][1] for name in group.get("param_names", ())
-        )
-        settings.append(_merged(index, saved, list(sources)))
+        sources = [places[name][1] for name in group.get("param_names", ())]
+        settings.append(_merged(index, saved, list(dict.fromkeys(sources))))
     index_of = {slot: places[name][0] for slot, name in wanted.items()}
     return GroupMatch(index_of, settings, _checksums(index_of, saved))
 
@@ -216,28 +205,21 @@ def _merged(
     settings = [_settings(saved[source]) for source in sources]
     if len(settings) < 2:
         return settings[0] if settings else {}
-    values_of: dict[str, list[Any]] = {}
-    for key in dict.fromkeys(key for some in settings for key in some):
-        values_of[key] = [_plain(some.get(key)) for some in settings]
-    differing = [key for key, values in values_of.items() if _differ(values)]
+    differing = []
+    for key in dict.fromkeys(chain.from_iterable(settings)):
+        values = [_plain(some.get(key)) for some in settings]
+        if any(value != values[0] for value in values):
+            differing.append(f"{key} is {values}")
     if differing:
-        values = "; ".join(f"{key} is {values_of[key]}" for key in differing)
         raise ValueError(
             f"param group {index} takes parameters from saved groups {sorted(sources)}: their "
-            f"hyperparameters cannot be merged ({values}); group the parameters as they were saved"
+            f"hyperparameters cannot be merged ({'; '.join(differing)}); "
+            "group the parameters as they were saved"
         )
     return settings[0]
 
 
-def _differ(values: Sequence[Any]) -> bool:
-    return any(value != values[0] for value in values)
-
-
 def _plain(value: Any) -> Any:
-    return (
-        value.tolist()
-        if isinstance(value, Tensor)
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-    )
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mp_optim.slots.identity import ParamGroups, Slot, iter_slots
+from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, param_at
 
 
 class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
@@ -41,12 +40,10 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         return slot
 
     def _holds(self, slot: Slot, tensor: Tensor) -> bool:
-        groups = self._param_groups()
-        return (
-            slot.group < len(groups)
-            and slot.position < len(groups[slot.group]["params"])
-            and groups[slot.group]["params"][slot.position] is tensor
-        )
+        try:
+            return param_at(self._param_groups(), slot) is tensor
+        except IndexError:
+            return False
 
     def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
         return self._read(self._slot(tensor))
@@ -58,19 +55,14 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (
-            param
-            for slot, param in iter_slots(self._param_groups())
-            if self._read(slot)
-        )
+        slots = iter_slots(self._param_groups())
+        return (param for slot, param in slots if self._read(slot))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, tensor: object) -> bool:
         try:
-            return isinstance(tensor, torch.Tensor) and bool(
-                self._read(self._slot(tensor))
-            )
+            return isinstance(tensor, Tensor) and bool(self[tensor])
         except KeyError:
             return False
