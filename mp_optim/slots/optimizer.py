@@ -83,16 +83,9 @@ class SlotOptimizer(SlotKeyedOptimizer):
         """
         main, dtype = source, self.main_dtype(source.dtype)
         if source.dtype != dtype:
-            main = self._main_memory(source, dtype).copy_(source)
+            main = _main_memory(self._reserved, source, dtype).copy_(source)
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
-
-    def _main_memory(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        coming = next(self._reserved, None) if source.device.type == "cpu" else None
-        form = source.shape, dtype
-        if coming is not None and (coming.shape, coming.dtype) == form:
-            return coming
-        return zeros(*form, source.device)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
         """Calls of :meth:`new_main_param` will follow, with these arguments: let main params lie
@@ -119,3 +112,13 @@ class SlotOptimizer(SlotKeyedOptimizer):
     def memory_moved(self) -> None:
         """Main params and state were given other memory (``tensor.data = ...``); forget where it
         was."""
+
+
+def _main_memory(
+    reserved: Iterator[Tensor], source: Tensor, dtype: torch.dtype
+) -> Tensor:
+    coming = next(reserved, None) if source.device.type == "cpu" else None
+    form = source.shape, dtype
+    if coming is not None and (coming.shape, coming.dtype) == form:
+        return coming
+    return zeros(*form, source.device)
