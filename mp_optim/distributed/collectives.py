@@ -10,6 +10,7 @@ though always the same for the same bucket.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -64,11 +65,10 @@ def start_reduction(
         exchange: which way.
         add: add to what is in ``owned`` instead of replacing it.
     """
+    kind: type[_Started] = _Collective if _are_even(bounds) else _ToOwners
     if exchange or group.size() == 1:
-        return _Exchange(grads, owned, group, bounds, divisor, add)
-    if _are_even(bounds):
-        return _Collective(grads, owned, group, divisor, add)
-    return _ToOwners(grads, owned, group, bounds, divisor, add)
+        kind = _Exchange
+    return kind(grads, owned, group, bounds, divisor, add)
 
 
 def _are_even(bounds: Sequence[int]) -> bool:
@@ -92,14 +92,33 @@ def _piece(bounds: Sequence[int]) -> int:
     return fullest if fullest * ranks <= _PADDING * numel else -(-numel // (2 * ranks))
 
 
-@dataclass(slots=True)
-class _Exchange:
+@dataclass
+class _Started(ABC):
+    """A reduction of a bucket, by the arguments of :func:`start_reduction`."""
+
     grads: Tensor
     owned: Tensor
     group: ProcessGroup
     bounds: Sequence[int]
     divisor: int
     add: bool
+
+    @abstractmethod
+    def wait(self) -> None:
+        """See :class:`Reduction`."""
+
+    def _divided(self) -> Any:
+        """The backend's operation; where it does not divide, the gradients are divided already."""
+        if self.divisor == self.group.size():
+            return dist.ReduceOp.AVG
+        if self.divisor != 1:  # before the sum: 16-bit floats may not hold it
+            dtype, device = self.grads.dtype, self.grads.device
+            self.grads.div_(torch.full((), self.divisor, dtype=dtype, device=device))
+        return dist.ReduceOp.SUM
+
+
+@dataclass
+class _Exchange(_Started):
     piece: int = 0
     received: Tensor | None = None
     sent: Tensor | None = None
@@ -147,35 +166,26 @@ class _Exchange:
 
     def _add_up(self, start: int) -> None:
         """The owned part of a round, in the order of ranks."""
-        received, ranks = (
-            self.grads if self.received is None else self.received,
-            self.group.size(),
-        )
+        received = self.grads if self.received is None else self.received
+        ranks = self.group.size()
         rows = received.view(ranks, received.numel() // ranks)
         total = rows[0].to(torch.float32, copy=True)
         for row in rows[1:]:
             total += row
         self.received = self.sent = None
-        finish_sum(
-            total, self.owned[start : start + len(total)], self.divisor, self.add
-        )
+        owned = self.owned[start : start + len(total)]
+        finish_sum(total, owned, self.divisor, self.add)
 
 
-@dataclass(slots=True)
-class _ToOwners:
+@dataclass
+class _ToOwners(_Started):
     """The backend's reductions, one for each rank's shard: what there is for shards of different
     sizes."""
 
-    grads: Tensor
-    owned: Tensor
-    group: ProcessGroup
-    bounds: Sequence[int]
-    divisor: int
-    add: bool
     works: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        op = _divided(self.grads, self.divisor, self.group)
+        op = self._divided()
         self.works = [
             dist.reduce(
                 self.grads[first:last],
@@ -198,19 +208,14 @@ class _ToOwners:
             self.owned.copy_(reduced)
 
 
-@dataclass(slots=True)
-class _Collective:
-    grads: Tensor
-    owned: Tensor
-    group: ProcessGroup
-    divisor: int
-    add: bool
+@dataclass
+class _Collective(_Started):
     result: Tensor | None = None
     work: Any = None
 
     def __post_init__(self) -> None:
         self.result = torch.empty_like(self.owned) if self.add else self.owned
-        op = _divided(self.grads, self.divisor, self.group)
+        op = self._divided()
         self.work = _reduce_scatter(
             self.result, self.grads, op=op, group=self.group, async_op=True
         )
@@ -219,15 +224,6 @@ class _Collective:
         wait_for(self.work, self.group, self.grads.device)
         if self.add and self.result is not None:
             self.owned += self.result
-
-
-def _divided(grads: Tensor, divisor: int, group: ProcessGroup) -> Any:
-    """The backend's operation; where it does not divide, the gradients are divided already."""
-    if divisor == group.size():
-        return dist.ReduceOp.AVG
-    if divisor != 1:  # before the sum: 16-bit floats may not hold it
-        grads.div_(torch.full((), divisor, dtype=grads.dtype, device=grads.device))
-    return dist.ReduceOp.SUM
 
 
 def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:

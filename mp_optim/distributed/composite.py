@@ -225,7 +225,7 @@ class CompositeOptimizer(MegatronOptimizer):
             rows += [row.shifted(first_group) for row in described.rows]
             notes += described.notes
             first_group += len(part.param_groups)
-        return Description(tuple(rows), (*notes, *self._steps.graph_notes()))
+        return Description(tuple(rows), (*notes, *self._graph_notes()))
 
     def metrics(self) -> dict[str, float]:
         """The first part's; bytes, times and counts added up over all."""
@@ -235,4 +235,4 @@ class CompositeOptimizer(MegatronOptimizer):
         totals: dict[str, float] = dict.fromkeys(added, 0)
         for name in added:
             totals[name] = sum(of_part.get(name, 0) for of_part in metrics)
-        return {**metrics[0], **totals, **self._steps.graph_metrics()}
+        return {**metrics[0], **totals, **self._graph_metrics()}

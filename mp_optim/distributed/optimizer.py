@@ -170,7 +170,7 @@ class DistributedOptimizer(CompositeOptimizer):
         """Reduce the gradients, and compare hyperparameters with the other ranks."""
         self.finish_grad_sync()
         trained = self._model.hand_out_grads()
-        step, rounds = self._steps.counts["steps"] + 1, self.grad_reducer.rounds
+        step, rounds = self.counts.steps + 1, self.grad_reducer.rounds
         lines = partial(
             statements.of_step, self.param_groups, step, rounds, self._model.frozen
         )
@@ -291,7 +291,6 @@ class ReducedGrads(GradsOfParts):
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)
-        is_stepped = not (isinstance(verdict, Verdict) and verdict.skip)
-        if is_stepped:
+        if not verdict.skip:
             self._optimizer.step_mark.touch()
-        self._model.gather(is_stepped)
+        self._model.gather(not verdict.skip)

@@ -3,7 +3,6 @@ shown and loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,33 +214,3 @@ def _shaped(flat: Tensor, param: Tensor) -> Tensor:
     if not flat.numel() and param.dim():
         return flat.view(0, *param.shape[1:])
     return flat
-
-
-class ParamWatcher:
-    """The model's parameters as they were last seen, to notice those that were replaced,
-    moved or written."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.look(params)
-
-    def look(self, params: Sequence[Tensor]) -> None:
-        """Take what is there now as seen."""
-        self._params = list(params)
-        self._marks = [(param._version, param.data_ptr()) for param in params]
-
-    def changed(self, params: Sequence[Tensor]) -> list[int]:
-        """Indices of parameters that are other tensors, lie elsewhere or were written since the
-        last look."""
-        return [
-            index
-            for index, param in enumerate(params)
-            if not self.is_same(index, param)
-        ]
-
-    def is_same(self, index: int, param: Tensor) -> bool:
-        """Whether a parameter is the one last seen at an index, was not written since and lies
-        where it lay."""
-        return (
-            param is self._params[index]
-            and (param._version, param.data_ptr()) == self._marks[index]
-        )

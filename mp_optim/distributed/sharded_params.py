@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.distributed.buckets import Entry
-from mp_optim.distributed.param_shards import ParamShard, ParamWatcher, make_shard
+from mp_optim.distributed.param_shards import ParamShard, make_shard
 from mp_optim.distributed.transport import Transport, make_transport
+from mp_optim.precision.seen_params import SeenParams
 from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, slot_name
 from mp_optim.slots.param_attributes import set_main_grad
 
@@ -72,7 +73,7 @@ class ShardedParams:
             for slot, param in iter_slots(param_groups)
         }
         self._index = {slot: index for index, slot in enumerate(self.shards)}
-        self._watcher = ParamWatcher(self._params())
+        self._seen = SeenParams(self._params())
 
     def _make_transport(
         self,
@@ -174,13 +175,13 @@ class ShardedParams:
     def is_followed(self, slot: Slot) -> bool:
         """Whether a slot's parameter is as it was last seen."""
         param = self._param_groups[slot.group]["params"][slot.position]
-        return self._watcher.is_same(self._index[slot], param)
+        return self._seen.is_same(self._index[slot], param)
 
     def follow(self) -> bool:
         """Take parameters that were replaced, moved or written into their buckets; returns whether
         there were any. Until :meth:`look` they count as changed."""
         params, slots = self._params(), list(self.shards)
-        changed = self._watcher.changed(params)
+        changed = self._seen.changed(params)
         for index in changed:
             if slots[index] in self._entries:
                 self._follow_param(slots[index], params[index])
@@ -198,7 +199,7 @@ class ShardedParams:
 
     def look(self) -> None:
         """Take the parameters as they are now as seen."""
-        self._watcher.look(self._params())
+        self._seen.look(self._params())
 
     def gather(self, is_stepped: bool) -> None:
         """After a step: bring the other ranks' parts of the parameters here.

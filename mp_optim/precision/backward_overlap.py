@@ -40,6 +40,9 @@ class BackwardOverlap:
 
     Args:
         sum_of_squares, push_hyperparams: see :class:`~mp_optim.slots.host_part.GradientSource`.
+
+    Attributes:
+        host: what may begin to work during backward.
     """
 
     def __init__(
@@ -56,18 +59,10 @@ class BackwardOverlap:
         self._on_host: list[bool] = []
         self._hooks = GradHooks(self._on_backward)
         self._inverse_scale: Callable[[], Tensor] | None = None
-        self._host = wrapper.inner.host
-        if self._host is not None:
-            self._host.connect(self)
-
-    @property
-    def host(self) -> HostPart | None:
-        """What may begin to work during backward."""
-        return (
-            self._host
-            if self._host is not None and self._host.works_in_backward
-            else None
-        )
+        self.host: HostPart | None = None
+        if (host := wrapper.inner.host) is not None:
+            host.connect(self)
+            self.host = host if host.works_in_backward else None
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Have hooks on what is in the param groups now."""

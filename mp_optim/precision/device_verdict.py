@@ -7,9 +7,10 @@ to FP32, so the bits are those of :func:`~mp_optim.precision.verdict.decide`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,7 +102,12 @@ class DeviceVerdict:
         multipliers: for each norm group, as in :class:`~mp_optim.precision.verdict.Verdict`.
         found_inf: bool tensor on the device, shape ().
         result: what the caller of ``step`` gets; looking at it settles.
+        skip, norms: not as far as the host knows; the kernels look at the flag beside each
+            multiplier.
     """
+
+    skip = False
+    norms: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, formed: Formed) -> None:
         self._names = formed.names

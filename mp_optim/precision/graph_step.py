@@ -168,6 +168,10 @@ class GraphedStep:
         now = f"eager: {self.eager}" if self.eager else "replayed"
         return f"CUDA graph: {now}; captured {self.captures} times, replayed {self.replays} times"
 
+    def metrics(self) -> dict[str, float]:
+        """How often."""
+        return {"graph_captures": self.captures, "graph_replays": self.replays}
+
     def step(self, step: StepToCapture) -> DeviceVerdict:
         """Take one step.
 

@@ -51,7 +51,7 @@ from mp_optim.slots.param_attributes import (
     shard_info,
 )
 from mp_optim.slots.slot_state import SlotState
-from mp_optim.slots.tensor_layout import layout_of, shard_groups_of
+from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
 from mp_optim.update.checksums import checksums_of
 
 
@@ -104,13 +104,11 @@ class MainParams:
         for position, param in enumerate(params):
             slot = Slot(index, position)
             self._check_trainable(slot, param)
-            layout = layout_of(param, self._tensor_parallel(slot))
-            table.see(slot, param, self._norm_key(slot, param), layout)
-            table.separate.append(param.requires_grad and self._bind(slot, param))
-            table.bound.append(param.requires_grad)
-            table.streams.append(
-                stream_of(self._name(slot), shard_info(param).first_element)
-            )
+            key, layout = self._norm_key(slot, param), self._layout(slot, param)
+            stream = stream_of(self._name(slot), shard_info(param).first_element)
+            table.add(slot, param, key, layout, stream)
+            if param.requires_grad:
+                table.trained(len(table.slots) - 1, self._bind(slot, param))
 
     def bind_trained(self, indices: Iterable[int]) -> None:
         """Give main params to parameters that were frozen when their group was added.
@@ -151,6 +149,9 @@ class MainParams:
             EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN
         )
         return NormKey(group, shard_groups_of(self._name(slot), param))
+
+    def _layout(self, slot: Slot, param: Tensor) -> Layout:
+        return layout_of(param, self._tensor_parallel(slot))
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self._param_groups[slot.group].get("is_expert_parallel", False)
@@ -217,16 +218,18 @@ class MainParams:
             ValueError: a tensor's shape changed, naming the parameter.
         """
         table = self.table
-        if slot is not None and table.is_same(slot, self._param(slot)):
+        if slot is not None and table.seen.is_same(
+            table.index(slot), self._param(slot)
+        ):
             return
         params = self._params()
-        changed = table.changed(params)
+        changed = table.seen.changed(params)
         for index in changed:
             slot, param = table.slots[index], params[index]
             if table.bound[index]:
                 self._rebind(index, slot, param)
             table.keys[index] = self._norm_key(slot, param)
-            table.layouts[index] = layout_of(param, self._tensor_parallel(slot))
+            table.layouts[index] = self._layout(slot, param)
         if changed:
             table.look(params)
 

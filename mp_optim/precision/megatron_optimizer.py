@@ -1,11 +1,31 @@
-"""MegatronOptimizer: the face of every stack, and its step. Measure, agree, decide, apply."""
+"""MegatronOptimizer: the face of every stack, and its step. Measure, agree, decide, apply.
+
+The way of one step, from here to the kernel (FSDP2, offload and fp16 take no other):
+
+1. :meth:`MegatronOptimizer.step` here; ``_eagerly`` is the step, ``_by_graph`` the same with a CUDA
+   graph.
+2. ``precision/wrapped_optimizer.py``: ``WrappedOptimizer.collect_grads`` follows the model and
+   takes the gradients, of a DTensor what this rank has; ``WrappedOptimizer.measure_grads`` takes
+   sums of squares (those of ``overlap`` were taken in backward) and adds them up over the ranks
+   that share the DTensors. Back here, ``_decide`` makes a verdict of them, which holds the inverse
+   loss scale times the clip coefficient. ``WrappedGrads.apply`` there hands each slot's gradient
+   with this multiplier to ``step_slots`` of the inner optimizer.
+3. With offload that is ``HybridDeviceOptimizer.step_slots`` in ``placement/hybrid.py``. What is
+   stepped on the host goes to ``HostStepper.step`` in ``placement/host_step.py`` (its subclasses do
+   in backward what they can): gradients down, step, parameters up. The rest goes on as in 4.
+4. ``RuleOptimizer.step_slots`` in ``update/rule.py``, of either place, forms launches, and
+   ``carry_out`` calls the kernel of its backend.
+
+How steps are counted, and what becomes of the counts of one that is skipped, is said in
+:mod:`mp_optim.precision.step_counts`.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,19 +34,26 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
-from mp_optim.precision.device_verdict import DeviceVerdict
+from mp_optim.precision.device_verdict import (
+    DeviceVerdict,
+    Formed,
+    decide_on_device,
+    form,
+)
 from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.measure import NormKey
-from mp_optim.precision.settings_agreement import SettingsAlike
+from mp_optim.precision.settings_agreement import SettingsAlike, disagreement
 from mp_optim.precision.standstill import StandstillWatch
+from mp_optim.precision.step_counts import StepCounts
 from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.step_loop import StepLoop
-from mp_optim.precision.verdict import Verdict
+from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, iter_slots, local_tensor
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.param_attributes import clear_decoupled_grad
+from mp_optim.update import choose_backend
 
 
 class MegatronOptimizer(SlotKeyedOptimizer):
@@ -47,6 +74,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         model_params: the whole model's, if it was built for one; names are looked up there.
         watch: notices steps that cannot have trained anything.
         early_work: what was begun during backward.
+        counts: of its steps, and the verdict on the last one.
     """
 
     model_params: ModelParams | None = None
@@ -62,7 +90,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.grad_scaler: MegatronGradScaler | None = grad_scaler
         self.watch = StandstillWatch()
         self.early_work = EarlyWork()
-        self._steps = StepLoop(self)
+        self.counts = StepCounts(self._raise_disagreement)
+        self._graphed: GraphedStep | None = None
         super().__init__(params, defaults)
 
     # -- what a step is made of -------------------------------------------------------------------
@@ -89,9 +118,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """The ranks that agree on one gradient norm, part by part."""
 
     def record(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Take a verdict as the last one, after the one before it is settled, and count its
-        step."""
-        self._steps.record(verdict)
+        """Count a step by its verdict, here and in the parts."""
+        self.counts.record(verdict)
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -117,13 +145,71 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.watch.check_scaled(self)
         with self.step_mark.step(self):
             self.early_work.finish()
-            verdict = self._steps.take()
+            by_graph = self.config.optimizer_cuda_graph
+            verdict = self._by_graph() if by_graph else self._eagerly()
             if self.grad_scaler is not None:
                 self.step_mark.touch()
                 self.grad_scaler.update(verdict.found_inf)
                 self.early_work.remember_scale()
         self.watch.see_verdict(self, verdict)
         return verdict.result if closure is None else loss
+
+    def _eagerly(self) -> Verdict | DeviceVerdict:
+        with _timed(self.config, "optimizer-clip-main-grad"):
+            grads = self.collect_grads()
+            verdict = self._decide(grads)
+        with _timed(self.config, "optimizer-inner-step"):
+            self.record(verdict)
+            grads.apply(verdict)
+        return verdict
+
+    def _decide(self, grads: StepGrads) -> Verdict | DeviceVerdict:
+        inv_scale, measurement = self._inv_scale, grads.sums()
+        device, scalars = self.verdict_device(), list(measurement.sums.values())
+        self.watch.see_gradients(self, grads.has_any())
+        if inv_scale is not None:
+            scalars.append(inv_scale)
+        if device is not None and all(value.device == device for value in scalars):
+            # whatever reads the verdict is on the device: nothing waits for it
+            return decide_on_device(measurement, inv_scale, self.config)
+        verdict = decide(measurement, inv_scale, self.config)
+        if verdict.disagrees:
+            self._raise_disagreement()
+        return verdict
+
+    def _raise_disagreement(self) -> NoReturn:
+        self.early_work.discard()
+        raise disagreement(self.settings_alike())
+
+    def _by_graph(self) -> Verdict | DeviceVerdict:
+        self.counts.settle()
+        device, scale = self.verdict_device(), self._inv_scale
+        if device is None or (scale is not None and scale.device != device):
+            # a group was added that is stepped elsewhere, or the scaler was replaced
+            return self._eagerly()
+        if self._graphed is None:
+            backend, _ = choose_backend(self.config.fused_backend, device)
+            self._graphed = GraphedStep(device, backend)
+        grads = self.collect_grads()
+        self.watch.see_gradients(self, grads.has_any())
+
+        def decide_there() -> Formed:
+            return form(grads.sums(), self._inv_scale, self.config)
+
+        step = StepToCapture(grads, decide_there, self.record, self.step_mark)
+        return self._graphed.step(step)
+
+    @property
+    def _inv_scale(self) -> Tensor | None:
+        return None if self.grad_scaler is None else self.grad_scaler.inv_scale
+
+    def _graph_notes(self) -> tuple[str, ...]:
+        """How CUDA graphs do, in words."""
+        return () if self._graphed is None else (self._graphed.note,)
+
+    def _graph_metrics(self) -> dict[str, float]:
+        """How often they were captured and replayed."""
+        return {} if self._graphed is None else self._graphed.metrics()
 
     # -- loss scale, gradients --------------------------------------------------------------------
 
@@ -314,3 +400,16 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
+
+
+@contextmanager
+def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers(name, log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    try:
+        yield
+    finally:
+        timer.stop()

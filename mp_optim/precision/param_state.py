@@ -56,46 +56,21 @@ class BoundParam:
         )
 
 
-class UntrainedState(LayeredState):
+class UntrainedState(SlotState):
     """Of a parameter that has never been trainable: it costs nothing. The layer below is asked only
     if a saved state has something for it."""
 
     def __init__(self, below: Callable[[], SlotState]) -> None:
         self._below = below
 
-    @property
-    def below(self) -> SlotState:  # type: ignore[override]
-        return self._below()
-
     def tensors(self) -> State:
         return {}
 
-    def full_precision(self) -> State:
-        return {}
-
-    def is_required(self) -> bool:
-        return False
-
-    def takes_any(self) -> bool:
-        return False
-
-    def fit(self, saved: State, convert: bool) -> State:
-        return saved
-
     def check(self, state: State) -> None:
-        self.below.check(as_local_state(state))
+        self._below().check(as_local_state(state))
 
     def load(self, state: State) -> None:
-        self.below.load(as_local_state(state))
-
-    def check_weights(self, saved: State, checksum: int | None) -> None:
-        """Nothing is stepped, so nothing has to fit."""
-
-    def expect_weights(self, saved: State, checksum: int | None) -> None:
-        """As :meth:`check_weights`."""
-
-    def write_model(self) -> bool:
-        return False
+        self._below().load(as_local_state(state))
 
 
 class ParamState(LayeredState):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from mp_optim.precision.lifetimes import Lifetimes
 from mp_optim.precision.measure import NormKey
+from mp_optim.precision.seen_params import SeenParams
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.slots import (
@@ -21,7 +21,6 @@ from mp_optim.slots import (
     Slot,
     SlotUpdate,
     SlotUpdates,
-    all_same,
     are_plain,
     current_grad,
     have_grad_only,
@@ -48,9 +47,7 @@ class SlotTable:
 
     Attributes:
         slots: which slot.
-        params: the model tensor there.
-        versions, addresses: how often its data was written, and where it lies; what an outside
-            change is judged by.
+        seen: the model tensors there, by which changes from outside are noticed.
         separate: whether it is stepped on another tensor, its main param.
         quantized: whether the model's tensor takes its values from the main param after a step, by
             being quantised.
@@ -62,9 +59,7 @@ class SlotTable:
     """
 
     slots: list[Slot] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
+    seen: SeenParams = field(default_factory=SeenParams)
     separate: list[bool] = field(default_factory=list)
     quantized: list[bool] = field(default_factory=list)
     bound: list[bool] = field(default_factory=list)
@@ -72,15 +67,18 @@ class SlotTable:
     streams: list[int] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
-    _plain: bool = True
     _whole: _Selection | None = None
     _distinct: list[NormKey] | None = None
     _settings: SettingsAlike | None = None
-    _memory: Lifetimes = field(default_factory=Lifetimes)
 
     def index(self, slot: Slot) -> int:
         """Where a slot is in the lists."""
         return self.first[slot.group] + slot.position
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The model tensor of each slot."""
+        return self.seen.params
 
     @property
     def distinct_keys(self) -> list[NormKey]:
@@ -96,52 +94,23 @@ class SlotTable:
             self._settings = SettingsAlike(self.slots, self.params, self.keys)
         return self._settings
 
-    def changed(self, params: Sequence[Tensor]) -> list[int]:
-        """Indices of slots whose tensor is another one than was last seen, or was written or moved
-        since."""
-        same = all_same(params, self.params)
-        plain = self._plain if same else are_plain(params)
-        versions, addresses = _versions(params, plain), _addresses(params, plain)
-        gone = self._memory.gone
-        if (
-            same
-            and versions == self.versions
-            and addresses == self.addresses
-            and not gone
-        ):
-            return []
-        return [
-            index
-            for index, param in enumerate(params)
-            if param is not self.params[index]
-            or index in gone
-            or versions[index] != self.versions[index]
-            or addresses[index] != self.addresses[index]
-        ]
-
-    def is_same(self, slot: Slot, param: Tensor) -> bool:
-        """Whether a slot's tensor is the one that was last seen, and was neither written nor moved
-        since."""
-        index, plain = self.index(slot), are_plain([param])
-        return (
-            param is self.params[index]
-            and _versions([param], plain) == [self.versions[index]]
-            and _addresses([param], plain) == [self.addresses[index]]
-            and index not in self._memory.gone
-        )
-
-    def see(self, slot: Slot, param: Tensor, key: NormKey, layout: Layout) -> None:
-        """Take one more slot and the tensor there as seen."""
+    def add(
+        self, slot: Slot, param: Tensor, key: NormKey, layout: Layout, stream: int
+    ) -> None:
+        """Take one more slot and the tensor there as seen; it has no main param yet."""
         self.slots.append(slot)
-        self.params.append(param)
+        self.seen.extend([param])
+        self.separate.append(False)
+        self.bound.append(False)
         self.quantized.append(is_quantized(param))
         self.keys.append(key)
         self.layouts.append(layout)
-        plain = are_plain([param])
-        self.versions += _versions([param], plain)
-        self.addresses += _addresses([param], plain)
-        self._watch([len(self.params) - 1])
-        self._plain = self._plain and plain
+        self.streams.append(stream)
+        self._forget()
+
+    def trained(self, index: int, separate: bool) -> None:
+        """A slot has a main param now, and state."""
+        self.separate[index], self.bound[index] = separate, True
         self._forget()
 
     def _forget(self) -> None:
@@ -151,34 +120,8 @@ class SlotTable:
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
         self._forget()
-        self._plain = are_plain(params)
-        before, self.addresses = self.addresses, _addresses(params, self._plain)
-        moved = [
-            index
-            for index, param in enumerate(params)
-            if self.addresses[index] != before[index] or param is not self.params[index]
-        ]
-        self.params, self.versions = list(params), _versions(params, self._plain)
+        self.seen.look(params)
         self.quantized = list(map(is_quantized, params))
-        self._watch([*moved, *self._memory.gone])
-
-    def _watch(self, indices: Iterable[int]) -> None:
-        """Notice when the memory of these parameters is freed: others' may get its address."""
-        for index in indices:
-            local = local_tensor(self.params[index])
-            if are_plain([local]):
-                self._memory.watch(index, local)
-            else:
-                self._memory.forget(index)
-
-    def stepped(self) -> None:
-        """The parameters were written by a step, and by nothing else."""
-        self.versions = _versions(self.params, self._plain)
-
-    def trained(self, index: int, separate: bool) -> None:
-        """A slot that was not trainable before has a main param now, and state."""
-        self.separate[index], self.bound[index] = separate, True
-        self._forget()
 
     def grads(
         self, name_of: Callable[[Slot], str]
@@ -189,7 +132,7 @@ class SlotTable:
             TypeError: a gradient is sparse or not floating point, naming the parameter.
             ValueError: it has no values, because its parameter is on the meta device.
         """
-        simple = self._plain and have_grad_only(self.params)
+        simple = self.seen.plain and have_grad_only(self.params)
         present: list[Tensor | None] = list(
             map(_GRAD if simple else current_grad, self.params)
         )
@@ -318,25 +261,4 @@ class SlotTable:
 
 
 _GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-_GRAD, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
-
-
-def _versions(params: Sequence[Tensor], plain: bool) -> list[int]:
-    """How often each was written: a DTensor counts what is done to it, its local tensor what is
-    done to that."""
-    return (
-        list(map(_VERSION, params))
-        if plain
-        else [p._version + local_tensor(p)._version for p in params]
-    )
-
-
-def _addresses(params: Sequence[Tensor], plain: bool) -> list[int]:
-    return (
-        list(map(Tensor.data_ptr, params))
-        if plain
-        else [
-            local.data_ptr() if are_plain([local]) else 0
-            for local in map(local_tensor, params)
-        ]
-    )
+_GRAD = operator.attrgetter("grad")

@@ -271,10 +271,10 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def describe(self) -> Description:
         rows = describe(self)
-        return Description(rows.rows, (*rows.notes, *self._steps.graph_notes()))
+        return Description(rows.rows, (*rows.notes, *self._graph_notes()))
 
     def metrics(self) -> dict[str, float]:
-        host, verdict = self.inner.host, self._steps.settle()
+        host, verdict = self.inner.host, self.counts.settle()
         norms = {
             f"grad_norm/{name}": norm
             for name, norm in verdict.norms.items()
@@ -291,8 +291,8 @@ class WrappedOptimizer(MegatronOptimizer):
             "bytes_up": 0 if host is None else host.transfer_bytes.up,
             **({} if host is None else host.metrics()),
             **norms,
-            **self._steps.counts,
-            **self._steps.graph_metrics(),
+            **self.counts.metrics(),
+            **self._graph_metrics(),
             "reloaded_params": self._mains.reloaded,
         }
 
@@ -359,14 +359,13 @@ class WrappedGrads(StepGrads):
         return self._wrapper.measure_grads(self._grads, keys, self._table.distinct_keys)
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
-        if isinstance(verdict, Verdict) and verdict.skip:
+        if verdict.skip:
             self._wrapper.backward_link.skip()
         else:
             self.step(verdict.multipliers, self._clipped_norm(verdict))
 
     def _clipped_norm(self, verdict: Verdict | DeviceVerdict) -> float | None:
-        norm = verdict.norms.get(MAIN) if isinstance(verdict, Verdict) else None
-        limit = self._wrapper.config.clip_grad
+        norm, limit = verdict.norms.get(MAIN), self._wrapper.config.clip_grad
         return min(norm, limit) if norm is not None and limit > 0 else norm
 
     def step(
@@ -381,7 +380,7 @@ class WrappedGrads(StepGrads):
                 if table.quantized[index]:
                     main = wrapper.inner.main_param(table.slots[index])
                     quantize_(table.params[index], main)
-        table.stepped()
+        table.seen.written()
 
     def graph_key(self) -> Any:
         config, scaler, grads = (
