@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mp_optim.config.capabilities import BACKENDS, CAPABILITIES, Capability
+from mp_optim.precision.description import columns
 from mp_optim.process.host_share import use_accelerator
 from mp_optim.update import choose_backend, proof_of
 from mp_optim.update.backends.native import describe_threads
@@ -183,23 +184,14 @@ def _config() -> str:
 def render(report: Report) -> str:
     """The report as plain text."""
     parts = [
-        _columns(report.facts),
-        _columns(report.backends),
+        columns(report.facts),
+        columns(report.backends),
         "fused_backend='auto' takes",
-        _columns(report.auto),
+        columns(report.auto),
         "A config for this machine:",
         report.config,
     ]
     return "\n\n".join(parts)
-
-
-def _columns(rows: Table) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = map(str.ljust, row, widths)
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def _show_rich(report: Report) -> None:

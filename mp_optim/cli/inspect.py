@@ -9,6 +9,7 @@ python -m mp_optim.cli.inspect diff PATH OTHER_PATH
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -98,13 +99,9 @@ def diff(command: Diff, console: Console) -> int:
         "ulps",
         title=f"{command.a} against {command.b}",
     )
-    equal = different = 0
+    found = Counter[bool]()
     for difference in compare(open_checkpoint(command.a), open_checkpoint(command.b)):
-        equal, different = (
-            (equal + 1, different)
-            if difference.what == "equal"
-            else (equal, different + 1)
-        )
+        found[difference.what == "equal"] += 1
         if difference.what == "values":
             ulps = "" if difference.ulps is None else str(difference.ulps)
             sizes = (str(difference.differing), f"{difference.largest:.6g}", ulps)
@@ -114,9 +111,10 @@ def diff(command: Diff, console: Console) -> int:
     if table.rows:
         console.print(table)
     console.print(
-        f"{equal} entries equal to the bit, {different} different", highlight=False
+        f"{found[True]} entries equal to the bit, {found[False]} different",
+        highlight=False,
     )
-    return 1 if different else 0
+    return 1 if found[False] else 0
 
 
 def main(command: Command, console: Console) -> int:
@@ -124,11 +122,9 @@ def main(command: Command, console: Console) -> int:
     try:
         if isinstance(command, List):
             return list_entries(command, console)
-        return (
-            verify(command, console)
-            if isinstance(command, Verify)
-            else diff(command, console)
-        )
+        if isinstance(command, Verify):
+            return verify(command, console)
+        return diff(command, console)
     except (FileNotFoundError, ValueError) as error:
         console.print(f"{type(error).__name__}: {error}", highlight=False, markup=False)
         return 1

@@ -71,25 +71,25 @@ def table(rows: list[SweepRow], options: Options) -> Table:
     for head in ("fraction", "accelerator", "pinned host", "pageable host", "host"):
         shown.add_column(head, justify="right")
     for row in rows:
-        accelerator = f"{row.plan.accelerator.total / GIB:.2f}"
-        fits = (
-            options.gpu_memory is None
-            or row.plan.accelerator.total <= options.gpu_memory * GIB
-        )
+        form, fraction, accelerator, *host = cells(row)
+        held, limit = row.plan.accelerator.total, options.gpu_memory
+        if limit is not None and held > limit * GIB:
+            accelerator = f"[red]{accelerator}[/red]"
         shown.add_row(
-            row.form,
-            f"{row.plan.fraction:g}",
-            accelerator if fits else f"[red]{accelerator}[/red]",
-            *(
-                f"{size / GIB:.2f}"
-                for size in (
-                    row.plan.pinned_host.total,
-                    row.plan.pageable_host.total,
-                    row.plan.host_total,
-                )
-            ),
+            form, fraction, accelerator, *host, f"{row.plan.host_total / GIB:.2f}"
         )
     return shown
+
+
+def cells(row: SweepRow) -> list[str]:
+    """State and fraction of a plan; accelerator, pinned and pageable host memory in GiB."""
+    plan = row.plan
+    parts = plan.accelerator, plan.pinned_host, plan.pageable_host
+    return [
+        row.form,
+        f"{plan.fraction:g}",
+        *(f"{part.total / GIB:.2f}" for part in parts),
+    ]
 
 
 def _words(layout: Layout) -> str:
@@ -104,11 +104,7 @@ def markdown(rows: list[SweepRow]) -> str:
         "|",
         "|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {row.form} | {row.plan.fraction:g} | {row.plan.accelerator.total / GIB:.2f} | "
-        f"{row.plan.pinned_host.total / GIB:.2f} | {row.plan.pageable_host.total / GIB:.2f} |"
-        for row in rows
-    ]
+    lines += [f"| {' | '.join(cells(row))} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

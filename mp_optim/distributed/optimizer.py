@@ -181,7 +181,7 @@ class DistributedOptimizer(CompositeOptimizer):
         ):
             of_shards.update(group_settings(group))
         owned = self.shards.collect_grads()
-        return ReducedGrads(self, self._model, self._group, self._guard, trained, owned)
+        return ReducedGrads(self, trained, owned)
 
     def verdict_device(self) -> torch.device | None:
         """None: ranks that have to compare numbers every step wait for the device all the same."""
@@ -247,40 +247,32 @@ class ReducedGrads(GradsOfParts):
     """What a rank owns of the reduced gradients.
 
     Args:
-        group, guard: the ranks, and what names those that are missing.
         trained: slots with a gradient. owned: the wrapper's gradients of the owned tensors.
     """
 
     def __init__(
-        self,
-        optimizer: DistributedOptimizer,
-        model: ShardedParams,
-        group: ProcessGroup,
-        guard: Callable[[str], Any],
-        trained: Sequence[Slot],
-        owned: StepGrads,
+        self, optimizer: DistributedOptimizer, trained: Sequence[Slot], owned: StepGrads
     ) -> None:
         super().__init__([owned])
-        self._optimizer, self._model, self._trained = optimizer, model, trained
-        self._group, self._guard = group, guard
+        self._optimizer, self._trained = optimizer, trained
+        self._model = optimizer._model
 
     def has_any(self) -> bool:
         """Whether any came from a backward pass of this rank; the others are zeros."""
         return self._optimizer.grad_reducer.has_gradients
 
     def sums(self) -> Measurement:
-        with self._guard("agreeing on the gradient norm"):
-            return (
-                self._owned_sums() if self._model.steps_everything else super().sums()
-            )
+        with self._optimizer._guard("agreeing on the gradient norm"):
+            everything = self._model.steps_everything
+            return self._owned_sums() if everything else super().sums()
 
     def _owned_sums(self) -> Measurement:
         """Where each rank steps everything, it measures what it would own, so that the sum is made
         of the same parts as with sharding."""
-        optimizer = self._optimizer
+        optimizer, ranks = self._optimizer, (self._optimizer._group,)
         keys: dict[Slot, NormKey] = {}
         for slot in optimizer.slots():
-            keys[slot] = NormKey(optimizer.norm_key(slot).group, (self._group,))
+            keys[slot] = NormKey(optimizer.norm_key(slot).group, ranks)
         nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
         owned = [self._model.owned_grad(slot) for slot in self._trained]
         grads = [nothing if grad is None else grad for grad in owned]

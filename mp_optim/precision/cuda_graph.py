@@ -1,32 +1,19 @@
-"""Work that a device is given once and repeats on demand: CUDA graphs behind a small
-interface."""
+"""Work that a device is given once and repeats on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 _Result = TypeVar("_Result")
 
 
-class Graph(Protocol):
-    """One piece of captured work. Its tensors, also those it made, are at the same addresses in
-    every replay."""
-
-    def capture(self, work: Callable[[], _Result]) -> _Result:
-        """Let ``work`` queue what it does into the graph; nothing happens on the device before
-        :meth:`replay`."""
-
-    def replay(self) -> None:
-        """Queue the captured work once; nothing waits."""
-
-
 class CudaGraph:
-    """A CUDA graph with a memory pool of its own. Other threads may use the device while it is
-    captured."""
+    """A CUDA graph with a memory pool of its own. Its tensors, also those it made, are at the same
+    addresses in every replay. Other threads may use the device while it is captured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,6 +23,8 @@ class CudaGraph:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, work: Callable[[], _Result]) -> _Result:
+        """Let ``work`` queue what it does into the graph; nothing happens on the device before
+        :meth:`replay`."""
         with (
             torch.cuda.device(self._device),
             torch.cuda.graph(
@@ -45,10 +34,11 @@ class CudaGraph:
             return work()
 
     def replay(self) -> None:
+        """Queue the captured work once; nothing waits."""
         self._graph.replay()
 
 
-def graph_for(device: torch.device) -> Callable[[], Graph]:
+def graph_for(device: torch.device) -> Callable[[], CudaGraph]:
     """What makes graphs on a device.
 
     Raises:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from mp_optim.slots import ParamGroups, Slot, iter_slots, param_at
+from mp_optim.precision.slot_table import SlotTable
+from mp_optim.slots import ParamGroups, iter_slots, param_at
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update.backends.native import describe_threads
@@ -55,72 +56,55 @@ class Description:
         table = [shown]
         for row in self.rows:
             table.append([_cell(getattr(row, name)) for name in shown])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         reasons = dict.fromkeys(
             f"{row.place}: {row.backend} ({row.why})" for row in self.rows
         )
-        return "\n".join([*lines, *reasons, *self.notes])
+        return "\n".join([columns(table), *reasons, *self.notes])
 
 
 def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-class Described(Protocol):
-    """What is asked of the optimizer that is described."""
-
-    param_groups: ParamGroups
-    inner: SlotOptimizer
-
-    def has_state(self, slot: Slot) -> bool: ...
-    def has_separate_main(self, slot: Slot) -> bool: ...
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of a table as lines of text, with their cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def describe(optimizer: Described) -> Description:
-    """Read the rows off an optimizer; allocates its state if it had none."""
-    counts: dict[tuple[int, str, str, str, str], list[int]] = defaultdict(
-        lambda: [0, 0, 0]
-    )
-    place_of, host = optimizer.inner.place, optimizer.inner.host
-    for slot, param in iter_slots(optimizer.param_groups):
-        backend, why = _stepper(optimizer, slot.group, place_of(slot), param.device)
-        key = (
-            slot.group,
-            place_of(slot),
-            str(param.dtype).removeprefix("torch."),
-            backend,
-            why,
-        )
-        state = optimizer.inner.slot_state(slot) if optimizer.has_state(slot) else {}
-        main = param_at(optimizer.inner.param_groups, slot)
-        own = main.nbytes if optimizer.has_separate_main(slot) else 0
-        row = counts[key]
+def describe(
+    groups: ParamGroups, inner: SlotOptimizer, table: SlotTable
+) -> Description:
+    """Read the rows off a wrapper; allocates the state of ``inner`` if it had none.
+
+    Args:
+        groups: the model's parameters. inner: what steps them. table: what is known of the slots.
+    """
+    counts: dict[DescriptionRow, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for index, (slot, param) in enumerate(iter_slots(groups)):
+        place, dtype = inner.place(slot), str(param.dtype).removeprefix("torch.")
+        backend, why = _stepper(inner, slot.group, place, param.device)
+        state = inner.slot_state(slot) if table.bound[index] else {}
+        main = param_at(inner.param_groups, slot)
+        tensors = [*state.values(), *([main] if table.separate[index] else [])]
+        kind = DescriptionRow(slot.group, place, dtype, 0, 0, 0, backend, why)
+        row = counts[kind]
         row[0] += 1
         row[1] += main.numel()
-        row[2] += own + sum(value.nbytes for value in state.values())
-    return Description(
-        tuple(
-            DescriptionRow(group, place, dtype, slots, params, size, backend, why)
-            for (group, place, dtype, backend, why), (
-                slots,
-                params,
-                size,
-            ) in counts.items()
-        ),
-        (*(() if host is None else host.notes()), *_threads(counts)),
-    )
-
-
-def _threads(backends: Iterable[tuple[int, str, str, str, str]]) -> tuple[str, ...]:
-    on_host = any(backend == "native" for _, _, _, backend, _ in backends)
-    return (describe_threads(),) if on_host else ()
+        row[2] += sum(tensor.nbytes for tensor in tensors)
+    rows = []
+    for kind, (slots, params, size) in counts.items():
+        rows.append(replace(kind, slots=slots, params=params, bytes=size))
+    notes = () if inner.host is None else inner.host.notes()
+    if any(row.backend == "native" for row in rows):
+        notes = (*notes, describe_threads())
+    return Description(tuple(rows), notes)
 
 
 def _stepper(
-    optimizer: Described, group: int, place: Place, device: torch.device
+    inner: SlotOptimizer, group: int, place: Place, device: torch.device
 ) -> tuple[str, str]:
-    sub: Any = optimizer.inner.sub_optimizer(place)
+    sub: Any = inner.sub_optimizer(place)
     if isinstance(sub, ForeignOptimizer):
         return type(sub.optimizer).__name__, "given by the caller; gets FP32 gradients"
     where = torch.device("cpu") if place == "host" else device

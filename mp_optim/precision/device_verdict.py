@@ -54,7 +54,10 @@ def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> For
     overflow = ~sums.isfinite().all()
     skip = overflow
     if MAIN in measurement.sums:
-        multipliers = _excluded_as_main(multipliers, names)
+        rows = dict(zip(names, multipliers.unbind(), strict=True))
+        multipliers = torch.stack(
+            [rows[MAIN if name == EXCLUDED else name] for name in names]
+        )
         skip = overflow | (norms[names.index(MAIN)] > config.grad_norm_skip_threshold)
     skips = skip.double()
     if measurement.disagreement is not None:
@@ -80,16 +83,6 @@ def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
     # not `limit / ...`, which torch computes as a reciprocal times limit: two roundings
     coefficients = torch.full_like(norms, limit) / (norms + 1e-6)
     return torch.where(coefficients < 1.0, coefficients, 1.0)
-
-
-def _excluded_as_main(multipliers: Tensor, names: Sequence[str]) -> Tensor:
-    main = multipliers[names.index(MAIN)]
-    return torch.stack(
-        [
-            main if name == EXCLUDED else value
-            for name, value in zip(names, multipliers.unbind(), strict=True)
-        ]
-    )
 
 
 class DeviceVerdict:

@@ -25,6 +25,9 @@ _SCALER_STATE = {
     "hysteresis_tracker": WHOLE,
 }
 """What the state of a dynamic scale consists of, and may be."""
+_GROWTH = Rule(lambda factor: factor > 1.0, "greater than 1")
+_BACKOFF = Rule(lambda factor: 0.0 < factor < 1.0, "between 0 and 1")
+_STEPS = Rule(lambda steps: steps >= 1 and int(steps) == steps, "a whole number >= 1")
 
 
 class MegatronGradScaler(ABC):
@@ -34,10 +37,7 @@ class MegatronGradScaler(ABC):
     def __init__(
         self, initial_scale: float, device: torch.device | str = "cpu"
     ) -> None:
-        if not 0.0 < initial_scale <= _LARGEST:
-            raise ValueError(
-                f"initial_scale={initial_scale!r}: must be positive and at most 2**126"
-            )
+        check_setting("initial_scale", initial_scale, _SCALER_STATE["scale"])
         self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
         self._asked = False
         self._lent: weakref.ref[Tensor] | None = None
@@ -145,31 +145,14 @@ class DynamicGradScaler(MegatronGradScaler):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(initial_scale, device)
-        checks = {
-            "min_scale": (
-                min_scale,
-                0.0 < min_scale <= initial_scale,
-                "in (0, initial_scale]",
-            ),
-            "growth_factor": (growth_factor, growth_factor > 1.0, "greater than 1"),
-            "backoff_factor": (
-                backoff_factor,
-                0.0 < backoff_factor < 1.0,
-                "between 0 and 1",
-            ),
-        }
-        for name, count in (
-            ("growth_interval", growth_interval),
-            ("hysteresis", hysteresis),
-        ):
-            checks[name] = (
-                count,
-                count >= 1 and int(count) == count,
-                "a whole number >= 1",
-            )
-        for name, (value, good, rule) in checks.items():
-            if not good:
-                raise ValueError(f"{name}={value!r}: must be {rule}")
+        floor = Rule(
+            lambda least: 0.0 < least <= initial_scale, "in (0, initial_scale]"
+        )
+        check_setting("min_scale", min_scale, floor)
+        check_setting("growth_factor", growth_factor, _GROWTH)
+        check_setting("backoff_factor", backoff_factor, _BACKOFF)
+        check_setting("growth_interval", growth_interval, _STEPS)
+        check_setting("hysteresis", hysteresis, _STEPS)
         self.min_scale = min_scale
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor

@@ -121,8 +121,8 @@ class _Captured:
     """
 
     key: Any
-    measure: cuda_graph.Graph
-    apply: cuda_graph.Graph
+    measure: cuda_graph.CudaGraph
+    apply: cuda_graph.CudaGraph
     formed: Formed
     rehearsal: Any
     table: Tensor
@@ -154,7 +154,9 @@ class GraphedStep:
 
     def __init__(self, device: torch.device, backend: Any) -> None:
         self._device, self._backend = device, backend
-        self._new_graph: Callable[[], cuda_graph.Graph] = cuda_graph.graph_for(device)
+        self._new_graph: Callable[[], cuda_graph.CudaGraph] = cuda_graph.graph_for(
+            device
+        )
         self._captured: _Captured | None = None
         self._last: Any = None
         self._steady = self._changes = 0

@@ -220,17 +220,8 @@ class SlotTable:
 
     def update(self, index: int, grad: Tensor) -> SlotUpdate:
         """One slot's update, but for the multiplier, which is not known yet."""
-        is_written = self.separate[index] and not self.quantized[index]
-        output = local_tensor(self.params[index]) if is_written else None
-        return SlotUpdate(
-            self.slots[index],
-            grad,
-            1.0,
-            output,
-            self.keys[index].shard_groups,
-            self.streams[index],
-            self.layouts[index],
-        )
+        alone = self._some([index]).updates
+        return replace(alone, grads=[grad], multipliers=[1.0])[0]
 
     def _everything(self) -> _Selection:
         """All slots; put together once for as long as nothing changes."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -117,10 +118,7 @@ class StandstillWatch:
 
     def see_verdict(self, stack: Watched, verdict: Verdict | DeviceVerdict) -> None:
         """Judge a step by its verdict, as soon as the host knows it."""
-        if isinstance(verdict, DeviceVerdict):
-            verdict.when_settled(lambda settled: self._judge(stack, settled))
-        else:
-            self._judge(stack, verdict)
+        verdict.when_settled(partial(self._judge, stack))
 
     def _judge(self, stack: Watched, verdict: Verdict) -> None:
         """Warn of the 1st, 10th, 100th ... skipped one in a row;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,10 @@ class Verdict:
     def result(self) -> StepResult:
         """What the caller of ``step`` gets."""
         return StepResult(*self.values)
+
+    def when_settled(self, tell: Callable[[Verdict], None]) -> None:
+        """Call ``tell`` now, for the host knows it."""
+        tell(self)
 
 
 def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> Verdict:

@@ -159,11 +159,8 @@ class WrappedOptimizer(MegatronOptimizer):
             all_keys: every key of the model, also those without a gradient now, so that all ranks
                 reduce alike.
         """
-        device, ranks, alike = (
-            self.device,
-            self.process_groups.grad_stats,
-            self._table.settings,
-        )
+        device, alike = self.device, self._table.settings
+        ranks = self.process_groups.grad_stats
         sums = measure(
             grads, keys, all_keys, self.backward_link.sums_of_squares, device
         )
@@ -270,7 +267,7 @@ class WrappedOptimizer(MegatronOptimizer):
     # -- what is going on -------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        rows = describe(self)
+        rows = describe(self.param_groups, self.inner, self._table)
         return Description(rows.rows, (*rows.notes, *self._graph_notes()))
 
     def metrics(self) -> dict[str, float]:
@@ -383,29 +380,15 @@ class WrappedGrads(StepGrads):
         table.seen.written()
 
     def graph_key(self) -> Any:
-        config, scaler, grads = (
-            self._wrapper.config,
-            self._wrapper.grad_scaler,
-            self._grads,
-        )
-        settings = (
-            config.clip_grad,
-            config.grad_norm_skip_threshold,
-            config.log_num_zeros_in_grad,
-            None if scaler is None else scaler.present_scale.data_ptr(),
-        )
-        keys = self._table.keys_of(self._indices)
+        config, scaler = self._wrapper.config, self._wrapper.grad_scaler
+        limits = config.clip_grad, config.grad_norm_skip_threshold
+        scale = None if scaler is None else scaler.present_scale.data_ptr()
+        keys, grads = self._table.keys_of(self._indices), self._grads
         dtypes = [grad.dtype for grad in grads]
         strides = [] if grads.contiguous else [grad.stride() for grad in grads]
-        return (
-            settings,
-            self._indices,
-            keys,
-            grads.addresses,
-            grads.sizes,
-            dtypes,
-            strides,
-        )
+        memory = grads.addresses, grads.sizes, dtypes, strides
+        zeros = config.log_num_zeros_in_grad
+        return limits, zeros, scale, self._indices, keys, memory
 
     def obstacle(self) -> str:
         params = map(local_tensor, self._wrapper.get_parameters())
