@@ -58,8 +58,7 @@ def get_megatron_optimizer(
         shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise TypeError(
             f"get_megatron_optimizer takes no {', '.join(settings)}: settings are fields of the "
-            "config, as "
-            f"in get_megatron_optimizer(OptimizerConfig({shown}), model)"
+            f"config, as in get_megatron_optimizer(OptimizerConfig({shown}), model)"
         )
     if not isinstance(config, OptimizerConfig):
         raise TypeError(
@@ -81,8 +80,7 @@ def get_megatron_optimizer(
         if param_groups is not None:
             raise ValueError(
                 "optimizer_offload_fraction='auto' with param_groups=: the planner makes the "
-                "groups "
-                "itself; give config_overrides instead, or a number (see mp_optim.plan)"
+                "groups itself; give config_overrides instead, or a number (see mp_optim.plan)"
             )
         config = with_chosen_fraction(
             config,

@@ -64,23 +64,19 @@ def build(
         param_groups = get_param_groups(chunks, config, overrides, expert_predicate)
     check_claims(chunks, param_groups)
     _check_partitions(config, param_groups, groups_of)
-    dense = [
-        group for group in param_groups if not group.get("is_expert_parallel", False)
-    ]
-    experts = [
-        group for group in param_groups if group.get("is_expert_parallel", False)
-    ]
+    dense: list[dict[str, Any]] = []
+    experts: list[dict[str, Any]] = []
+    for group in param_groups:
+        is_expert = group.get("is_expert_parallel", False)
+        (experts if is_expert else dense).append(group)
     scaler = _grad_scaler(config, device_of(chunks))
     if config.is_distributed:
-        if wrapped := [
-            chunk
-            for chunk in chunks
-            if isinstance(chunk, nn.parallel.DistributedDataParallel)
-        ]:
-            raise ValueError(
-                f"use_distributed_optimizer=True with a {type(wrapped[0]).__name__}, which reduces "
-                "gradients itself; pass its .module"
-            )
+        for chunk in chunks:
+            if isinstance(chunk, nn.parallel.DistributedDataParallel):
+                raise ValueError(
+                    f"use_distributed_optimizer=True with a {type(chunk).__name__}, which reduces "
+                    "gradients itself; pass its .module"
+                )
         groups_of = with_data_parallel(groups_of, bool(experts))
     expert_groups = ProcessGroups(
         grad_stats=groups_of.expert_grad_stats,
@@ -120,14 +116,12 @@ def _check_partitions(
             if config.may_offload and config.offload_mode == "speculative":
                 raise ValueError(
                     f"offload_mode='speculative': muon steps {name}, which is split over ranks, by "
-                    "a "
-                    "collective, which may not meet those of backward; use 'overlap'"
+                    "a collective, which may not meet those of backward; use 'overlap'"
                 )
             if not has_partition_dim(param):
                 raise ValueError(
                     f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot "
-                    "gather it: "
-                    "set the attribute, or muon_tp_mode='blockwise'"
+                    "gather it: set the attribute, or muon_tp_mode='blockwise'"
                 )
 
 
@@ -205,10 +199,8 @@ def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroup
     ):
         raise ValueError(
             f"process_groups.expert_dp has {expert_dp.size()} of the {dp.size()} ranks of dp, so "
-            "ranks "
-            "hold different experts; set expert_grad_stats to the ranks that hold different ones, "
-            "or they "
-            "would disagree on the gradient norm"
+            "ranks hold different experts; set expert_grad_stats to the ranks that hold different "
+            "ones, or they would disagree on the gradient norm"
         )
     return dataclasses.replace(groups, dp=dp, expert_dp=expert_dp)
 

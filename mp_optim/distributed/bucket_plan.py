@@ -25,6 +25,11 @@ class ParamRange:
     start: int
     numel: int
 
+    @property
+    def elements(self) -> slice:
+        """Where it lies in the bucket."""
+        return slice(self.start, self.start + self.numel)
+
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
@@ -52,16 +57,6 @@ class BucketPlan:
     def numel(self) -> int:
         """Elements of the bucket, padding included."""
         return self.bounds[-1]
-
-    @property
-    def shard(self) -> int:
-        """Elements of the fullest shard, padding included."""
-        return max(last - first for first, last in itertools.pairwise(self.bounds))
-
-    @property
-    def payload(self) -> int:
-        """Elements that belong to parameters."""
-        return sum(item.numel for item in self.placed)
 
     def owned(self, rank: int) -> tuple[int, int]:
         """First element of a rank's shard, and the one after its last."""

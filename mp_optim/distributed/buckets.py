@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.bucket_plan import (
     BucketPlan,
     ParamRange,
@@ -63,23 +64,35 @@ class Bucket:
     params: Tensor
     grad_dtype: torch.dtype
     grads: Tensor | None
-    owned_grads: Tensor
+    owned_grads: Tensor = field(init=False)
     entries: list[Entry] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        first, last = self.plan.owned(self.rank)
+        if self.grads is None:
+            self.owned_grads = self._zero_grads(last - first)
+        else:
+            self.owned_grads = self.grads[first:last]
+
+    def _zero_grads(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.grad_dtype, device=self.params.device)
+
+    def add(self, name: str, param: Tensor, placed: ParamRange) -> Entry:
+        """Take in one more parameter, whose place is part of the plan."""
+        data = self.params[placed.elements].view(param.shape)
+        fragment = self.plan.fragment(placed, self.rank)
+        self.entries.append(Entry(name, param, placed, *fragment, data))
+        return self.entries[-1]
 
     def local_grads(self) -> Tensor:
         """This rank's own gradients; zeros where none has arrived."""
         if self.grads is None:
-            self.grads = torch.zeros(
-                self.plan.numel, dtype=self.grad_dtype, device=self.params.device
-            )
+            self.grads = self._zero_grads(self.plan.numel)
         return self.grads
 
     def local_grad(self, entry: Entry) -> Tensor:
         """The gradient of one parameter, in its shape."""
-        place = entry.placed
-        return self.local_grads()[place.start : place.start + place.numel].view(
-            entry.data.shape
-        )
+        return self.local_grads()[entry.placed.elements].view(entry.data.shape)
 
     def owned_grad(self, entry: Entry) -> Tensor:
         """The owned elements of one parameter's reduced gradient, 1-D."""
@@ -160,79 +173,46 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def make_buckets(
-    params: Sequence[Tensor],
-    names: Sequence[str],
-    *,
-    rank: int,
-    ranks: int,
-    bucket_size: int | None,
-    grads_in_fp32: bool,
-    keep_grads: bool,
-    whole: bool,
+    named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, rank: int, ranks: int
 ) -> list[Bucket]:
     """Buckets for parameters, which look into them afterwards; one set of buckets for each dtype
     and device.
 
     Args:
-        params, names: trainable parameters, each once.
+        named: trainable parameters, each once.
+        config: how gradients are kept, and where buckets end.
         rank, ranks: place in the data-parallel group, and its size.
-        bucket_size: see :func:`~mp_optim.distributed.bucket_plan.plan_flat`.
-        grads_in_fp32: keep and send gradients in FP32 rather than in the parameter's dtype.
-        keep_grads: room for all of this rank's own gradients from the start.
-        whole: every parameter in one shard.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, param in enumerate(params):
-        kinds.setdefault((param.dtype, param.device), []).append(index)
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    for name, param in named:
+        kinds.setdefault((param.dtype, param.device), []).append((name, param))
     buckets = []
-    for (dtype, _), members in kinds.items():
-        sizes = [params[index].numel() for index in members]
-        plans = (
-            plan_whole(sizes, ranks) if whole else plan_flat(sizes, ranks, bucket_size)
-        )
-        grad_dtype = torch.float32 if grads_in_fp32 else dtype
-        own_params = [params[index] for index in members]
-        own_names = [names[index] for index in members]
-        for plan in plans:
-            buckets.append(
-                _filled(plan, own_params, own_names, rank, grad_dtype, keep_grads)
-            )
+    for members in kinds.values():
+        sizes = [param.numel() for _, param in members]
+        if config.use_layer_wise_distributed_optimizer:
+            plans = plan_whole(sizes, ranks)
+        else:
+            bucket_size = config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+            plans = plan_flat(sizes, ranks, bucket_size)
+        buckets += [_filled(plan, members, rank, config) for plan in plans]
     return buckets
 
 
 @in_own_modes
 def _filled(
     plan: BucketPlan,
-    params: Sequence[Tensor],
-    names: Sequence[str],
+    named: Sequence[tuple[str, Tensor]],
     rank: int,
-    grad_dtype: torch.dtype,
-    keep_grads: bool,
+    config: OptimizerConfig,
 ) -> Bucket:
-    like = params[plan.placed[0].param]
-    grads = (
-        torch.zeros(plan.numel, dtype=grad_dtype, device=like.device)
-        if keep_grads
-        else None
-    )
-    first, last = plan.owned(rank)
-    owned = (
-        torch.zeros(last - first, dtype=grad_dtype, device=like.device)
-        if grads is None
-        else grads[first:last]
-    )
-    bucket = Bucket(
-        plan,
-        rank,
-        torch.zeros(plan.numel, dtype=like.dtype, device=like.device),
-        grad_dtype,
-        grads,
-        owned,
-    )
+    _, like = named[plan.placed[0].param]
+    dtype = torch.float32 if config.grad_reduce_in_fp32 else like.dtype
+    params = torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
+    grads = None
+    if config.data_parallel_sharding_strategy != "optim_grads":
+        grads = torch.zeros(plan.numel, dtype=dtype, device=like.device)
+    bucket = Bucket(plan, rank, params, dtype, grads)
     for item in plan.placed:
-        param = params[item.param]
-        data = bucket.params[item.start : item.start + item.numel].view(param.shape)
-        entry = Entry(names[item.param], param, item, *plan.fragment(item, rank), data)
-        bucket.adopt(entry, param)
-        bucket.entries.append(entry)
+        name, param = named[item.param]
+        bucket.adopt(bucket.add(name, param, item), param)
     return bucket

@@ -12,13 +12,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Bucket, Entry
 from mp_optim.distributed.collectives import (
     Reduction,
@@ -39,36 +39,13 @@ from mp_optim.slots.param_attributes import (
 _marks = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceSettings:
-    """How gradients are reduced.
-
-    Attributes:
-        group: the ranks. divisor: what sums are divided by.
-        fp32_accumulation: see :mod:`mp_optim.distributed.collectives`.
-        during_backward: reduce each bucket as soon as it is full, and what is left at the end of
-            backward.
-        overlap: do not wait for a reduction before backward goes on.
-        keep_grads: buckets keep this rank's own gradients until ``zero_grad`` (ZeRO-1), or hand
-            them out (ZeRO-2).
-        replicate: every rank gets all of the sums.
-    """
-
-    group: ProcessGroup
-    divisor: int
-    fp32_accumulation: bool
-    during_backward: bool
-    overlap: bool
-    keep_grads: bool
-    replicate: bool
-
-
 class GradReducer:
     """Hooks on parameters, and the state of each bucket's gradients.
 
     Args:
         buckets: the same on all ranks. first_used: where forward first uses each, which decides the
             order.
+        config: how they are reduced. group: over which ranks. divisor: of averages.
         guard: context in which communication happens; gives failures a name.
         check_use: called when a parameter's gradient arrives in backward.
 
@@ -86,19 +63,27 @@ class GradReducer:
         self,
         buckets: list[Bucket],
         first_used: Sequence[int],
-        settings: ReduceSettings,
+        config: OptimizerConfig,
+        group: ProcessGroup,
+        divisor: int,
         guard: Callable[[str], Any],
         check_use: Callable[[Entry], None],
     ) -> None:
-        self.buckets, self.settings = buckets, settings
-        self.group, self._guard, self._check_use = settings.group, guard, check_use
+        self.buckets, self.group, self._config = buckets, group, config
+        self._divisor = divisor if config.grad_reduce_op == "avg" else 1
+        strategy = config.data_parallel_sharding_strategy
+        # until zero_grad (ZeRO-1); else they are handed out (ZeRO-2)
+        self._keeps_grads = strategy != "optim_grads"
+        self._replicates = strategy == "no_shard"  # every rank gets all of the sums
+        self._in_backward = config.overlap_grad_reduce or not self._keeps_grads
+        self._guard, self._check_use = guard, check_use
         self.on_reduced: Callable[[int], None] | None = None
         self._arrived: list[set[int]] = [set() for _ in buckets]  # in this backward
         self._waiting = [False] * len(buckets)  # has gradients that were not reduced
         self._reduced = [False] * len(buckets)
         self._complete = False
         self.first_used, self.synchronizes, self.rounds = first_used, True, 0
-        LaunchOrder([self], again=not settings.keep_grads)
+        LaunchOrder([self], again=not self._keeps_grads)
         self.has_gradients = False
         self.bytes_reduced = self.bytes_gathered = 0
         for index, bucket in enumerate(buckets):
@@ -119,14 +104,14 @@ class GradReducer:
 
         set_reducer(param, mark)
         param.register_post_accumulate_grad_hook(arrive)
-        if self.settings.keep_grads:
+        if self._keeps_grads:
             set_main_grad(param, self.buckets[index].local_grad(entry))
 
     @in_own_modes
     def _arrive(self, index: int, entry: Entry) -> None:
         self._check_use(entry)
         self.collect(index, entry)
-        if not self.settings.during_backward or not self.synchronizes:
+        if not self._in_backward or not self.synchronizes:
             return
         self.order.arrives()
         self._arrived[index].add(entry.placed.param)
@@ -144,7 +129,7 @@ class GradReducer:
             RuntimeError: the bucket was reduced already. TypeError: the gradient is sparse.
         """
         grad, bucket = entry.param.grad, self.buckets[index]
-        if self._reduced[index] and self.settings.keep_grads:
+        if self._reduced[index] and self._keeps_grads:
             raise RuntimeError(
                 f"{entry.name} got a gradient after the gradients of this step were reduced: call "
                 "zero_grad() after step(); with several backward passes per step and "
@@ -170,16 +155,17 @@ class GradReducer:
 
     def is_due(self, index: int) -> bool:
         """Whether a bucket may be reduced now: those that keep their gradients are, once a step."""
-        return not (self.settings.keep_grads and self._reduced[index])
+        return not (self._keeps_grads and self._reduced[index])
 
     # -- reducing -------------------------------------------------------------------------------
 
     @in_own_modes
     def launch(self, index: int) -> None:
         """Start to reduce a bucket, with whatever gradients it has."""
-        bucket, how = self.buckets[index], self.settings
-        exchange = uses_exchange(how.group, bucket.params.device, how.fp32_accumulation)
-        if exchange or not how.keep_grads:
+        bucket, config = self.buckets[index], self._config
+        in_fp32 = config.reduce_scatter_with_fp32_accumulation
+        exchange = uses_exchange(self.group, bucket.params.device, in_fp32)
+        if exchange or not self._keeps_grads:
             self.order.make_room()
         grads = bucket.local_grads()
         self.bytes_reduced += grads.nbytes
@@ -187,19 +173,19 @@ class GradReducer:
             work = start_reduction(
                 grads,
                 bucket.owned_grads,
-                how.group,
+                self.group,
                 bucket.plan.bounds,
-                divisor=how.divisor,
+                divisor=self._divisor,
                 exchange=exchange,
                 add=self._reduced[index],
             )
-        if not how.keep_grads:
+        if not self._keeps_grads:
             bucket.grads = None  # the reduction holds them for as long as it needs them
         self._reduced[index], self._waiting[index] = True, False
         self._complete = False
         self.rounds += index == 0
         self.order.started(self, index, work)
-        if not how.overlap:
+        if not config.overlap_grad_reduce:
             self.order.wait_for_one()
 
     @in_own_modes
@@ -207,7 +193,7 @@ class GradReducer:
         """Wait for a reduction that was started."""
         with self._guard(f"reducing the gradients of {_named(self.buckets[index])}"):
             work.wait()
-        if self.on_reduced is not None and not self.settings.replicate:
+        if self.on_reduced is not None and not self._replicates:
             self.on_reduced(index)
 
     @in_own_modes
@@ -216,7 +202,7 @@ class GradReducer:
         Collective; reduces what was not reduced since the last :meth:`zero`, here and in all that
         share the order."""
         self.order.finish()
-        if self.settings.replicate and not self._complete:
+        if self._replicates and not self._complete:
             self._gather()
         self._complete = True
 
@@ -251,7 +237,7 @@ class GradReducer:
         """Forget all gradients. Waits for reductions under way."""
         self.order.restart()
         for index, bucket in enumerate(self.buckets):
-            if not self.settings.keep_grads:
+            if not self._keeps_grads:
                 bucket.grads = None
                 bucket.owned_grads.zero_()
             elif bucket.grads is not None:

@@ -27,8 +27,7 @@ def is_megatron_ddp(chunk: nn.Module) -> bool:
 
 def buckets_of(
     chunks: Sequence[nn.Module],
-    params: Sequence[Tensor],
-    names: Sequence[str],
+    named: Sequence[tuple[str, Tensor]],
     group: ProcessGroup,
 ) -> list[Bucket]:
     """The buckets that hold some parameters of Megatron's modules.
@@ -37,9 +36,7 @@ def buckets_of(
         ValueError: a parameter is in no buffer, a buffer is not cut for these ranks, or its
             optimizer is not to be distributed; naming it.
     """
-    name_of: Mapping[int, str] = {
-        id(param): name for param, name in zip(params, names, strict=True)
-    }
+    name_of = {id(param): name for name, param in named}
     buckets: list[Bucket] = []
     bucketed: set[int] = set()
     for chunk in chunks:
@@ -99,26 +96,14 @@ def _bucket(
         for index, param in enumerate(members)
     ]
     plan = BucketPlan.even(placed, megatron_bucket.param_data.numel() // ranks, ranks)
-    first, last = plan.owned(rank)
-    bucket = Bucket(
-        plan,
-        rank,
-        megatron_bucket.param_data,
-        megatron_bucket.grad_data.dtype,
-        megatron_bucket.grad_data,
-        megatron_bucket.grad_data[first:last],
-    )
+    grads = megatron_bucket.grad_data
+    bucket = Bucket(plan, rank, megatron_bucket.param_data, grads.dtype, grads)
     for item, param in zip(placed, members, strict=True):
-        data = megatron_bucket.param_data[item.start : item.start + item.numel].view(
-            param.shape
-        )
-        if data.data_ptr() != param.data_ptr():
+        entry = bucket.add(name_of[id(param)], param, item)
+        if entry.data.data_ptr() != param.data_ptr():
             raise ValueError(
                 f"{name_of[id(param)]} does not look into its buffer any more; wrap the model again"
             )
-        bucket.entries.append(
-            Entry(name_of[id(param)], param, item, *plan.fragment(item, rank), data)
-        )
     return bucket
 
 

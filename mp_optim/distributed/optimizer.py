@@ -171,9 +171,8 @@ class DistributedOptimizer(CompositeOptimizer):
         self.finish_grad_sync()
         trained = self._model.hand_out_grads()
         step, rounds = self.counts.steps + 1, self.grad_reducer.rounds
-        lines = partial(
-            statements.of_step, self.param_groups, step, rounds, self._model.frozen
-        )
+        groups, frozen = self.param_groups, self._model.frozen
+        lines = partial(statements.of_step, groups, step, rounds, frozen)
         with self._guard("comparing hyperparameters"):
             check_number(self._group, lines, self.device, "an optimizer")
         for group, of_shards in zip(

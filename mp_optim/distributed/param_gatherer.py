@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
 from mp_optim.distributed.buckets import Bucket, Entry
 from mp_optim.distributed.collectives import all_gather
@@ -39,15 +38,10 @@ class ParamGatherer:
         self._overlaps = bool(modules)
         self.bytes_gathered = 0
         self.look()
-        self._handles: list[RemovableHandle] = []
         for module in {id(m): m for root in modules for m in root.modules()}.values():
-            self._handles.append(module.register_forward_pre_hook(self._before_forward))
+            module.register_forward_pre_hook(self._before_forward)
         for root in modules:
-            self._handles.append(
-                root.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    self._before_state_dict
-                )
-            )
+            root.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
 
     def look(self) -> None:
         """Take note of the tensors that are parameters now."""
@@ -109,12 +103,6 @@ class ParamGatherer:
                 "waited for its new values: set overlap_param_gather=False, or call "
                 "optimizer.finish_param_sync() before forward"
             )
-
-    def remove(self) -> None:
-        """Take the hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:

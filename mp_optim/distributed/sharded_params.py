@@ -13,7 +13,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.distributed.buckets import Entry
 from mp_optim.distributed.param_shards import ParamShard, make_shard
-from mp_optim.distributed.transport import Transport, make_transport
+from mp_optim.distributed.transport import make_transport
 from mp_optim.precision.seen_params import SeenParams
 from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, slot_name
 from mp_optim.slots.param_attributes import set_main_grad
@@ -65,9 +65,16 @@ class ShardedParams:
         self.frozen: list[Slot] = []
         self.bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
         self._entries: dict[Slot, tuple[int, Entry]] = {}
-        self.transport = self._make_transport(
-            config, group, list(chunks), divisor, guard
+        trained = in_forward_order(param_groups, chunks)
+        named = [(slot_name(param_groups, slot), param) for _, slot, param in trained]
+        places = [place for place, *_ in trained]
+        self.transport = make_transport(
+            named, places, config, group, chunks, divisor or group.size(), guard
         )
+        slot_of = {id(param): slot for _, slot, param in trained}
+        for index, bucket in enumerate(self.transport.buckets):
+            for entry in bucket.entries:
+                self._entries[slot_of[id(entry.param)]] = index, entry
         self.shards = {
             slot: self._shard(slot, param, config, group)
             for slot, param in iter_slots(param_groups)
@@ -75,59 +82,34 @@ class ShardedParams:
         self._index = {slot: index for index, slot in enumerate(self.shards)}
         self._seen = SeenParams(self._params())
 
-    def _make_transport(
-        self,
-        config: OptimizerConfig,
-        group: ProcessGroup,
-        chunks: list[nn.Module],
-        divisor: int | None,
-        guard: Callable[[str], Any],
-    ) -> Transport:
-        trained = in_forward_order(self._param_groups, chunks)
-        params = [param for *_, param in trained]
-        names = [slot_name(self._param_groups, slot) for _, slot, _ in trained]
-        places = [place for place, *_ in trained]
-        divisor = divisor or group.size()
-        transport = make_transport(
-            params, names, places, config, group, chunks, divisor, guard
-        )
-        slot_of = {id(param): slot for _, slot, param in trained}
-        for index, bucket in enumerate(transport.buckets):
-            for entry in bucket.entries:
-                self._entries[slot_of[id(entry.param)]] = index, entry
-        return transport
-
     def _shard(
         self, slot: Slot, param: Tensor, config: OptimizerConfig, group: ProcessGroup
     ) -> ParamShard:
-        located = self._entries.get(slot)
+        located = None
+        if slot in self._entries:
+            index, entry = self._entries[slot]
+            located = self.transport.buckets[index], entry
+        everything = self.steps_everything
         return make_shard(
             slot_name(self._param_groups, slot),
             param,
-            None
-            if located is None
-            else (self.transport.buckets[located[0]], located[1]),
-            shard_groups=() if self.steps_everything else (group,),
-            everything=self.steps_everything,
-            keeps_shape=self.steps_everything
-            or config.use_layer_wise_distributed_optimizer,
-            placed_alike=RULES[config.optimizer].reads
-            == "sums",  # ranks meet in its reductions
+            located,
+            shard_groups=() if everything else (group,),
+            everything=everything,
+            keeps_shape=everything or config.use_layer_wise_distributed_optimizer,
+            # ranks meet in the reductions of such a rule
+            placed_alike=RULES[config.optimizer].reads == "sums",
         )
 
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, with what this rank owns in place of the parameters."""
-        return [
-            self._group_of_shards(index) for index in range(len(self._param_groups))
-        ]
-
-    def _group_of_shards(self, index: int) -> dict[str, Any]:
-        group = self._param_groups[index]
-        slots = [Slot(index, position) for position in range(len(group["params"]))]
-        tensors = [self.shards[slot].tensor for slot in slots]
-        names = group.get("param_names")
-        params = list(zip(names, tensors, strict=True)) if names else tensors
-        return {**group_settings(group), "params": params}
+        shards, groups = iter(self.shards.values()), []
+        for group in self._param_groups:
+            tensors = [next(shards).tensor for _ in group["params"]]
+            names = group.get("param_names")
+            params = list(zip(names, tensors, strict=True)) if names else tensors
+            groups.append({**group_settings(group), "params": params})
+        return groups
 
     def _params(self) -> list[Tensor]:
         return [param for _, param in iter_slots(self._param_groups)]

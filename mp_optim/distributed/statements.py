@@ -38,14 +38,9 @@ def of_construction(
             f"{tuple(param.shape)} {param.dtype} "
             f"{'trained' if param.requires_grad else 'frozen'}{said or ''}"
         )
-    places = enumerate(in_forward)
-    return [
-        *lines,
-        *(
-            f"place {place} in forward: {slot_name(groups, slot)}"
-            for place, slot in places
-        ),
-    ]
+    for place, slot in enumerate(in_forward):
+        lines.append(f"place {place} in forward: {slot_name(groups, slot)}")
+    return lines
 
 
 def of_settings(groups: ParamGroups) -> list[str]:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Bucket, Entry, check_shardable, make_buckets
 from mp_optim.distributed.collectives import broadcast
-from mp_optim.distributed.grad_reducer import GradReducer, ReduceSettings
+from mp_optim.distributed.grad_reducer import GradReducer
 from mp_optim.distributed.megatron_ddp import (
     MegatronGatherer,
     MegatronReducer,
@@ -68,8 +68,7 @@ class Transport:
 
 
 def make_transport(
-    params: Sequence[Tensor],
-    names: Sequence[str],
+    named: Sequence[tuple[str, Tensor]],
     places: Sequence[int],
     config: OptimizerConfig,
     group: ProcessGroup,
@@ -80,8 +79,8 @@ def make_transport(
     """Put trainable parameters into buckets. Collective.
 
     Args:
-        params, names: in the order in which forward uses them. places: their numbers in that order,
-            in the whole model.
+        named: in the order in which forward uses them. places: their numbers in that order, in the
+            whole model.
         chunks: modules that hold them.
         divisor: what averages are divided by.
         guard: context in which communication happens.
@@ -90,55 +89,29 @@ def make_transport(
         ValueError: a parameter or the config does not fit.
     """
     if any(map(is_megatron_ddp, chunks)):
-        return _megatrons(params, names, config, group, chunks)
-    check_shardable(zip(names, params, strict=True))
-    keeps = config.data_parallel_sharding_strategy != "optim_grads"
-    buckets = make_buckets(
-        params,
-        names,
-        rank=group.rank(),
-        ranks=group.size(),
-        keep_grads=keeps,
-        bucket_size=bucket_elements(config, group.size()),
-        grads_in_fp32=config.grad_reduce_in_fp32,
-        whole=config.use_layer_wise_distributed_optimizer,
-    )
+        return _megatrons(named, config, group, chunks)
+    check_shardable(named)
+    buckets = make_buckets(named, config, group.rank(), group.size())
     with guard("sending the first rank's parameters to the others"):
         for bucket in buckets:
             broadcast(bucket.params, group)
     gatherer = ParamGatherer(
         buckets, group, chunks if config.overlap_param_gather else [], guard
     )
-    settings = ReduceSettings(
-        group=group,
-        divisor=divisor if config.grad_reduce_op == "avg" else 1,
-        fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
-        during_backward=config.overlap_grad_reduce or not keeps,
-        overlap=config.overlap_grad_reduce,
-        keep_grads=keeps,
-        replicate=config.data_parallel_sharding_strategy == "no_shard",
+    place_of = {
+        id(param): place for (_, param), place in zip(named, places, strict=True)
+    }
+    first_used = [
+        min(place_of[id(entry.param)] for entry in bucket.entries) for bucket in buckets
+    ]
+    reducer = GradReducer(
+        buckets, first_used, config, group, divisor, guard, gatherer.check_use
     )
-    place_of = dict(zip(map(id, params), places, strict=True))
-
-    def first_use(bucket: Bucket) -> int:
-        return min(place_of[id(entry.param)] for entry in bucket.entries)
-
-    first_used = list(map(first_use, buckets))
-    return Transport(
-        buckets,
-        GradReducer(buckets, first_used, settings, guard, gatherer.check_use),
-        gatherer,
-    )
-
-
-def bucket_elements(config: OptimizerConfig, ranks: int) -> int:
-    """Elements at which a bucket is closed."""
-    return config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+    return Transport(buckets, reducer, gatherer)
 
 
 def _megatrons(
-    params: Sequence[Tensor],
-    names: Sequence[str],
+    named: Sequence[tuple[str, Tensor]],
     config: OptimizerConfig,
     group: ProcessGroup,
     chunks: Sequence[nn.Module],
@@ -172,7 +145,7 @@ def _megatrons(
                 f"overlap_param_gather={config.overlap_param_gather!r} differs from the model's "
                 "ddp_config; set both alike"
             )
-    buckets = buckets_of(chunks, params, names, group)
+    buckets = buckets_of(chunks, named, group)
     return Transport(
         buckets, MegatronReducer(chunks, buckets), MegatronGatherer(chunks, buckets)
     )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Bucket, make_buckets
-from mp_optim.distributed.transport import bucket_elements
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots.tensor_layout import part_of
 
@@ -91,17 +90,8 @@ def with_defaults(config: OptimizerConfig, names: Collection[str]) -> OptimizerC
 def _buckets(
     named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, ranks: int
 ) -> list[Bucket]:
-    trained = {name: param for name, param in named if param.requires_grad}
-    return make_buckets(
-        list(trained.values()),
-        list(trained),
-        rank=0,
-        ranks=ranks,
-        bucket_size=bucket_elements(config, ranks),
-        grads_in_fp32=config.grad_reduce_in_fp32,
-        keep_grads=config.data_parallel_sharding_strategy != "optim_grads",
-        whole=config.use_layer_wise_distributed_optimizer,
-    )
+    trained = [(name, param) for name, param in named if param.requires_grad]
+    return make_buckets(trained, config, 0, ranks)
 
 
 def _grad_size(param: Tensor) -> int:

@@ -124,13 +124,8 @@ class BackwardOverlap:
             return self.sum_of_squares(grads)
         known = [self.host.known_sum_of_squares(grad) for grad in grads]
         unknown = [index for index, value in enumerate(known) if value is None]
-        if len(unknown) == len(known):
-            return self.sum_of_squares(grads)
-        sums = torch.tensor(
-            [0.0 if value is None else value for value in known],
-            dtype=torch.float64,
-            device="cpu",
-        )
+        values = [value or 0.0 for value in known]
+        sums = torch.tensor(values, dtype=torch.float64, device="cpu")
         if unknown:
             sums[torch.tensor(unknown, device="cpu")] = self.sum_of_squares(
                 [grads[index] for index in unknown]

@@ -9,7 +9,6 @@ are connected by position only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -103,7 +102,11 @@ class MainParams:
         self._inner.reserve_main_params(coming)
         for position, param in enumerate(params):
             slot = Slot(index, position)
-            self._check_trainable(slot, param)
+            if param.is_inference():
+                raise TypeError(
+                    f"{self._name(slot)} was made inside torch.inference_mode(), so nothing can "
+                    "train it; build the model outside of it"
+                )
             key, layout = self._norm_key(slot, param), self._layout(slot, param)
             stream = stream_of(self._name(slot), shard_info(param).first_element)
             table.add(slot, param, key, layout, stream)
@@ -122,13 +125,6 @@ class MainParams:
                 table.trained(
                     index, self._bind(table.slots[index], table.params[index])
                 )
-
-    def _check_trainable(self, slot: Slot, param: Tensor) -> None:
-        if param.is_inference():
-            raise TypeError(
-                f"{self._name(slot)} was made inside torch.inference_mode(), so nothing can train "
-                "it; build the model outside of it"
-            )
 
     def _bind(self, slot: Slot, param: Tensor) -> bool:
         """Give a trainable parameter its main param; returns whether that is another tensor."""
@@ -163,9 +159,7 @@ class MainParams:
         return slot_name(self._param_groups, slot)
 
     def _params(self) -> list[Tensor]:
-        return list(
-            chain.from_iterable(group["params"] for group in self._param_groups)
-        )
+        return [param for _, param in iter_slots(self._param_groups)]
 
     def _param(self, slot: Slot) -> Tensor:
         return param_at(self._param_groups, slot)

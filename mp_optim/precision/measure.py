@@ -166,10 +166,8 @@ def agree(
         MissingRanksError: a rank is gone or stuck, naming it.
     """
     device = next((value.device for value in local.values()), torch.device("cpu"))
-    totals = {
-        name: torch.zeros((), dtype=torch.float64, device=device) for name in names
-    }
-    zero_total = torch.zeros((), dtype=torch.float64, device=device)
+    rows = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
+    totals = dict(zip(names, rows.unbind(), strict=False))
     off: Tensor | None = None
     for key, value in local.items():
         if key.group not in totals:
@@ -186,13 +184,10 @@ def agree(
             off = difference if off is None else off + difference
         totals[key.group] += packed[0]
         if zeros is not None:
-            zero_total += packed[1]
+            rows[-1] += packed[1]
     if group is not None:
-        packed = torch.stack([*totals.values(), zero_total])
-        _reduce(packed, group)
-        totals = dict(zip(names, packed, strict=False))
-        zero_total = packed[-1]
-    return Measurement(totals, None if zeros is None else zero_total, off)
+        _reduce(rows, group)
+    return Measurement(totals, None if zeros is None else rows[-1], off)
 
 
 def _over_shards(

@@ -33,6 +33,7 @@ class SettingsAlike:
     Attributes:
         copies: for each norm key, groups of ranks that hold copies of these parts (HSDP): they step
             them alike too.
+        said: what the last numbers were made of.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class SettingsAlike:
         self._groups: dict[NormKey, dict[int, None]] = {}
         self.copies: dict[NormKey, dict[ProcessGroup, None]] = {}
         self._ranks: dict[int, None] = {}
-        self._said: list[str] = []
+        self.said: list[str] = []
         for slot, param, key in zip(slots, params, keys, strict=True):
             if isinstance(param, DTensor) and key.shard_groups:
                 if key not in self._groups:
@@ -67,20 +68,15 @@ class SettingsAlike:
         """
         if not self._groups:
             return {}
-        self._said = [f"{name}={getattr(config, name, None)!r}" for name in _OF_CONFIG]
-        common, numbers = list(self._said), {}
+        self.said = [f"{name}={getattr(config, name, None)!r}" for name in _OF_CONFIG]
+        common, numbers = list(self.said), {}
         for key, indices in self._groups.items():
             count = len(keys) if len(all_keys) == 1 else keys.count(key)
             said = [line for index in indices for line in _settings(groups, index)]
             said.append(f"gradients of {count} parameters split alike")
             numbers[key] = zlib.crc32("\n".join([*common, *said]).encode())
-            self._said += said
+            self.said += said
         return numbers
-
-    @property
-    def said(self) -> list[str]:
-        """What the last numbers were made of."""
-        return self._said
 
     @property
     def ranks(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,26 +64,14 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
             1.
         config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
     """
-    names = list(measurement.sums)
-    scalars = [*measurement.sums.values()]
-    if inv_scale is not None:
-        scalars.append(inv_scale.reshape(()))
-    if measurement.disagreement is not None:
-        scalars.append(measurement.disagreement)
-    if measurement.zeros is not None:
-        scalars.append(measurement.zeros)
-    device = scalars[0].device if scalars else torch.device("cpu")
-    values = (
-        torch.stack([value.to(device) for value in scalars]).tolist() if scalars else []
-    )
-    sums = dict(zip(names, values, strict=False))
-    inverse = values[len(names)] if inv_scale is not None else 1.0
-    num_zeros = int(values[-1]) if measurement.zeros is not None else None
-    if (
-        measurement.disagreement is not None
-        and values[len(names) + (inv_scale is not None)] != 0.0
-    ):
+    optional = inv_scale, measurement.disagreement, measurement.zeros
+    scalars = [value for value in optional if value is not None]
+    values = iter(_read([*measurement.sums.values(), *scalars]))
+    sums = {name: next(values) for name in measurement.sums}
+    inverse = 1.0 if inv_scale is None else next(values)
+    if measurement.disagreement is not None and next(values) != 0.0:
         return Verdict(skip=True, disagrees=True)
+    num_zeros = None if measurement.zeros is None else int(next(values))
     if not all(math.isfinite(value) for value in sums.values()):
         return Verdict(skip=True, found_inf=True)
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
@@ -94,6 +82,17 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
     multipliers[EXCLUDED] = multipliers.get(MAIN, fp32(inverse))
     too_large = norms.get(MAIN, 0.0) > config.grad_norm_skip_threshold
     return Verdict(multipliers, too_large, False, norms, num_zeros)
+
+
+def _read(scalars: Sequence[Tensor]) -> list[float]:
+    """Tensors of one element as numbers, by one transfer."""
+    if not scalars:
+        return []
+    device = scalars[0].device
+    values: list[float] = torch.cat(
+        [value.to(device).reshape(1) for value in scalars]
+    ).tolist()
+    return values
 
 
 def _clip_coefficient(norm: float, limit: float) -> float:

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -29,19 +30,14 @@ def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str 
         ranks: their global numbers.
     """
     said = list(map(tuple, described))
-    ((common, _),) = Counter(said).most_common(
-        1
-    )  # of those said equally often, the first
+    common = max(said, key=said.count)  # of those said equally often, the first
     reference = ranks[said.index(common)]
     differences = []
     for rank, lines in zip(ranks, said, strict=True):
         if lines == common:
             continue
-        longest = max(len(lines), len(common))
-        padded = [
-            [*side, *["nothing"] * (longest - len(side))] for side in (lines, common)
-        ]
-        here, there = next((a, b) for a, b in zip(*padded, strict=True) if a != b)
+        pairs = zip_longest(lines, common, fillvalue="nothing")
+        here, there = next((a, b) for a, b in pairs if a != b)
         differences.append(
             f"rank {rank} has {here!r} where rank {reference} has {there!r}"
         )

@@ -10,6 +10,7 @@ not inferred from who is late.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -34,6 +35,9 @@ _LOOK = timedelta(seconds=1.0)
 """Between two looks for a note of failure, while waiting."""
 _STORE = 3.0
 """Seconds that the store may take beyond that."""
+
+_SIGNS = "gloo|Connection|[Tt]imed out|NCCL|monitoredBarrier"
+"""What the text of an error is known by that comes of communication."""
 
 _addresses: dict[int, Address] = {}
 _looks: list[futures.Future[bool]] = []
@@ -83,14 +87,9 @@ def learn_addresses(group: ProcessGroup) -> None:
 
 
 def _learn(store: Any, ranks: list[int]) -> None:
-    unknown = [
-        rank
-        for rank in ranks
-        if rank not in _addresses and store.check([_present(rank)])
-    ]
-    texts = store.multi_get([_present(rank) for rank in unknown]) if unknown else []
-    for rank, text in zip(unknown, texts, strict=True):
-        _addresses[rank] = Address.parse(text.decode())
+    for rank in ranks:
+        if rank not in _addresses and store.check([_present(rank)]):
+            _addresses[rank] = Address.parse(store.get(_present(rank)).decode())
 
 
 # -- waiting --------------------------------------------------------------------------------------
@@ -204,18 +203,9 @@ def _tell_of_failure(group: ProcessGroup) -> None:
 
 
 def _is_communication(error: RuntimeError) -> bool:
-    text = str(error)
-    return isinstance(error, dist.DistError | _NoticedError) or any(
-        sign in text
-        for sign in (
-            "gloo",
-            "Connection",
-            "Timed out",
-            "timed out",
-            "NCCL",
-            "monitoredBarrier",
-        )
-    )
+    if isinstance(error, dist.DistError | _NoticedError):
+        return True
+    return re.search(_SIGNS, str(error)) is not None
 
 
 def _first_line(error: RuntimeError) -> str:
@@ -301,7 +291,8 @@ def _at_other_places(doings: dict[int, str]) -> str:
     for rank, doing in doings.items():
         ranks_of.setdefault(doing, []).append(rank)
     where = "; ".join(
-        f"{_numbered(ranks)} was {doing}" for doing, ranks in ranks_of.items()
+        f"{_counted('rank', 'each of ranks', ranks)} was {doing}"
+        for doing, ranks in ranks_of.items()
     )
     return (
         f", at different places: {where}; did one of them call step(), backward() or zero_grad() "
@@ -309,12 +300,9 @@ def _at_other_places(doings: dict[int, str]) -> str:
     )
 
 
-def _numbered(ranks: Sequence[int]) -> str:
-    return (
-        f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
-    )
+def _counted(one: str, several: str, ranks: Sequence[int]) -> str:
+    return f"{one if len(ranks) == 1 else several} {', '.join(map(str, ranks))}"
 
 
 def _named(missing: list[int], ranks: list[int], how: str) -> str:
-    word = "rank" if len(missing) == 1 else "ranks"
-    return f"{word} {', '.join(map(str, missing))} of {ranks} did not take part ({how})"
+    return f"{_counted('rank', 'ranks', missing)} of {ranks} did not take part ({how})"

@@ -39,16 +39,8 @@ class Address:
         return cls(host, int(port), machine)
 
 
-@dataclass
-class _Listening:
-    """This process's socket."""
-
-    sock: socket.socket
-    address: Address
-    pid: int
-
-
-_listening: list[_Listening] = []
+_listening: list[tuple[socket.socket, Address, int]] = []
+"""This process's socket, its address, and the process that opened it."""
 
 
 def own_address(towards: tuple[str, int] | None) -> Address | None:
@@ -58,8 +50,9 @@ def own_address(towards: tuple[str, int] | None) -> Address | None:
         towards: host and port through which the job's processes find each other: the way there
             shows under which address they know this machine.
     """
-    if _listening and _listening[0].pid == os.getpid():
-        return _listening[0].address
+    for _, address, pid in _listening:
+        if pid == os.getpid():
+            return address
     host = _local_host(towards)
     try:
         sock = socket.socket(
@@ -70,14 +63,14 @@ def own_address(towards: tuple[str, int] | None) -> Address | None:
     except OSError:
         return None
     address = Address(host, sock.getsockname()[1], _machine())
-    _listening[:] = [_Listening(sock, address, os.getpid())]
+    _listening[:] = [(sock, address, os.getpid())]
     return address
 
 
 def _close_in_child() -> None:
     """A forked child would keep the port open after its parent's end."""
-    for listening in _listening:
-        listening.sock.close()
+    for sock, *_ in _listening:
+        sock.close()
     _listening.clear()
 
 
