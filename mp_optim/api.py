@@ -70,11 +70,8 @@ def get_megatron_optimizer(
     if param_groups is not None:
         param_groups = checked_groups(config, chunks, param_groups)
     check_model(config, chunks, param_groups)
-    if (
-        process_groups is None
-        or process_groups.grad_stats is None
-        or process_groups.grad_stats.size() == 1
-    ):
+    groups = process_groups or ProcessGroups()
+    if groups.grad_stats is None or groups.grad_stats.size() == 1:
         check_overrides_match(config, chunks, config_overrides)
     if config.optimizer_offload_fraction == "auto":
         if param_groups is not None:
@@ -83,19 +80,10 @@ def get_megatron_optimizer(
                 "groups itself; give config_overrides instead, or a number (see mp_optim.plan)"
             )
         config = with_chosen_fraction(
-            config,
-            chunks,
-            config_overrides,
-            process_groups or ProcessGroups(),
-            expert_predicate,
+            config, chunks, config_overrides, groups, expert_predicate
         )
     optimizer = build(
-        config,
-        chunks,
-        config_overrides,
-        process_groups=process_groups,
-        expert_predicate=expert_predicate,
-        param_groups=param_groups,
+        config, chunks, config_overrides, groups, expert_predicate, param_groups
     )
     params = ModelParams(chunks)
     for stack in (optimizer, *optimizer.chained_optimizers):

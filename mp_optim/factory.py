@@ -43,7 +43,6 @@ def build(
     config: OptimizerConfig,
     chunks: Sequence[nn.Module],
     config_overrides: Mapping[ParamKey, Any] | None = None,
-    *,
     process_groups: ProcessGroups | None = None,
     expert_predicate: Callable[..., bool] | None = None,
     param_groups: Sequence[dict[str, Any]] | None = None,

@@ -71,17 +71,10 @@ def _backends(devices: Sequence[torch.device]) -> Table:
         proofs = [proof_of(name, device) for device in devices]
         shown = [proof for proof in proofs if proof.usable] or proofs[-1:]
         rules = ", ".join(CAPABILITIES.get(name, Capability()).rules)
-        rows += [
-            [
-                name,
-                proof.device,
-                "yes" if proof.usable else "no",
-                ("yes" if proof.exact else "no") if proof.usable else "-",
-                rules,
-                proof.reason,
-            ]
-            for proof in shown
-        ]
+        for proof in shown:
+            exact = ("yes" if proof.exact else "no") if proof.usable else "-"
+            usable = "yes" if proof.usable else "no"
+            rows.append([name, proof.device, usable, exact, rules, proof.reason])
     return rows
 
 
@@ -137,13 +130,9 @@ def _accelerators() -> Table:
     rows = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        rows.append(
-            [
-                f"cuda:{index}",
-                f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, compute capability "
-                f"{properties.major}.{properties.minor}",
-            ]
-        )
+        size = f"{properties.total_memory / 2**30:.1f} GiB"
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        rows.append([f"cuda:{index}", f"{properties.name}, {size}, {capability}"])
     return [*rows, ["pinned memory", _pinned()]]
 
 

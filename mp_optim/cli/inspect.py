@@ -91,14 +91,8 @@ def verify(command: Verify, console: Console) -> int:
 
 
 def diff(command: Diff, console: Console) -> int:
-    table = Table(
-        "entry",
-        "what",
-        "differing",
-        "largest difference",
-        "ulps",
-        title=f"{command.a} against {command.b}",
-    )
+    heads = "entry", "what", "differing", "largest difference", "ulps"
+    table = Table(*heads, title=f"{command.a} against {command.b}")
     found = Counter[bool]()
     for difference in compare(open_checkpoint(command.a), open_checkpoint(command.b)):
         found[difference.what == "equal"] += 1

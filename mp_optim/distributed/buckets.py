@@ -153,14 +153,8 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
                 "(model.to(memory_format=torch.contiguous_format)), or freeze the parameter"
             )
         if param.numel():
-            spans.append(
-                (
-                    str(param.device),
-                    param.data_ptr(),
-                    param.data_ptr() + param.nbytes,
-                    name,
-                )
-            )
+            first = param.data_ptr()
+            spans.append((str(param.device), first, first + param.nbytes, name))
     spans.sort()
     for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(
         spans

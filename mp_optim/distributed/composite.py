@@ -4,6 +4,7 @@ that has it; what is asked about all is asked of all."""
 from __future__ import annotations
 
 import contextlib
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -23,16 +24,8 @@ from mp_optim.slots import Slot
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 
-_SUMMED = (
-    "reloaded_params",
-    "copy_wait_ms",
-    "worker_wait_ms",
-    "host_ms",
-    "hidden_ms",
-    "speculation_hits",
-    "speculation_redone",
-    "speculation_stale",
-)
+_SUMMED = "bytes_|reloaded_params$|.*_ms$|speculation_(hits|redone|stale)$"
+"""Metrics that are added up over the parts."""
 
 
 class CompositeOptimizer(MegatronOptimizer):
@@ -231,7 +224,7 @@ class CompositeOptimizer(MegatronOptimizer):
         """The first part's; bytes, times and counts added up over all."""
         metrics = [part.metrics() for part in self.parts]
         names = dict.fromkeys(name for of_part in metrics for name in of_part)
-        added = [name for name in names if name.startswith("bytes_") or name in _SUMMED]
+        added = [name for name in names if re.match(_SUMMED, name)]
         totals: dict[str, float] = dict.fromkeys(added, 0)
         for name in added:
             totals[name] = sum(of_part.get(name, 0) for of_part in metrics)

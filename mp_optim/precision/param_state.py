@@ -85,17 +85,13 @@ class ParamState(LayeredState):
         self, stored: SlotState, bound: BoundParam, agreement: Agreement
     ) -> None:
         self._stored, self._bound, self._agreement = stored, bound, agreement
-        super().__init__(
-            WithMainParam(
-                stored,
-                bound.name,
-                bound.stepped,
-                f"state of {bound.name}: master_param is missing, so its full-precision value is "
-                "lost; to start from the model's values, add them to the state dict under that key",
-            )
-            if bound.has_master
-            else stored
+        missing = (
+            f"state of {bound.name}: master_param is missing, so its full-precision value is lost; "
+            "to start from the model's values, add them to the state dict under that key"
         )
+        if bound.has_master:
+            stored = WithMainParam(stored, bound.name, bound.stepped, missing)
+        super().__init__(stored)
 
     def tensors(self) -> State:
         is_sharded = isinstance(self._bound.param, DTensor)
