@@ -183,7 +183,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     def _by_graph(self) -> Verdict | DeviceVerdict:
         self.counts.settle()
-        device, scale = self.verdict_device(), self._inv_scale
+        device, scaler = self.verdict_device(), self.grad_scaler
+        scale = None if scaler is None else scaler.present_scale
         if device is None or (scale is not None and scale.device != device):
             # a group was added that is stepped elsewhere, or the scaler was replaced
             return self._eagerly()
