@@ -86,7 +86,7 @@ def backend_for(arch: int, compiled: list[tuple[str, str]]) -> backend.TritonBac
         kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any
     ) -> Any:
         result = run(kernel, *arguments, grid=grid, warmup=True, **named)
-        compiled.append((kernel.__name__, result.asm["ptx"]))
+        compiled.append((result.metadata.name, result.asm["ptx"]))
         return result
 
     triton.runtime.JITFunction.run = compile_only

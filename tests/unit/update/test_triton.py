@@ -592,11 +592,9 @@ def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
 
 def test_one_launch_however_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
-    from mp_optim.update.backends.triton.kernels import rules
+    from mp_optim.update.backends.triton.kernels import tiles
 
     class Counted:
-        __name__ = "adam"
-
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
@@ -604,7 +602,7 @@ def test_one_launch_however_many_tensors(monkeypatch: pytest.MonkeyPatch) -> Non
             launched.append(grid[0])
             return self.kernel[grid]
 
-    monkeypatch.setattr(rules, "adam", Counted(rules.adam))
+    monkeypatch.setattr(tiles, "step", Counted(tiles.step))
     check("adam", [300] * 40 + [9000], Case())
     assert launched == [42]
 

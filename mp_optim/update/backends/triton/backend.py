@@ -22,7 +22,8 @@ from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends.launch_kinds import Kind, Part, parts_of
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.triton.kernels import lamb, rules, sums
+from mp_optim.update.backends.triton.kernels import lamb, rules, sums, tiles
+from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launcher import (
     RATE,
     Launcher,
@@ -132,8 +133,8 @@ class TritonBackend(ReferenceBackend):
                     _ADAM,
                     numbers,
                     multiplier,
-                    HAS_DECAY=scalars.decay != 0.0,
-                    HAS_L2=scalars.l2 != 0.0,
+                    has_decay=scalars.decay != 0.0,
+                    has_l2=scalars.l2 != 0.0,
                 )
             elif (value := _on_host(multiplier)) is not None:
                 super().adam(part.lists, scalars, value)
@@ -150,9 +151,9 @@ class TritonBackend(ReferenceBackend):
                     moments,
                     numbers,
                     multiplier,
-                    HAS_DECAY=scalars.decay != 0.0,
-                    NESTEROV=scalars.nesterov,
-                    FIRST=scalars.first,
+                    has_decay=scalars.decay != 0.0,
+                    nesterov=scalars.nesterov,
+                    first=scalars.first,
                 )
             elif (value := _on_host(multiplier)) is not None:
                 super().sgd(part.lists, scalars, value)
@@ -168,7 +169,7 @@ class TritonBackend(ReferenceBackend):
                     _ADAM[:1],
                     numbers,
                     multiplier,
-                    HAS_DECAY=scalars.decay != 0.0,
+                    has_decay=scalars.decay != 0.0,
                 )
             elif (value := _on_host(multiplier)) is not None:
                 super().lion(part.lists, scalars, value)
@@ -261,9 +262,9 @@ class TritonBackend(ReferenceBackend):
             _ADAM,
             numbers,
             multiplier,
-            made={"sums": sums},
-            HAS_DECAY=scalars.decay != 0.0,
-            HAS_L2=scalars.l2 != 0.0,
+            made=sums,
+            has_decay=scalars.decay != 0.0,
+            has_l2=scalars.l2 != 0.0,
         )
         return self._added(plan, sums)
 
@@ -307,8 +308,8 @@ class TritonBackend(ReferenceBackend):
                 numbers,
                 1.0,
                 skip,
-                made={"ratios": table},
-                HAS_DECAY=scalars.decay != 0.0,
+                made=table,
+                has_decay=scalars.decay != 0.0,
             )
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -379,16 +380,16 @@ class TritonBackend(ReferenceBackend):
 
     def _step(
         self,
-        kernel: Any,
+        rule: Any,
         part: Part,
         moments: tuple[str, ...],
         numbers: Tensor,
         multiplier: Multiplier,
         skip: Tensor | None = None,
-        made: dict[str, Tensor] | None = None,
+        made: Tensor | None = None,
         **flags: Any,
     ) -> None:
-        self._launch(kernel, part, moments, numbers, multiplier, skip, made, **flags)
+        self._launch(rule, part, moments, numbers, multiplier, skip, made, **flags)
         increment_version(
             [
                 *part.lists.main,
@@ -398,17 +399,17 @@ class TritonBackend(ReferenceBackend):
 
     def _launch(
         self,
-        kernel: Any,
+        rule: Any,
         part: Part,
         moments: tuple[str, ...],
         numbers: Tensor,
         multiplier: Multiplier,
         skip: Tensor | None = None,
-        made: dict[str, Tensor] | None = None,
+        made: Tensor | None = None,
         **flags: Any,
     ) -> None:
-        """Launch a kernel over a part. ``made``: what the step itself made on the device; ``flags``
-        are compiled in."""
+        """Launch a rule over a part. ``made``: what the step itself made on the device, or makes
+        there; ``flags`` are compiled in."""
         lists, kind = part.lists, part.kind
         assert kind is not None
         device = lists.main[0].device
@@ -420,22 +421,20 @@ class TritonBackend(ReferenceBackend):
             multiplier, skip = multiplier[:1], multiplier[1:]
         streams = self._streams(lists, device)
         tables = (plan.owners, plan.firsts, plan.sizes, streams)
+        compiled = Flags(**flags)
 
         def run() -> None:
             with _current(device):
-                kernel[(plan.programs,)](
+                tiles.step[(plan.programs,)](
                     *tables,
                     numbers,
                     multiplier,
                     skip,
                     *columns,
-                    **(made or {}),
-                    **flags,
-                    **{
-                        name.upper(): _TYPES[dtype]
-                        for name, dtype in kind._asdict().items()
-                    },
-                    NOISY=streams is not None,
+                    made,
+                    RULE=rule,
+                    FLAGS=compiled,
+                    KIND=Kind._make(map(_TYPES.__getitem__, kind)),
                     ON_DEVICE=isinstance(multiplier, Tensor),
                     ALIGNED=aligned,
                     CHUNK=CHUNK,
@@ -443,19 +442,9 @@ class TritonBackend(ReferenceBackend):
                     **OPTIONS,
                 )
 
-        self.launcher.launch(
-            run,
-            (
-                kernel.__name__,
-                kind,
-                aligned,
-                tuple(flags.items()),
-                _place(multiplier),
-                _place(skip),
-                *tables,
-                *columns,
-            ),
-        )
+        described = (rule.__name__, kind, aligned, compiled)
+        places = (_place(multiplier), _place(skip))
+        self.launcher.launch(run, (*described, *places, *tables, *columns))
 
     def _columns(
         self, lists: TensorLists, kind: Kind, moments: tuple[str, ...]

@@ -1,8 +1,11 @@
 """Values as they are stored: reading, rounding and writing. ``update/formats.py`` is the same in
 torch operations.
 
-bfloat16 is handled as its 16 bits: the interpreter would truncate where a GPU rounds.
+bfloat16 is handled as its 16 bits, int16, as which no other value is stored: the interpreter would
+truncate where a GPU rounds.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -59,9 +62,9 @@ def put(pointer, raw, offsets, count, MASKED: tl.constexpr):
 
 
 @triton.jit
-def widened(raw, TYPE: tl.constexpr):
+def widened(raw):
     """FP32 values of stored elements."""
-    if TYPE == tl.bfloat16:
+    if raw.dtype == tl.int16:
         value = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         value = raw.to(tl.float32)
@@ -71,7 +74,7 @@ def widened(raw, TYPE: tl.constexpr):
 @triton.jit
 def narrowed(value, TYPE: tl.constexpr):
     """FP32 values rounded to nearest even into a floating dtype, as stored."""
-    if TYPE == tl.bfloat16:
+    if TYPE == tl.int16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         raw = tl.where((bits & MAGNITUDE) > INFINITY, 0x7FC0, rounded).to(tl.int16)
@@ -92,15 +95,10 @@ def mix(x):
 
 
 @triton.jit
-def random_words(streams, tensor, seed, start, offsets, NOISY: tl.constexpr):
-    """32 random bits for each element; zeros, which nobody reads, without noise."""
-    if NOISY:
-        stream = tl.load(streams + tensor).to(tl.uint32, bitcast=True)
-        key = mix(seed.to(tl.uint32) ^ stream)
-        words = mix(key + (start.to(tl.uint32) + offsets.to(tl.uint32)) * GOLDEN)
-    else:
-        words = offsets
-    return words
+def random_words(stream, seed, start, offsets):
+    """32 random bits for each element."""
+    key = mix(seed.to(tl.uint32) ^ stream.to(tl.uint32, bitcast=True))
+    return mix(key + (start.to(tl.uint32) + offsets.to(tl.uint32)) * GOLDEN)
 
 
 @triton.jit
@@ -116,11 +114,33 @@ def sixteen_bits(words, ROOT: tl.constexpr):
 # -- moments --------------------------------------------------------------------------------------
 
 
+class Tile(NamedTuple):
+    """Elements that are read and written at once.
+
+    Attributes:
+        blocks: shape (rows,). offsets: shape (rows, 256). count: elements of the chunk.
+        words: random bits, or None. masked: whether there may be offsets from ``count`` on.
+    """
+
+    blocks: Any
+    offsets: Any
+    count: Any
+    words: Any
+    masked: Any
+
+
+class Moment(NamedTuple):
+    """Pointers to a moment as it is stored and to their scales; None where there are none."""
+
+    stored: Any
+    scales: Any
+
+
 @triton.jit
-def decoded(raw, scale, TYPE: tl.constexpr, ROOT: tl.constexpr):
+def decoded(raw, scale, ROOT: tl.constexpr):
     """FP32 values of a stored moment of shape (blocks, 256); ``scale`` of shape (blocks,), or None
     if it has none."""
-    value = widened(raw, TYPE)
+    value = widened(raw)
     if scale is not None:
         value = value * scale[:, None]
         if ROOT:
@@ -129,50 +149,30 @@ def decoded(raw, scale, TYPE: tl.constexpr, ROOT: tl.constexpr):
 
 
 @triton.jit
-def read_moment(
-    pointer,
-    scales,
-    blocks,
-    offsets,
-    count,
-    TYPE: tl.constexpr,
-    ROOT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def read_moment(moment, tile, ROOT: tl.constexpr):
     """FP32 values of a moment; ROOT says that it is the second one."""
-    scale = scales
-    if scales is not None:
-        scale = fetch(scales, blocks, tl.cdiv(count, BLOCK), MASKED)
-    return decoded(fetch(pointer, offsets, count, MASKED), scale, TYPE, ROOT)
+    scale = None
+    if moment.scales is not None:
+        scale = fetch(moment.scales, tile.blocks, tl.cdiv(tile.count, BLOCK), tile.masked)
+    return decoded(fetch(moment.stored, tile.offsets, tile.count, tile.masked), scale, ROOT)
 
 
 @triton.jit
-def write_moment(
-    value,
-    pointer,
-    scales,
-    blocks,
-    offsets,
-    count,
-    words,
-    TYPE: tl.constexpr,
-    ROOT: tl.constexpr,
-    NOISY: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def write_moment(value, moment, tile, ROOT: tl.constexpr):
     """Store FP32 values of a moment; returns the values as they are stored."""
-    scale = scales
-    if scales is not None:
-        if MASKED:
-            value = tl.where(offsets < count, value, 0.0)
-        raw, scale = encoded(value, words, TYPE, ROOT, NOISY)
-        put(scales, scale, blocks, tl.cdiv(count, BLOCK), MASKED)
-    elif NOISY and TYPE == tl.bfloat16:
-        raw = dithered(value, sixteen_bits(words, ROOT))
+    TYPE: tl.constexpr = moment.stored.dtype.element_ty
+    scale = None
+    if moment.scales is not None:
+        if tile.masked:
+            value = tl.where(tile.offsets < tile.count, value, 0.0)
+        raw, scale = encoded(value, tile.words, TYPE, ROOT)
+        put(moment.scales, scale, tile.blocks, tl.cdiv(tile.count, BLOCK), tile.masked)
+    elif tile.words is not None and TYPE == tl.int16:
+        raw = dithered(value, sixteen_bits(tile.words, ROOT))
     else:
         raw = narrowed(value, TYPE)
-    put(pointer, raw, offsets, count, MASKED)
-    return decoded(raw, scale, TYPE, ROOT)
+    put(moment.stored, raw, tile.offsets, tile.count, tile.masked)
+    return decoded(raw, scale, ROOT)
 
 
 @triton.jit
@@ -180,13 +180,13 @@ def dithered(value, sixteen):
     """bfloat16 bits of FP32 values whose lower 16 bits are cut off after random bits were added."""
     bits = value.to(tl.int32, bitcast=True)
     finite = (bits & INFINITY) != INFINITY
-    return tl.where(finite, (bits + sixteen) >> 16, narrowed(value, tl.bfloat16).to(tl.int32)).to(
+    return tl.where(finite, (bits + sixteen) >> 16, narrowed(value, tl.int16).to(tl.int32)).to(
         tl.int16
     )
 
 
 @triton.jit
-def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOISY: tl.constexpr):
+def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
     """Codes of shape (blocks, 256) and scales of shape (blocks,)."""
     if ROOT:
         value = tl.sqrt_rn(value)
@@ -208,7 +208,7 @@ def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOISY: tl.cons
     if TYPE == tl.float16:
         raw = half_codes(scaled, good, ROOT)
     else:
-        raw = byte_codes(scaled, good, words, TYPE, ROOT, NOISY)
+        raw = byte_codes(scaled, good, words, TYPE, ROOT)
     bad = tl.where(top < INFINITY, 0, 0x7FC00000).to(tl.float32, bitcast=True)
     return raw, tl.where(good, scale, bad)
 
@@ -225,9 +225,9 @@ def half_codes(scaled, good, ROOT: tl.constexpr):
 
 
 @triton.jit
-def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOISY: tl.constexpr):
+def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
     """Integers nearest to the scaled values, or random neighbours; roots at least 1, as above."""
-    if NOISY:
+    if words is not None:
         scaled = scaled + sixteen_bits(words, ROOT).to(tl.float32) * 2.0**-16
         codes = scaled.to(tl.int32)  # not tl.floor: a GPU's takes denormals for 0
         codes = tl.where(codes.to(tl.float32) > scaled, codes - 1, codes)
@@ -244,55 +244,46 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr, NOIS
 
 
 @triton.jit
-def read_main(pointer, rests, offsets, count, REMAINDER: tl.constexpr, MASKED: tl.constexpr):
+def read_main(pointer, rests, tile):
     """FP32 main params, joined with their remainders if there are any."""
-    raw = fetch(pointer, offsets, count, MASKED)
+    raw = fetch(pointer, tile.offsets, tile.count, tile.masked)
     if rests is None:
         value = raw
     else:
         high = raw.to(tl.int32) << 16
-        low = fetch(rests, offsets, count, MASKED).to(tl.int32)
-        if REMAINDER == tl.int8:
+        rest = fetch(rests, tile.offsets, tile.count, tile.masked)
+        low = rest.to(tl.int32)
+        if rest.dtype == tl.int8:
             low = low << 8
         value = tl.where((high & MAGNITUDE) != 0, high + low, high).to(tl.float32, bitcast=True)
     return value
 
 
 @triton.jit
-def write_main(
-    value,
-    pointer,
-    rests,
-    outputs,
-    offsets,
-    count,
-    words,
-    REMAINDER: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    NOISY: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def write_main(value, pointer, rests, outputs, tile):
     """Store FP32 main params, split if there are remainders, and the outputs."""
     if rests is None:
-        put(pointer, value, offsets, count, MASKED)
+        put(pointer, value, tile.offsets, tile.count, tile.masked)
         shown = value
     else:
-        high, low = split(value, words, REMAINDER, NOISY)
-        put(pointer, high.to(tl.int16), offsets, count, MASKED)
-        put(rests, low.to(REMAINDER), offsets, count, MASKED)
+        REMAINDER: tl.constexpr = rests.dtype.element_ty
+        high, low = split(value, tile.words, REMAINDER)
+        put(pointer, high.to(tl.int16), tile.offsets, tile.count, tile.masked)
+        put(rests, low.to(REMAINDER), tile.offsets, tile.count, tile.masked)
         shown = (high << 16).to(tl.float32, bitcast=True)
     if outputs is not None:
-        put(outputs, narrowed(shown, OUTPUT), offsets, count, MASKED)
+        raw = narrowed(shown, outputs.dtype.element_ty)
+        put(outputs, raw, tile.offsets, tile.count, tile.masked)
 
 
 @triton.jit
-def split(value, words, REMAINDER: tl.constexpr, NOISY: tl.constexpr):
+def split(value, words, REMAINDER: tl.constexpr):
     """Upper 16 bits, rounded to nearest with ties away from zero, and what is missing; both
     int32."""
     bits = value.to(tl.int32, bitcast=True)
     is_nan = (bits & MAGNITUDE) > INFINITY
     if REMAINDER == tl.int8:
-        if NOISY:
+        if words is not None:
             added = (mix(words ^ GOLDEN) & 0xFF).to(tl.int32)
         else:
             added = 0x7F + ((bits >> 8) & 1)

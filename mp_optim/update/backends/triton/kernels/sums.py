@@ -62,18 +62,18 @@ def chunk_sums(
     tensor, start, count = located(owners, firsts, sizes, None, CHUNK)
     pointer = place(tensors, tensor, start, TYPE, ALIGNED)
     if count == CHUNK:
-        total = _chunk_sum(pointer, count, TYPE, CHUNK // 1024, False)
+        total = _chunk_sum(pointer, count, CHUNK // 1024, False)
     else:
-        total = _chunk_sum(pointer, count, TYPE, CHUNK // 1024, True)
+        total = _chunk_sum(pointer, count, CHUNK // 1024, True)
     tl.store(sums + tl.program_id(0), total)
 
 
 @triton.jit
-def _chunk_sum(pointer, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
+def _chunk_sum(pointer, count, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
     offsets = tl.arange(0, BLOCKS)[:, None] * 1024 + tl.arange(0, 128)[None, :]
     total = tl.zeros((BLOCKS, 128), tl.float64)
     for row in tl.static_range(8):
-        value = widened(fetch(pointer, offsets + row * 128, count, MASKED), TYPE).to(tl.float64)
+        value = widened(fetch(pointer, offsets + row * 128, count, MASKED)).to(tl.float64)
         total += value * value
     return pairs_added(lanes_added(total, BLOCKS), BLOCKS)
 

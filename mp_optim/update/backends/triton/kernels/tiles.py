@@ -1,9 +1,55 @@
 """What the kernels of all rules share: where a program works, and the elements of a tile."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from mp_optim.update.backends.triton.kernels.formats import BLOCK, fetch, widened
+from mp_optim.update.backends.triton.kernels.formats import (
+    BLOCK,
+    Moment,
+    Tile,
+    fetch,
+    place,
+    random_words,
+    widened,
+)
+
+
+class Flags(NamedTuple):
+    """What is compiled into a rule."""
+
+    has_decay: bool = False
+    has_l2: bool = False
+    nesterov: bool = False
+    first: bool = False
+
+
+class Chunk(NamedTuple):
+    """What a program works on.
+
+    Attributes:
+        tensor: its place in the tables. start: the chunk's first element. count: its elements.
+        streams, seed: of random numbers. factor: what gradients are multiplied with.
+        scalars: nine FP32 numbers of the step; what each is, the rule knows.
+        made: what the step itself made, or is to make, on the device.
+        grad, main, rest, output: pointers to the first element; None where there is no column.
+    """
+
+    tensor: Any
+    start: Any
+    count: Any
+    streams: Any
+    seed: Any
+    factor: Any
+    scalars: Any
+    made: Any
+    grad: Any
+    main: Any
+    rest: Any
+    first: Moment
+    second: Moment
+    output: Any
 
 
 @triton.jit
@@ -27,6 +73,14 @@ def number(numbers, index):
 
 
 @triton.jit
+def nine(numbers):
+    """The scalars after the seed; those that a rule does not read are not loaded."""
+    return (number(numbers, 1), number(numbers, 2), number(numbers, 3), number(numbers, 4),
+            number(numbers, 5), number(numbers, 6), number(numbers, 7), number(numbers, 8),
+            number(numbers, 9))
+
+
+@triton.jit
 def factor(multiplier, ON_DEVICE: tl.constexpr):
     """What gradients are multiplied with: the argument, or what it points to."""
     if ON_DEVICE:
@@ -39,7 +93,7 @@ def factor(multiplier, ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def tile(at, ROWS: tl.constexpr, STRIDE: tl.constexpr):
+def located_in_tile(at, ROWS: tl.constexpr, STRIDE: tl.constexpr):
     """Blocks, shape (ROWS,), and elements, shape (ROWS, 256), of a tile whose first element is
     ``at``; from one row of it to the next it is STRIDE elements."""
     rows = tl.arange(0, ROWS) * STRIDE
@@ -47,19 +101,65 @@ def tile(at, ROWS: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def gradient(
-    pointer,
-    main,
-    offsets,
-    count,
-    multiplier,
-    l2,
-    GRAD: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def each_tile(RULE: tl.constexpr, chunk, ratio, FLAGS: tl.constexpr, ROWS: tl.constexpr):
+    """Let a rule step the whole tiles without masks, so that their accesses can be wide, and the
+    rest of the chunk as one masked tile. ``ratio`` is LAMB's."""
+    whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
+    for at in range(0, whole, ROWS * BLOCK):
+        _one_tile(RULE, at, chunk, ratio, FLAGS, ROWS, False)
+    if whole < chunk.count:
+        _one_tile(RULE, whole, chunk, ratio, FLAGS, ROWS, True)
+
+
+@triton.jit
+def _one_tile(RULE: tl.constexpr, at, chunk, ratio, FLAGS: tl.constexpr, ROWS: tl.constexpr,
+              MASKED: tl.constexpr):
+    blocks, offsets = located_in_tile(at, ROWS, BLOCK)
+    RULE(Tile(blocks, offsets, chunk.count, words_of(chunk, offsets), MASKED), chunk, ratio, FLAGS)
+
+
+@triton.jit
+def words_of(chunk, offsets):
+    """32 random bits for each of these elements; None without noise."""
+    words = None
+    if chunk.streams is not None:
+        stream = tl.load(chunk.streams + chunk.tensor)
+        words = random_words(stream, chunk.seed, chunk.start, offsets)
+    return words
+
+
+@triton.jit
+def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
     """FP32 gradient times the multiplier, plus ``l2 * main``."""
-    value = widened(fetch(pointer, offsets, count, MASKED), GRAD) * multiplier
+    value = widened(fetch(chunk.grad, tile.offsets, tile.count, tile.masked)) * chunk.factor
     if HAS_L2:
         value = value + main * l2
     return value
+
+
+def _name(launch):
+    """A launch is called like its rule."""
+    return launch.constants["RULE"].__name__
+
+
+@triton.jit(repr=_name)
+def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
+         moments2, scales1, scales2, outputs, made, RULE: tl.constexpr, FLAGS: tl.constexpr,
+         KIND: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+         ROWS: tl.constexpr):
+    """Let a rule step the chunk of this program."""
+    tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
+    seed = tl.load(numbers)
+    scalars = nine(numbers)
+    scale = factor(multiplier, ON_DEVICE)
+    grad = place(grads, tensor, start, KIND.grad, ALIGNED)
+    main = place(mains, tensor, start, KIND.main, ALIGNED)
+    rest = place(rests, tensor, start, KIND.remainder, ALIGNED)
+    values1 = place(moments1, tensor, start, KIND.moment1, ALIGNED)
+    values2 = place(moments2, tensor, start, KIND.moment2, ALIGNED)
+    first = Moment(values1, place(scales1, tensor, start // BLOCK, tl.float32, False))
+    second = Moment(values2, place(scales2, tensor, start // BLOCK, tl.float32, False))
+    output = place(outputs, tensor, start, KIND.output, ALIGNED)
+    chunk = Chunk(tensor, start, count, streams, seed, scale, scalars, made, grad, main, rest,
+                  first, second, output)
+    RULE(chunk, FLAGS, CHUNK, ROWS)
