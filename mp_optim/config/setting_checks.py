@@ -75,7 +75,7 @@ def check_flags(group: Mapping[str, Any], names: tuple[str, ...]) -> None:
             raise ValueError(f"{name}={group[name]!r}: must be True or False")
 
 
-_SCHEDULED = (
+SCHEDULED = (
     "lr",
     "weight_decay",
     "initial_lr",
@@ -86,11 +86,26 @@ _SCHEDULED = (
     "end_wd",
     "wd_mult",
 )
+"""What schedulers read and write in a param group."""
 
 
 def check_schedule(group: Mapping[str, Any]) -> None:
-    """Raise ValueError unless what schedulers read and write in a param group, where it is there,
-    can be stepped with; ``lr`` may not be None."""
-    for name in _SCHEDULED:
+    """Raise ValueError unless the :data:`SCHEDULED` settings that a group has can be stepped with;
+    ``lr`` may not be None."""
+    for name in SCHEDULED:
         if name in group and (group[name] is not None or name == "lr"):
             check_setting(name, group[name], NOT_NEGATIVE)
+
+
+def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None:
+    """Raise ValueError naming the setting unless ``good``."""
+    if not good:
+        raise ValueError(f"{name}={group[name]!r}: must be {rule}")
+
+
+def check_adam_settings(group: dict[str, Any]) -> None:
+    """The settings Adam and LAMB share."""
+    check_schedule(group)
+    check_betas(group["betas"])
+    check_setting("eps", group["eps"], NOT_NEGATIVE)
+    check_flags(group, ("bias_correction", "adam_w_mode"))

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.groups.group_settings import check_group_settings
 from mp_optim.groups.overrides import (
     ParamKey,
-    check_group_settings,
     get_mup_config_overrides,
     get_standard_config_overrides,
 )

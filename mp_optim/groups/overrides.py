@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import logging
-import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -14,8 +11,7 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.field_kinds import LARGEST
-from mp_optim.config.rules import RULES
+from mp_optim.groups.group_settings import OF_THE_STACK, checked_override
 from mp_optim.groups.muon import MuonAssignment, is_embedding_or_output
 from mp_optim.slots.names import named_params
 from mp_optim.slots.param_attributes import is_dense_in_megatron
@@ -188,17 +184,12 @@ def check_config_overrides_consistency(
     config: OptimizerConfig, config_overrides: Overrides | None
 ) -> None:
     """Raise ValueError if an override sets what only the whole stack can have."""
-    whole = ("optimizer", "optimizer_cpu_offload", "fp16", "bf16")
-    rules = (
-        ("muon", config.muon_scalar_optimizer)
-        if config.optimizer == "muon"
-        else (config.optimizer,)
-    )
+    rules = {config.optimizer, config.elementwise_rule}
     for override in (config_overrides or {}).values():
         for name, value in override.items():
             if name == "optimizer" and value in rules:
                 continue
-            if name in whole and value != getattr(config, name):
+            if name in OF_THE_STACK and value != getattr(config, name):
                 raise ValueError(
                     f"override {name}={value!r} differs from the config's "
                     f"{getattr(config, name)!r}; "
@@ -226,138 +217,6 @@ def _required_lr(config: OptimizerConfig) -> float:
     if config.lr is None:
         raise ValueError("lr=None: set OptimizerConfig.lr")
     return config.lr
-
-
-_INSTEAD = {"lr": "max_lr", "weight_decay": "wd_mult, start_wd and end_wd"}
-
-
-def _checked(config: OptimizerConfig, override: Mapping[str, Any]) -> dict[str, Any]:
-    """An override with lists as tuples. Raises ValueError for a setting that is unknown or would do
-    nothing."""
-    known = {
-        "max_lr",
-        "min_lr",
-        "start_wd",
-        "end_wd",
-        "wd_mult",
-        "lr_mult",
-        *RULES[config.optimizer].overrides,
-        "optimizer",
-        "optimizer_cpu_offload",
-        "fp16",
-        "bf16",
-    }
-    for name in override:
-        if name in _INSTEAD:
-            raise ValueError(
-                f"override {name}={override[name]!r}: schedules set {name}; use {_INSTEAD[name]}"
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"override {name}={override[name]!r}: no setting of a param group of "
-                f"{config.optimizer!r}{hint}"
-            )
-    check_group_settings("override", override, config.optimizer)
-    top, floor = (
-        override.get("max_lr", config.lr),
-        override.get("min_lr", config.min_lr),
-    )
-    if top is not None and floor is not None and floor > top:
-        raise ValueError(
-            f"override max_lr={top!r}: below min_lr={floor!r}; override min_lr too"
-        )
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in override.items()
-    }
-
-
-_SETTINGS_OF_ANY = (
-    "params",
-    "param_names",
-    "lr",
-    "max_lr",
-    "min_lr",
-    "weight_decay",
-    "start_wd",
-    "end_wd",
-    "wd_mult",
-    "lr_mult",
-    "is_expert_parallel",
-    "is_decoupled_lr",
-    "optimizer",
-    "initial_lr",
-)
-_AS_ELSEWHERE = {
-    "learning_rate": "lr",
-    "wd": "weight_decay",
-    "decay": "weight_decay",
-    "beta1": "betas",
-    "beta2": "betas",
-    "epsilon": "eps",
-    "adam_eps": "eps",
-    "adam_betas": "betas",
-}
-_LIMITS: dict[str, tuple[float, float, str]] = {
-    "momentum": (0.0, 1.0, "a number from 0 to 1"),
-    **dict.fromkeys(
-        (
-            "lr",
-            "max_lr",
-            "min_lr",
-            "weight_decay",
-            "start_wd",
-            "end_wd",
-            "wd_mult",
-            "lr_mult",
-            "eps",
-        ),
-        (0.0, LARGEST, f"a number from 0 to {LARGEST:g}"),
-    ),
-}
-
-
-def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> None:
-    """Raise if a setting of a param group is misspelt or out of range. Keys of the caller's own,
-    which resemble none of ours, are left alone.
-
-    Raises:
-        ValueError: naming the group and the key.
-    """
-    known = [*_SETTINGS_OF_ANY, *RULES[rule].overrides]
-    for name, value in group.items():
-        if name not in known:
-            near = _AS_ELSEWHERE.get(name) or next(
-                iter(difflib.get_close_matches(name, known, 1, 0.8)), None
-            )
-            if near is not None:
-                raise ValueError(
-                    f"{where}: {name}={value!r} is no setting of a param group; did you mean "
-                    f"{near!r}?"
-                )
-        is_pair = isinstance(RULES[rule].settings.get(name), tuple)
-        if (
-            name in _LIMITS
-            and not is_pair  # the rule's own check knows it
-            and not (isinstance(value, Tensor) or _within(value, *_LIMITS[name][:2]))
-        ):
-            raise ValueError(f"{where}: {name}={value!r} must be {_LIMITS[name][2]}")
-        if name == "betas" and not (
-            isinstance(value, (tuple, list))
-            and len(value) == 2
-            and all(_within(beta, 0.0, math.nextafter(1.0, 0.0)) for beta in value)
-        ):
-            raise ValueError(f"{where}: betas={value!r} must be two numbers in [0, 1)")
-
-
-def _within(value: Any, low: float, high: float) -> bool:
-    return (
-        not isinstance(value, bool)
-        and isinstance(value, numbers.Real)
-        and low <= float(value) <= high
-    )
 
 
 def _combined(
@@ -398,29 +257,24 @@ def get_param_groups(
     lr = _required_lr(config)
     check_config_overrides_consistency(config, config_overrides)
     overrides = {
-        key: _checked(config, override)
+        key: checked_override(config, override)
         for key, override in (config_overrides or {}).items()
     }
     expert = expert_predicate or is_expert_param
     muon = MuonAssignment(model_chunks, config) if config.optimizer == "muon" else None
-    members: dict[
-        tuple[bool, tuple[tuple[str, Any], ...]], list[tuple[str, Tensor]]
-    ] = {}
+    members: dict[tuple[bool, tuple[Any, ...]], list[tuple[str, Tensor]]] = {}
     for name, param in _named_params(model_chunks):
         if param.is_complex() or not param.is_floating_point():
             raise TypeError(
                 f"{name} is {param.dtype}: only real floating-point parameters can be trained; "
                 "freeze it"
             )
-        override, is_expert = (
-            _combined(param, name, overrides),
-            bool(expert(param, name)),
-        )
+        override = _combined(param, name, overrides)
+        is_expert = bool(expert(param, name))
         if muon is not None:
             override = muon.settings(param, name, is_expert, override)
-        members.setdefault((is_expert, tuple(sorted(override.items()))), []).append(
-            (name, param)
-        )
+        key = (is_expert, tuple(sorted(override.items())))
+        members.setdefault(key, []).append((name, param))
     _warn_unmatched(model_chunks, overrides)
     ordered = sorted(members.items(), key=lambda item: item[0][0])
     return [

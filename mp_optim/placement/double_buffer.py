@@ -17,7 +17,8 @@ from mp_optim.placement.transfer import Transfer
 from mp_optim.process.host_memory import Block
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
-from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
+from mp_optim.update.launches import PlannedLaunch
+from mp_optim.update.rule import RuleOptimizer
 
 Key = tuple[int, int, str]
 """Group, position, and which of the slot's tensors: a key of its state, or ``MAIN``."""

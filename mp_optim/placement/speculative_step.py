@@ -19,7 +19,8 @@ from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.speculation import speculates_next
 from mp_optim.slots import SlotUpdates, param_at
 from mp_optim.update.kernel_args import MAIN
-from mp_optim.update.rule import PlannedLaunch, RuleOptimizer
+from mp_optim.update.launches import PlannedLaunch
+from mp_optim.update.rule import RuleOptimizer
 
 
 class SpeculativeHostStepper(OverlappedHostStepper):

@@ -9,10 +9,11 @@ from mp_optim.update.backends.native import (
     set_thread_share,
 )
 from mp_optim.update.foreign import ForeignOptimizer, as_slot_optimizer
+from mp_optim.update.grad_norm import global_grad_norm
 from mp_optim.update.lamb import FusedLAMB
 from mp_optim.update.lion import Lion
 from mp_optim.update.muon import Muon
-from mp_optim.update.rule import RuleOptimizer, global_grad_norm
+from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.sgd import SGD
 
 __all__ = [

@@ -14,6 +14,7 @@ from torch import Tensor
 from mp_optim.config.setting_checks import (
     NOT_NEGATIVE,
     as_number,
+    check_range,
     check_schedule,
     check_setting,
 )
@@ -34,7 +35,7 @@ from mp_optim.update.exact_sums import (
     over_shards,
 )
 from mp_optim.update.kernel_args import TensorLists, fp32
-from mp_optim.update.rule import RuleOptimizer, check_range
+from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.state_format import StatePrecision
 from mp_optim.update.sums import sum_in_pairs
 

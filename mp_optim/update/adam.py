@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mp_optim.config.setting_checks import check_adam_settings
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import AdamScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer, check_adam_settings
+from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.state_format import StatePrecision
 
 

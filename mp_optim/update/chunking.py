@@ -66,8 +66,16 @@ def publish(lists: TensorLists) -> None:
 
 def mark_written(lists: TensorLists) -> None:
     """Tell autograd, which cannot see a kernel write."""
-    for tensor in (*lists.main, *lists.output):
-        if tensor is not None:
+    outputs = [output for output in lists.output if output is not None]
+    tell_autograd([*lists.main, *outputs])
+
+
+def tell_autograd(written: list[Tensor]) -> None:
+    """These were written where autograd cannot see it."""
+    try:
+        increment_version(written)
+    except TypeError:  # before torch 2.7 one at a time
+        for tensor in written:
             increment_version(tensor)
 
 

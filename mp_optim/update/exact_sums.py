@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.flat import boxes
-from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.slots.tensor_layout import Part
+from mp_optim.update.shard_sums import Groups, reduce_over
 
 _BITS = 31
 _MOST = 1 << 21
@@ -186,7 +185,7 @@ def digits_to_values(digits: Tensor, top: float) -> Tensor:
 
 def over_shards(
     values: Sequence[Tensor],
-    shard_groups: Sequence[tuple[ProcessGroup, ...]],
+    shard_groups: Sequence[Groups],
     largest_of: bool,
     doing: str,
 ) -> list[Tensor]:
@@ -205,13 +204,7 @@ def over_shards(
             at for at, its_groups in enumerate(shard_groups) if its_groups == groups
         ]
         flat = torch.cat([values[at].reshape(-1) for at in members])
-        for group in groups:
-            with naming_missing_ranks(group)(doing):
-                wait_for(
-                    dist.all_reduce(flat, op=op, group=group, async_op=True),
-                    group,
-                    flat.device,
-                )
+        reduce_over(groups, flat, doing, op)
         sizes = [values[at].numel() for at in members]
         for at, piece in zip(members, torch.split(flat, sizes), strict=True):
             result[at] = piece.view(values[at].shape)

@@ -22,12 +22,12 @@ class Share(NamedTuple):
 
 def updates_by_group(slots: Sequence[Slot]) -> list[Share]:
     """The shares of all groups that occur, in the order in which they do."""
-    found: dict[int, Share] = {}
-    for at, slot in enumerate(slots):
-        share = found.setdefault(slot.group, Share(slot.group, [], []))
-        share.members.append(at)
+    shares: dict[int, Share] = {}
+    for index, slot in enumerate(slots):
+        share = shares.setdefault(slot.group, Share(slot.group, [], []))
+        share.members.append(index)
         share.positions.append(slot.position)
-    return list(found.values())
+    return list(shares.values())
 
 
 class GroupState:
@@ -37,7 +37,7 @@ class GroupState:
         parts: which part of a parameter each slot is.
         steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step``
             is a view of it.
-        slots: state tensors of each slot; empty until somebody looks.
+        slots: state tensors of each slot; empty until they are read.
         mains: the tensor each slot's state was last found to fit.
         steady_mains: all of them, if they are this package's own tensors and not a model's
             parameters, whose memory others may move (``param.data = ...``).

@@ -6,16 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from mp_optim.config.setting_checks import NOT_NEGATIVE, check_flags, check_setting
-from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
+from mp_optim.config.setting_checks import (
+    NOT_NEGATIVE,
+    check_adam_settings,
+    check_flags,
+    check_setting,
+)
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import LambScalars, TensorLists, fp32
-from mp_optim.update.rule import RuleOptimizer, check_adam_settings
+from mp_optim.update.rule import RuleOptimizer
+from mp_optim.update.shard_sums import Groups, reduce_over
 from mp_optim.update.state_format import StatePrecision
 from mp_optim.update.sums import index_on
 
@@ -106,21 +109,15 @@ class FusedLAMB(RuleOptimizer):
             backend.lamb(lists, scalars, multiplier)
 
 
-def _reduced(sums: Tensor, shard_groups: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:
+def _reduced(sums: Tensor, shard_groups: Sequence[Groups]) -> Tensor:
     """Add up the sums of split parameters: one reduction for all that are split alike."""
-    split: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
+    split: dict[Groups, list[int]] = defaultdict(list)
     for index, groups in enumerate(shard_groups):
         if groups:
             split[groups].append(index)
     for groups, indices in split.items():
         where = index_on(sums.device, indices)
         part = sums[where]
-        for group in groups:
-            with naming_missing_ranks(group)("adding up LAMB's norms"):
-                wait_for(
-                    dist.all_reduce(part, group=group, async_op=True),
-                    group,
-                    part.device,
-                )
+        reduce_over(groups, part, "adding up LAMB's norms")
         sums[where] = part
     return sums

@@ -24,7 +24,9 @@ from mp_optim.config.setting_checks import (
     FRACTION,
     POSITIVE,
     WHOLE,
+    check_adam_settings,
     check_flags,
+    check_range,
     check_setting,
 )
 from mp_optim.slots import SlotUpdate, SlotUpdates
@@ -36,7 +38,7 @@ from mp_optim.update.chunking import piece_elements
 from mp_optim.update.codecs import Noise, decode, encode_, join, split_
 from mp_optim.update.kernel_args import TensorLists, fp32
 from mp_optim.update.newton_schulz import orthogonalize
-from mp_optim.update.rule import RuleOptimizer, check_adam_settings, check_range
+from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.state_format import StatePrecision
 
 (MOMENTUM,) = RULES["muon"].moment_names

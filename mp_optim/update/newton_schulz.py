@@ -39,14 +39,14 @@ def orthogonalize(
     with _full_precision(dtype), without_autocast(stack.device):
         if stack.device.type == "cpu":
             done = torch.stack(
-                [_iterate(matrix.to(dtype, copy=True), polynomials) for matrix in stack]
+                [iterate(matrix.to(dtype, copy=True), polynomials) for matrix in stack]
             )
         else:
-            done = _iterate(stack.to(dtype, copy=True), polynomials)
+            done = iterate(stack.to(dtype, copy=True), polynomials)
     return done.view(matrices.shape)
 
 
-def _iterate(x: Tensor, polynomials: Sequence[tuple[float, float, float]]) -> Tensor:
+def iterate(x: Tensor, polynomials: Sequence[tuple[float, float, float]]) -> Tensor:
     """One matrix, or a stack; overwrites its argument."""
     x.div_(_norms(x).clamp(min=_EPS))
     tall = x.size(-2) > x.size(-1)

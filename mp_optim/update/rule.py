@@ -2,84 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mp_optim.config.capabilities import refusal
-from mp_optim.config.rules import moment_of
-from mp_optim.config.setting_checks import (
-    NOT_NEGATIVE,
-    check_betas,
-    check_flags,
-    check_schedule,
-    check_setting,
-)
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.slots import (
     CachedTensorList,
     DeviceMultiplier,
-    Multiplier,
     Slot,
     SlotUpdate,
     SlotUpdates,
-    all_same,
-    are_plain,
     current_grad,
     iter_slots,
-    local_tensor,
     stream_of,
     update_of,
 )
 from mp_optim.slots.keyed_optimizer import Closure
-from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
-from mp_optim.update.codecs import Noise, is_blocked, mix
+from mp_optim.update.codecs import Noise, mix
+from mp_optim.update.grad_norm import global_grad_norm
 from mp_optim.update.group_state import GroupState, Share, updates_by_group
 from mp_optim.update.kernel_args import TensorLists
+from mp_optim.update.launches import (
+    PlannedLaunch,
+    SharedByLaunch,
+    contiguous,
+    contiguous_outputs,
+)
 from mp_optim.update.rule_state import RuleState
 from mp_optim.update.state_format import StatePrecision
 
 _NO_SETTINGS = ("params", "param_names", "fqns")
-
-
-class _Launch(NamedTuple):
-    """Updates of one group with equal keys go into one backend call."""
-
-    device: torch.device
-    dtype: torch.dtype
-    step: float
-    multiplier: Multiplier
-    moments: tuple[str, ...]
-
-
-class PlannedLaunch(NamedTuple):
-    """One backend call of a step, with all that its result depends on.
-
-    Attributes:
-        group, positions: the slots. settings: of their group. launch: what they share. updates:
-            their updates.
-        mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not
-            contiguous.
-        lists: what the backend is handed.
-    """
-
-    group: int
-    positions: list[int]
-    settings: dict[str, Any]
-    launch: _Launch
-    updates: SlotUpdates
-    mains: CachedTensorList
-    outputs: Sequence[Tensor | None]
-    lists: TensorLists
 
 
 class RuleOptimizer(RuleState):
@@ -195,31 +153,23 @@ class RuleOptimizer(RuleState):
         # All launches are formed before the first is carried out: what does not fit is found while
         # nothing is stepped.
         planned = [
-            (
-                share,
-                part,
-                list(
-                    self._plan_group(
-                        share, part, self.param_groups[share.group], grad_norm
-                    )
-                ),
-            )
-            for share, part in self._shares_of(SlotUpdates.of(updates))
+            (share, part, list(self._plan_group(share, part, group, grad_norm)))
+            for share, part, group in self._shares_of(SlotUpdates.of(updates))
         ]
         with self.step_mark.step(self):
             self.step_mark.touch()
             for share, part, launches in planned:
                 for launch in launches:
                     self.carry_out(launch)
-                own = self._groups[share.group]
-                own.count(share.positions)
+                group_state = self._groups[share.group]
+                group_state.count(share.positions)
                 waits = [
                     value
                     for value in set(part.multipliers)
                     if isinstance(value, DeviceMultiplier)
                 ]
                 self._unsettled += [
-                    (own, share.positions, value) for value in waits[:1]
+                    (group_state, share.positions, value) for value in waits[:1]
                 ]
 
     def check_groups(self) -> None:
@@ -243,8 +193,8 @@ class RuleOptimizer(RuleState):
 
     def recover(self) -> None:
         self._unsettled = []
-        for own in self._groups:
-            own.replaced()
+        for group_state in self._groups:
+            group_state.replaced()
 
     def plan(
         self, updates: Sequence[SlotUpdate], grad_norm: float | None = None
@@ -258,10 +208,8 @@ class RuleOptimizer(RuleState):
         self.check_groups()
         return [
             planned
-            for share, part in self._shares_of(SlotUpdates.of(updates))
-            for planned in self._plan_group(
-                share, part, settings_now(self.param_groups[share.group]), grad_norm
-            )
+            for share, part, group in self._shares_of(SlotUpdates.of(updates))
+            for planned in self._plan_group(share, part, settings_now(group), grad_norm)
         ]
 
     def count(self, planned: PlannedLaunch) -> None:
@@ -273,17 +221,18 @@ class RuleOptimizer(RuleState):
         """The tensors of a launch's slots have other memory now."""
         self._groups[planned.group].replaced()
 
-    def _shares_of(self, columns: SlotUpdates) -> Iterator[tuple[Share, SlotUpdates]]:
-        """The updates by group."""
+    def _shares_of(
+        self, columns: SlotUpdates
+    ) -> Iterator[tuple[Share, SlotUpdates, dict[str, Any]]]:
+        """The updates by group, with the group."""
         if self._shares is None or self._shares[0] is not columns.slots:
             self._shares = (columns.slots, updates_by_group(columns.slots))
         shares = self._shares[1]
         for share in shares:
-            yield share, columns if len(shares) == 1 else columns.take(share.members)
-        if not isinstance(
-            columns.slots, tuple
-        ):  # a list may hold others at the next step
-            self._shares = None
+            part = columns if len(shares) == 1 else columns.take(share.members)
+            yield share, part, self.param_groups[share.group]
+        if not isinstance(columns.slots, tuple):
+            self._shares = None  # a list may hold others at the next step
 
     def _plan_group(
         self,
@@ -292,24 +241,22 @@ class RuleOptimizer(RuleState):
         settings: dict[str, Any],
         grad_norm: float | None,
     ) -> Iterator[PlannedLaunch]:
-        index, positions, own = share.group, share.positions, self._groups[share.group]
+        index, positions = share.group, share.positions
+        group_state = self._groups[index]
         mains = self._mains(index, positions)
-        steps = own.steps.tolist()
         multipliers = {
             value: value
             if isinstance(value, DeviceMultiplier)
             else self.effective_multiplier(settings, value, grad_norm)
             for value in set(updates.multipliers)
         }
-        counts = (
-            steps
-            if own.is_whole(positions)
-            else [steps[position] for position in positions]
-        )
+        counts = group_state.steps.tolist()
+        if not group_state.is_whole(positions):
+            counts = [counts[position] for position in positions]
         kept = self._kept(index, positions)
         alike = (mains.devices, mains.dtypes, set(counts), multipliers, set(kept))
         if all(len(values) == 1 for values in alike):
-            launch = _Launch(
+            launch = SharedByLaunch(
                 mains[0].device,
                 mains[0].dtype,
                 counts[0],
@@ -320,13 +267,13 @@ class RuleOptimizer(RuleState):
             return
         values = [multipliers[value] for value in updates.multipliers]
         launches = [
-            _Launch(main.device, main.dtype, count, value, names)
+            SharedByLaunch(main.device, main.dtype, count, value, names)
             for main, count, value, names in zip(
                 mains, counts, values, kept, strict=True
             )
         ]
         for launch in dict.fromkeys(launches):
-            members = [at for at, other in enumerate(launches) if other == launch]
+            members = [i for i, other in enumerate(launches) if other == launch]
             yield self._planned(
                 index,
                 launch,
@@ -338,9 +285,9 @@ class RuleOptimizer(RuleState):
 
     def settle(self) -> None:
         unsettled, self._unsettled = self._unsettled, []
-        for own, positions, multiplier in unsettled:
+        for group_state, positions, multiplier in unsettled:
             if multiplier.skipped():
-                own.count(positions, -1)
+                group_state.count(positions, -1)
 
     def verdict_device(self) -> torch.device | None:
         if self.needs_numbers or any(
@@ -376,63 +323,30 @@ class RuleOptimizer(RuleState):
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
-    def _mains(self, index: int, positions: Sequence[int]) -> CachedTensorList:
-        """The plain tensors to step at some positions of a group, with state that fits them."""
-        params, own = self.param_groups[index]["params"], self._groups[index]
-        whole = own.is_whole(positions)
-        tensors = (
-            list(params) if whole else [params[position] for position in positions]
-        )
-        if all_same(
-            tensors,
-            own.mains if whole else [own.mains[position] for position in positions],
-        ):
-            if whole and own.steady_mains is not None:
-                return own.steady_mains
-        else:
-            self.allocate_state([Slot(index, position) for position in positions])
-        mains = CachedTensorList(
-            tensors if are_plain(tensors) else map(local_tensor, tensors)
-        )
-        for dtype in mains.dtypes:
-            if dtype != self.precision.main_dtype(dtype):
-                position = next(
-                    p
-                    for p, main in zip(positions, mains, strict=True)
-                    if main.dtype == dtype
-                )
-                raise TypeError(
-                    f"{self.slot_name(Slot(index, position))} is {dtype}: {type(self).__name__} "
-                    "steps "
-                    "float32, and bfloat16 with store_param_remainders=True; wrap it in "
-                    "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
-                )
-        if whole and set(map(type, tensors)) == {Tensor}:
-            own.steady_mains = mains.hold()
-        return mains
-
     def _planned(
         self,
         index: int,
-        launch: _Launch,
+        launch: SharedByLaunch,
         updates: SlotUpdates,
         positions: list[int],
         mains: CachedTensorList,
         settings: dict[str, Any],
     ) -> PlannedLaunch:
-        own = self._groups[index]
+        group_state = self._groups[index]
         outputs = updates.outputs
         if not isinstance(outputs, CachedTensorList):
             outputs = list(outputs)
         lists = TensorLists(
-            main=_contiguous(mains),
-            grad=_contiguous(CachedTensorList.of(updates.grads)),
+            main=contiguous(mains),
+            grad=contiguous(CachedTensorList.of(updates.grads)),
             state={
-                key: own.tensors(key, positions)
+                key: group_state.tensors(key, positions)
                 for key in self._stored_keys(launch.moments, launch.dtype)
             },
-            output=_contiguous_outputs(outputs),
-            noise=self._noise(index, launch, updates),
+            output=contiguous_outputs(outputs),
+            noise=_noise(
+                self.precision, map(self.slot_name, updates.slots), launch, updates
+            ),
         )
         return PlannedLaunch(
             index, positions, settings, launch, updates, mains, outputs, lists
@@ -458,41 +372,24 @@ class RuleOptimizer(RuleState):
             multiplier,
             planned.updates,
         )
-        for mine, stepped in (
-            (planned.mains, lists.main),
-            (planned.outputs, lists.output),
-        ):
-            if mine is not stepped:
-                _copy_back(mine, stepped)
+        planned.copy_back()
 
-    def _kept(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
-        """Names of the moments that are kept at some positions of a group."""
-        names = self.moments(self.param_groups[index])
-        if all(moment_of(name).is_always_kept for name in names):
-            return [names] * len(positions)
-        return [self.kept(Slot(index, position)) for position in positions]
 
-    def _stored_keys(self, names: tuple[str, ...], dtype: torch.dtype) -> list[str]:
-        """Keys of the state tensors that are stepped along with main params of a dtype."""
-        scales = [
-            scale_key(name)
-            for name in names
-            if is_blocked(self.precision.stored_dtype(name))
-        ]
-        return [*names, *scales, *([REMAINDER] if dtype != torch.float32 else [])]
-
-    def _noise(
-        self, index: int, launch: _Launch, updates: SlotUpdates
-    ) -> list[Noise] | None:
-        """Random bits that depend on seed, step and parameter alone."""
-        if not self.precision.stochastic_rounding:
-            return None
-        seed = mix(self.precision.seed ^ mix(int(launch.step) + 1))
-        streams = [
-            stream_of(self.slot_name(slot)) if stream is None else stream
-            for slot, stream in zip(updates.slots, updates.streams, strict=True)
-        ]
-        return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
+def _noise(
+    precision: StatePrecision,
+    names: Iterable[str],
+    launch: SharedByLaunch,
+    updates: SlotUpdates,
+) -> list[Noise] | None:
+    """Random bits that depend on seed, step and parameter alone."""
+    if not precision.stochastic_rounding:
+        return None
+    seed = mix(precision.seed ^ mix(int(launch.step) + 1))
+    streams = [
+        stream_of(name) if stream is None else stream
+        for name, stream in zip(names, updates.streams, strict=True)
+    ]
+    return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
 
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:
@@ -502,66 +399,3 @@ def settings_now(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in _NO_SETTINGS
     }
-
-
-def _contiguous(tensors: CachedTensorList) -> CachedTensorList:
-    """The list itself if every tensor in it is contiguous, else one that is."""
-    if tensors.contiguous:
-        return tensors
-    return CachedTensorList(tensor.contiguous() for tensor in tensors)
-
-
-def _contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The list itself if every tensor in it is contiguous, else one with copies of those that are
-    not: a step that the device skips leaves them as they are."""
-    if isinstance(outputs, CachedTensorList) and outputs.contiguous:
-        return outputs
-    if all(
-        map(Tensor.is_contiguous, [output for output in outputs if output is not None])
-    ):
-        return outputs
-    return [None if output is None else output.contiguous() for output in outputs]
-
-
-def _copy_back(
-    tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]
-) -> None:
-    for tensor, copy in zip(tensors, written, strict=True):
-        if tensor is not None and copy is not None and tensor is not copy:
-            tensor.copy_(copy)
-
-
-def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
-    """L2 norm over gradients that may lie on several devices and be split over ranks, in FP64.
-    Collective if some are."""
-    alike: dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[Tensor]] = (
-        defaultdict(list)
-    )
-    for update in updates:
-        alike[update.grad.device, update.shard_groups].append(update.grad)
-    total = 0.0
-    for (device, groups), grads in alike.items():
-        part = choose_backend("auto", device)[0].sum_of_squares(grads).sum()
-        for group in groups:
-            with naming_missing_ranks(group)("agreeing on the gradient norm"):
-                wait_for(
-                    dist.all_reduce(part, group=group, async_op=True),
-                    group,
-                    part.device,
-                )
-        total += float(part)
-    return math.sqrt(total)
-
-
-def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None:
-    """Raise ValueError naming the setting unless ``good``."""
-    if not good:
-        raise ValueError(f"{name}={group[name]!r}: must be {rule}")
-
-
-def check_adam_settings(group: dict[str, Any]) -> None:
-    """The settings Adam and LAMB share."""
-    check_schedule(group)
-    check_betas(group["betas"])
-    check_setting("eps", group["eps"], NOT_NEGATIVE)
-    check_flags(group, ("bias_correction", "adam_w_mode"))

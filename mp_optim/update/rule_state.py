@@ -13,12 +13,18 @@ from torch import Tensor
 from mp_optim.config.rules import RULES, moment_of
 from mp_optim.process.host_memory import Form, as_tensor, beside, zeros
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import Slot, local_tensor
+from mp_optim.slots import (
+    CachedTensorList,
+    Slot,
+    all_same,
+    are_plain,
+    local_tensor,
+)
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState, State, check_fits, check_state
-from mp_optim.slots.state_keys import MASTER, REMAINDER
+from mp_optim.slots.state_keys import MASTER, REMAINDER, scale_key
 from mp_optim.slots.tensor_layout import Part
-from mp_optim.update.codecs import SECOND, join, keep_valid, split_
+from mp_optim.update.codecs import SECOND, is_blocked, join, keep_valid, split_
 from mp_optim.update.group_state import GroupState
 from mp_optim.update.state_format import (
     StatePrecision,
@@ -85,11 +91,11 @@ class RuleState(SlotOptimizer):
     def live_state(self, slot: Slot) -> State:
         """A slot's tensors, allocated on the device where the slot is stepped now."""
         self.settle()
-        own, group = self._groups[slot.group], self.param_groups[slot.group]
-        state = own.slots[slot.position]
+        group_state, group = self._groups[slot.group], self.param_groups[slot.group]
+        state = group_state.slots[slot.position]
         tensor = group["params"][slot.position]
         main = local_tensor(tensor)
-        state.setdefault("step", own.steps[slot.position])
+        state.setdefault("step", group_state.steps[slot.position])
         new = {
             key: zeros(*form, main.device)
             for key, form in self._missing(slot, main).items()
@@ -101,12 +107,12 @@ class RuleState(SlotOptimizer):
         }
         if new:
             state.update(new)
-            own.replaced()
+            group_state.replaced()
         if not self._is_split(main):
             state.pop(REMAINDER, None)  # the parameter was bfloat16 once
-        if own.mains[slot.position] is not tensor:
-            own.mains[slot.position] = tensor
-            own.steady_mains = None
+        if group_state.mains[slot.position] is not tensor:
+            group_state.mains[slot.position] = tensor
+            group_state.steady_mains = None
         return state
 
     def set_part(self, slot: Slot, part: Part) -> None:
@@ -148,14 +154,64 @@ class RuleState(SlotOptimizer):
                 for key, form in self._missing(slot, main).items():
                     missing[key].append((slot, form))
         for key, wanted in missing.items():
-            found = beside([form for _, form in wanted])
-            for (slot, _), tensor in zip(wanted, found or (), strict=False):
-                own = self._groups[slot.group]
-                own.slots[slot.position].setdefault("step", own.steps[slot.position])
-                own.slots[slot.position][key] = tensor
-                own.replaced()
+            tensors = beside([form for _, form in wanted])
+            for (slot, _), tensor in zip(wanted, tensors or (), strict=False):
+                group_state = self._groups[slot.group]
+                group_state.slots[slot.position].setdefault(
+                    "step", group_state.steps[slot.position]
+                )
+                group_state.slots[slot.position][key] = tensor
+                group_state.replaced()
         for slot in slots:
             self.live_state(slot)
+
+    def _mains(self, index: int, positions: Sequence[int]) -> CachedTensorList:
+        """The plain tensors to step at some positions of a group, with state that fits them."""
+        params, group_state = self.param_groups[index]["params"], self._groups[index]
+        whole = group_state.is_whole(positions)
+        tensors, fitting = list(params), group_state.mains
+        if not whole:
+            tensors = [params[position] for position in positions]
+            fitting = [group_state.mains[position] for position in positions]
+        if not all_same(tensors, fitting):
+            self.allocate_state([Slot(index, position) for position in positions])
+        elif whole and group_state.steady_mains is not None:
+            return group_state.steady_mains
+        mains = CachedTensorList(
+            tensors if are_plain(tensors) else map(local_tensor, tensors)
+        )
+        for dtype in mains.dtypes:
+            if dtype != self.precision.main_dtype(dtype):
+                position = next(
+                    p
+                    for p, main in zip(positions, mains, strict=True)
+                    if main.dtype == dtype
+                )
+                raise TypeError(
+                    f"{self.slot_name(Slot(index, position))} is {dtype}: {type(self).__name__} "
+                    "steps "
+                    "float32, and bfloat16 with store_param_remainders=True; wrap it in "
+                    "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
+                )
+        if whole and set(map(type, tensors)) == {Tensor}:
+            group_state.steady_mains = mains.hold()
+        return mains
+
+    def _kept(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
+        """Names of the moments that are kept at some positions of a group."""
+        names = self.moments(self.param_groups[index])
+        if all(moment_of(name).is_always_kept for name in names):
+            return [names] * len(positions)
+        return [self.kept(Slot(index, position)) for position in positions]
+
+    def _stored_keys(self, names: tuple[str, ...], dtype: torch.dtype) -> list[str]:
+        """Keys of the state tensors that are stepped along with main params of a dtype."""
+        scales = [
+            scale_key(name)
+            for name in names
+            if is_blocked(self.precision.stored_dtype(name))
+        ]
+        return [*names, *scales, *([REMAINDER] if dtype != torch.float32 else [])]
 
     # -- main params ----------------------------------------------------------------------------
 
@@ -198,8 +254,8 @@ class RuleState(SlotOptimizer):
             keep_valid(main, self.live_state(slot)[REMAINDER])
 
     def memory_moved(self) -> None:
-        for own in self._groups:
-            own.replaced()
+        for group_state in self._groups:
+            group_state.replaced()
 
 
 class RuleSlotState(SlotState):

@@ -11,13 +11,14 @@ from mp_optim.config.setting_checks import (
     FINITE,
     NOT_NEGATIVE,
     check_flags,
+    check_range,
     check_schedule,
     check_setting,
 )
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import SgdScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer, check_range
+from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.state_format import StatePrecision
 
 

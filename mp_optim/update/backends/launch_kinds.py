@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,12 @@ class Part(NamedTuple):
     indices: Sequence[int]
     kind: Kind | None
     lists: TensorLists
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one: the kernels launch on the current device's stream whatever
+    they are handed."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:

@@ -9,12 +9,12 @@ empty ones are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mp_optim.update.backends.launch_kinds import current_device
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import batches, mark_written, publish
 from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
@@ -86,12 +86,6 @@ def check_launch(
                     "contiguous: "
                     f"{tensor.is_contiguous()}; at most {MOST_ELEMENTS} elements are reached"
                 )
-
-
-def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one: the kernels launch on the current device's stream whatever
-    they are handed."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:

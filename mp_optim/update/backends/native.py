@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from mp_optim.process.host_share import HostShare, host_share
 from mp_optim.slots import CachedTensorList
@@ -26,6 +25,7 @@ from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.launch_kinds import FLOATS, Kind, parts_of
 from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.chunking import mark_written
 from mp_optim.update.codecs import Noise
 from mp_optim.update.kernel_args import (
     MAIN,
@@ -237,7 +237,7 @@ class NativeBackend(ReferenceBackend):
                 otherwise(part.in_place())
             else:
                 self._call(function, _table(part, kind, moments), values)
-                _mark_written(part)
+                mark_written(part)
 
     def lamb_moments(
         self, lists: TensorLists, scalars: LambScalars, multiplier: float
@@ -267,7 +267,7 @@ class NativeBackend(ReferenceBackend):
                     replace(part, source=None), kind, _MOMENTS
                 )  # the first pass brought it
                 self._call("mp_lamb_apply", table, values, mine.buffer_info()[0])
-                _mark_written(part)
+                mark_written(part)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)
@@ -303,19 +303,6 @@ class NativeBackend(ReferenceBackend):
             ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments
         ]
         self.library.call(name, ctypes.byref(table.tensors), *given, thread_count())
-
-
-def _mark_written(lists: TensorLists) -> None:
-    tell_autograd([*lists.main, *_outputs(lists)])
-
-
-def tell_autograd(written: list[Tensor]) -> None:
-    """These were written where autograd cannot see it."""
-    try:
-        increment_version(written)
-    except TypeError:  # before torch 2.7 one at a time
-        for tensor in written:
-            increment_version(tensor)
 
 
 def _fields(scalars: Any, *without: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from mp_optim.update.backends.triton import backend
+from mp_optim.update.backends.triton import backend, piece_sums
 from support.triton_cases import GROUP, KEYS, Case, lists_of, step_with
 
 PLAIN = Case(aligned=True)
@@ -100,7 +100,7 @@ def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
     """How many accesses of 16 bytes a thread needs for its elements of an unmasked tile, or chunk
     of a sum."""
     elements = (
-        backend.SUM_CHUNK if kernel == "chunk_sums" else backend.ROWS * 256
+        piece_sums.SUM_CHUNK if kernel == "chunk_sums" else backend.ROWS * 256
     ) // (32 * 4)
     moments = list(case.moments if two_moments else case.moments[:1])
     main = [torch.bfloat16, case.rest] if case.rest else [torch.float32]

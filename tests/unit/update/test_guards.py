@@ -20,7 +20,7 @@ from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update import FusedAdam, FusedLAMB, choose_backend
 from mp_optim.update import chunking as batching
 from mp_optim.update.backends import apex as apex_module
-from mp_optim.update.backends import multi_tensor
+from mp_optim.update.backends import launch_kinds, multi_tensor
 from mp_optim.update.backends.apex import ApexBackend
 from mp_optim.update.backends.multi_tensor import (
     CHUNK,
@@ -584,8 +584,8 @@ def test_kernels_launch_on_the_device_of_their_tensors(
     """Transformer Engine launches on the current device's stream whatever it is handed."""
     entered: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", entered.append)
-    multi_tensor.current_device(torch.device("cuda", 3))
-    multi_tensor.current_device(CPU)
+    launch_kinds.current_device(torch.device("cuda", 3))
+    launch_kinds.current_device(CPU)
     assert entered == [torch.device("cuda", 3)]
 
 

@@ -111,7 +111,7 @@ def test_a_batched_product_does_what_the_loop_does(dtype):
     from mp_optim.update import newton_schulz
 
     stack, polynomials = random(3, 24, 16), coefficients("quintic", 5)
-    found = newton_schulz._iterate(stack.to(dtype, copy=True), polynomials)
+    found = newton_schulz.iterate(stack.to(dtype, copy=True), polynomials)
     expected = orthogonalize(stack, polynomials, dtype)
     torch.testing.assert_close(
         found, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05

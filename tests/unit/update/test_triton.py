@@ -373,8 +373,8 @@ def test_sums_of_squares_equal_reference(
 def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     """Sums of few thousand elements take several rounds."""
     monkeypatch.setattr("mp_optim.update.backends.triton.backend.CHUNK", 2048)
-    monkeypatch.setattr("mp_optim.update.backends.triton.backend.SUM_CHUNK", 1024)
-    monkeypatch.setattr("mp_optim.update.backends.triton.backend.RUN", 4)
+    monkeypatch.setattr("mp_optim.update.backends.triton.piece_sums.SUM_CHUNK", 1024)
+    monkeypatch.setattr("mp_optim.update.backends.triton.piece_sums.RUN", 4)
     monkeypatch.setattr("mp_optim.update.backends.triton.tables.RUN", 4)
 
 
@@ -612,12 +612,9 @@ def living() -> int:
     return sum(type(thing) in (Column, Plan) for thing in gc.get_objects())
 
 
-def test_tables_of_lists_that_are_gone_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("mp_optim.update.backends.triton.tables._REMEMBERED", 0)
+def test_tables_of_lists_that_are_gone_are_forgotten() -> None:
     gc.collect()
-    tables, device, before = Tables(), torch.device(DEVICE), living()
+    tables, device, before = Tables(remembered_bytes=0), torch.device(DEVICE), living()
     tensors = CachedTensorList([torch.zeros(3, device=device)])
     tables.column(tensors, device)
     plan = weakref.ref(tables.plan(tensors, 256, device))
@@ -629,9 +626,8 @@ def test_tables_of_lists_that_are_gone_are_forgotten(
     assert living() == before and plan() is None
 
 
-def test_tables_that_nobody_asks_for_are_given_up(uploads, monkeypatch) -> None:
-    monkeypatch.setattr("mp_optim.update.backends.triton.tables._REMEMBERED", 1000)
-    tables, device, kept = Tables(), torch.device(DEVICE), {}
+def test_tables_that_nobody_asks_for_are_given_up(uploads) -> None:
+    tables, device, kept = Tables(remembered_bytes=1000), torch.device(DEVICE), {}
     for first in range(
         60
     ):  # 20 tables of 100 bytes, each asked for again two tables later

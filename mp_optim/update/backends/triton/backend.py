@@ -7,32 +7,38 @@ to it.
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import REMAINDER, scale_key
-from mp_optim.update.backends.launch_kinds import Kind, Part, parts_of
+from mp_optim.update.backends.launch_kinds import (
+    Kind,
+    Part,
+    current_device,
+    parts_of,
+)
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.triton.kernels import lamb, rules, sums, tiles
+from mp_optim.update.backends.triton.kernels import lamb, rules, tiles
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launcher import (
+    OPTIONS,
     RATE,
+    TYPES,
     Launcher,
     Recording,
     Rehearsal,
     row_of,
     using,
 )
-from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
+from mp_optim.update.backends.triton.piece_sums import added, sum_alike
+from mp_optim.update.backends.triton.tables import Tables
+from mp_optim.update.chunking import mark_written
 from mp_optim.update.kernel_args import (
     AdamScalars,
     LambScalars,
@@ -45,30 +51,18 @@ from mp_optim.update.sums import root
 CHUNK = 8192
 """Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of
 ``sums``."""
-SUM_CHUNK = 16384
-"""Elements a program sums."""
 ROWS = 8
 """Blocks of 256 elements in a tile: 16 elements for each of 128 threads, 16 bytes of 8-bit
 states."""
 OLDEST = (3, 6)
 """The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
 ``div.rn.ftz.f32``."""
-OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 
 Multiplier = float | Tensor
 """A number; or FP32 on the tensors' device, shape (1,) or (2,): what gradients are multiplied with,
 and a flag that is not 0 if nothing is to be written. What is on the device can be formed there,
 without the host waiting for it."""
 
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.int16: tl.int16,
-    torch.int8: tl.int8,
-    torch.uint8: tl.uint8,
-    None: None,
-}
 _ADAM = ("exp_avg", "exp_avg_sq")
 
 
@@ -125,54 +119,41 @@ class TritonBackend(ReferenceBackend):
     def adam(
         self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier
     ) -> None:
-        for part, numbers in self._parts(lists, _ADAM, scalars):
-            if numbers is not None:
-                self._step(
-                    rules.adam,
-                    part,
-                    _ADAM,
-                    numbers,
-                    multiplier,
-                    has_decay=scalars.decay != 0.0,
-                    has_l2=scalars.l2 != 0.0,
-                )
-            elif (value := _on_host(multiplier)) is not None:
-                super().adam(part.lists, scalars, value)
+        flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
+        self._step(rules.adam, lists, _ADAM, scalars, multiplier, flags)
 
     def sgd(
         self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
     ) -> None:
         moments = ("momentum_buffer",) if "momentum_buffer" in lists.state else ()
-        for part, numbers in self._parts(lists, moments, scalars):
-            if numbers is not None:
-                self._step(
-                    rules.sgd,
-                    part,
-                    moments,
-                    numbers,
-                    multiplier,
-                    has_decay=scalars.decay != 0.0,
-                    nesterov=scalars.nesterov,
-                    first=scalars.first,
-                )
-            elif (value := _on_host(multiplier)) is not None:
-                super().sgd(part.lists, scalars, value)
+        flags = Flags(
+            scalars.decay != 0.0, nesterov=scalars.nesterov, first=scalars.first
+        )
+        self._step(rules.sgd, lists, moments, scalars, multiplier, flags)
 
     def lion(
         self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier
     ) -> None:
-        for part, numbers in self._parts(lists, _ADAM[:1], scalars):
+        flags = Flags(scalars.decay != 0.0)
+        self._step(rules.lion, lists, _ADAM[:1], scalars, multiplier, flags)
+
+    def _step(
+        self,
+        rule: Any,
+        lists: TensorLists,
+        moments: tuple[str, ...],
+        scalars: Any,
+        multiplier: Multiplier,
+        flags: Flags,
+    ) -> None:
+        """Carry out a rule, whose kernel is called like the method of ``reference``."""
+        for part, numbers in self._parts(lists, moments, scalars):
             if numbers is not None:
-                self._step(
-                    rules.lion,
-                    part,
-                    _ADAM[:1],
-                    numbers,
-                    multiplier,
-                    has_decay=scalars.decay != 0.0,
-                )
+                self._launch(rule, part, moments, numbers, multiplier, flags)
+                mark_written(part.lists)
             elif (value := _on_host(multiplier)) is not None:
-                super().lion(part.lists, scalars, value)
+                by_reference = getattr(ReferenceBackend, rule.__name__)
+                by_reference(self, part.lists, scalars, value)
 
     def _parts(
         self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
@@ -181,12 +162,8 @@ class TritonBackend(ReferenceBackend):
         kernel for it."""
         for part in parts_of(lists, moments):
             if part.kind is not None:
-                yield (
-                    part,
-                    self.launcher.numbers(
-                        row_of(scalars, _seed(part.lists)), part.lists.main[0].device
-                    ),
-                )
+                row = row_of(scalars, _seed(part.lists))
+                yield part, self.launcher.numbers(row, part.lists.main[0].device)
                 continue
             self.launcher.by_reference(
                 f"there is no kernel for gradients of {part.lists.grad[0].dtype}, parameters of "
@@ -256,17 +233,12 @@ class TritonBackend(ReferenceBackend):
             )
         plan = self._tables.plan(part.lists.main, CHUNK, device)
         sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
+        flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
+        part = part._replace(kind=part.kind._replace(output=None))
         self._launch(
-            lamb.lamb_moments,
-            part._replace(kind=part.kind._replace(output=None)),
-            _ADAM,
-            numbers,
-            multiplier,
-            made=sums,
-            has_decay=scalars.decay != 0.0,
-            has_l2=scalars.l2 != 0.0,
+            lamb.lamb_moments, part, _ADAM, numbers, multiplier, flags, made=sums
         )
-        return self._added(plan, sums)
+        return added(plan, sums, self.launcher.launches)
 
     def lamb_apply(
         self,
@@ -301,21 +273,14 @@ class TritonBackend(ReferenceBackend):
                 table = ratios
             else:
                 table = ratios.index_select(0, self._index(part.indices, device))
-            self._step(
-                lamb.lamb_apply,
-                part,
-                _ADAM,
-                numbers,
-                1.0,
-                skip,
-                made=table,
-                has_decay=scalars.decay != 0.0,
-            )
+            flags = Flags(scalars.decay != 0.0)
+            self._launch(lamb.lamb_apply, part, _ADAM, numbers, 1.0, flags, skip, table)
+            mark_written(part.lists)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)
         if len(steady.dtypes) == 1:
-            return self._sum_alike(steady)
+            return sum_alike(self._tables, steady)
         device = steady[0].device if steady else torch.device("cpu")
         sums = torch.empty(len(steady), dtype=torch.float64, device=device)
         for dtype in steady.dtypes:
@@ -323,79 +288,10 @@ class TritonBackend(ReferenceBackend):
                 index for index, tensor in enumerate(steady) if tensor.dtype == dtype
             ]
             alike = CachedTensorList(steady[i] for i in mine)
-            sums.index_copy_(0, self._index(mine, device), self._sum_alike(alike))
-        return sums
-
-    def _sum_alike(self, tensors: CachedTensorList) -> Tensor:
-        """Sums of squares of tensors of one dtype."""
-        if tensors[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return super().sum_of_squares(tensors)
-        if not tensors.contiguous:
-            tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
-        device = tensors[0].device
-        plan, column = (
-            self._tables.plan(tensors, SUM_CHUNK, device),
-            self._tables.column(tensors, device),
-        )
-        found = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
-        if plan.programs:
-            with _current(device):
-                sums.chunk_sums[(plan.programs,)](
-                    plan.owners,
-                    plan.firsts,
-                    plan.sizes,
-                    column.values,
-                    found,
-                    TYPE=_TYPES[tensors[0].dtype],
-                    ALIGNED=column.aligned,
-                    CHUNK=SUM_CHUNK,
-                    **OPTIONS,
-                )
-        return self._added(plan, found)[:, 0]
-
-    def _added(self, plan: Plan, values: Tensor) -> Tensor:
-        """From sums of chunks, shape (programs, columns), to sums of tensors."""
-        for each in plan.rounds:
-            results = torch.empty(
-                each.programs,
-                values.shape[1],
-                dtype=torch.float64,
-                device=values.device,
+            sums.index_copy_(
+                0, self._index(mine, device), sum_alike(self._tables, alike)
             )
-            if self.launcher.launches:
-                with _current(values.device):
-                    sums.run_sums[(each.programs,)](
-                        each.owners,
-                        each.firsts,
-                        each.starts,
-                        each.counts,
-                        values,
-                        results,
-                        COLUMNS=values.shape[1],
-                        RUN=RUN,
-                        **OPTIONS,
-                    )
-            values = results
-        return values
-
-    def _step(
-        self,
-        rule: Any,
-        part: Part,
-        moments: tuple[str, ...],
-        numbers: Tensor,
-        multiplier: Multiplier,
-        skip: Tensor | None = None,
-        made: Tensor | None = None,
-        **flags: Any,
-    ) -> None:
-        self._launch(rule, part, moments, numbers, multiplier, skip, made, **flags)
-        increment_version(
-            [
-                *part.lists.main,
-                *(output for output in part.lists.output if output is not None),
-            ]
-        )
+        return sums
 
     def _launch(
         self,
@@ -404,12 +300,12 @@ class TritonBackend(ReferenceBackend):
         moments: tuple[str, ...],
         numbers: Tensor,
         multiplier: Multiplier,
+        flags: Flags,
         skip: Tensor | None = None,
         made: Tensor | None = None,
-        **flags: Any,
     ) -> None:
         """Launch a rule over a part. ``made``: what the step itself made on the device, or makes
-        there; ``flags`` are compiled in."""
+        there."""
         lists, kind = part.lists, part.kind
         assert kind is not None
         device = lists.main[0].device
@@ -421,10 +317,9 @@ class TritonBackend(ReferenceBackend):
             multiplier, skip = multiplier[:1], multiplier[1:]
         streams = self._streams(lists, device)
         tables = (plan.owners, plan.firsts, plan.sizes, streams)
-        compiled = Flags(**flags)
 
         def run() -> None:
-            with _current(device):
+            with current_device(device):
                 tiles.step[(plan.programs,)](
                     *tables,
                     numbers,
@@ -433,8 +328,8 @@ class TritonBackend(ReferenceBackend):
                     *columns,
                     made,
                     RULE=rule,
-                    FLAGS=compiled,
-                    KIND=Kind._make(map(_TYPES.__getitem__, kind)),
+                    FLAGS=flags,
+                    KIND=Kind._make(map(TYPES.__getitem__, kind)),
                     ON_DEVICE=isinstance(multiplier, Tensor),
                     ALIGNED=aligned,
                     CHUNK=CHUNK,
@@ -442,7 +337,7 @@ class TritonBackend(ReferenceBackend):
                     **OPTIONS,
                 )
 
-        described = (rule.__name__, kind, aligned, compiled)
+        described = (rule.__name__, kind, aligned, flags)
         places = (_place(multiplier), _place(skip))
         self.launcher.launch(run, (*described, *places, *tables, *columns))
 
@@ -461,30 +356,25 @@ class TritonBackend(ReferenceBackend):
             state.get(second),
             lists.output if kind.output is not None else None,
         ]
+        device = lists.main[0].device
         columns = [
-            None if part is None else self._tables.column(part, lists.main[0].device)  # type: ignore[arg-type]
+            None if part is None else self._tables.column(part, device)  # type: ignore[arg-type]
             for part in parts
         ]
         scales = [
-            None
-            if scale is None
-            else self._tables.column(scale, lists.main[0].device).values
+            None if scale is None else self._tables.column(scale, device).values
             for scale in (state.get(scale_key(name)) for name in (first, second))
         ]
         addresses = [None if column is None else column.values for column in columns]
-        return [*addresses[:5], *scales, addresses[5]], all(
-            column.aligned for column in columns if column
-        )
+        aligned = all(column.aligned for column in columns if column)
+        return [*addresses[:5], *scales, addresses[5]], aligned
 
     def _streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
         """Streams of random numbers on the device."""
-        return (
-            self._tables.values(
-                array("I", [noise.stream for noise in lists.noise]), device
-            )
-            if lists.noise
-            else None
-        )
+        if not lists.noise:
+            return None
+        streams = array("I", [noise.stream for noise in lists.noise])
+        return self._tables.values(streams, device)
 
     def _index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self._tables.values(array("q", indices), device)
@@ -519,10 +409,3 @@ def _on_host(multiplier: Multiplier) -> float | None:
         return multiplier
     value, *skip = multiplier.tolist()
     return None if skip and skip[0] else float(value)
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return (
-        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    )

@@ -14,11 +14,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from mp_optim.update.backends.triton.tables import Tables
 from mp_optim.update.kernel_args import LambScalars
 
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
+"""Of every launch."""
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int16: tl.int16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    None: None,
+}
 WIDTH = 16
 """Int32 values of a row: the seed, FP32 scalars as their bits, and from :data:`RATE` on LAMB's lr
 in FP64."""
@@ -121,8 +133,8 @@ class Rehearsal(Launcher):
 
 
 def _alike(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Tables are compared by identity: the same ones, kept by whoever keeps the rehearsal; all else
-    by value."""
+    """Tables are compared by identity: the same ones, kept along with the rehearsal; all else by
+    value."""
     return len(mine) == len(theirs) and all(
         a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
         for a, b in zip(mine, theirs, strict=True)

@@ -20,7 +20,6 @@ from mp_optim.slots import CachedTensorList
 RUN = 1024
 """Sums that one program adds up."""
 
-_REMEMBERED = 64 << 20  # bytes, beside what living lists hold
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "i": torch.int32, "I": torch.int32}
 _Value = TypeVar("_Value")
 
@@ -105,9 +104,14 @@ class Tables:
     A CUDA graph keeps using tables it was captured with, so those are never given up. A table is
     ordered with the stream it was first used on: launches on other streams have to be ordered after
     that one, as for any tensor.
+
+    Args:
+        remembered_bytes: device memory of tables remembered by content, beside what living lists
+            hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remembered_bytes: int = 64 << 20) -> None:
+        self._most_bytes = remembered_bytes
         self._of_list: dict[
             tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]
         ] = {}
@@ -200,7 +204,7 @@ class Tables:
             value = build()
             self._bytes += _bytes_of(value)
         self._of_content[key] = value
-        while self._bytes > _REMEMBERED and len(self._of_content) > 1:
+        while self._bytes > self._most_bytes and len(self._of_content) > 1:
             self._bytes -= _bytes_of(self._of_content.popitem(last=False)[1])
         return self._kept(value, device)
 

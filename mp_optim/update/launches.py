@@ -1,0 +1,77 @@
+"""What one backend call of a step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.slots import CachedTensorList, Multiplier, SlotUpdates
+from mp_optim.update.kernel_args import TensorLists
+
+
+class SharedByLaunch(NamedTuple):
+    """Updates of one group with equal keys go into one backend call."""
+
+    device: torch.device
+    dtype: torch.dtype
+    step: float
+    multiplier: Multiplier
+    moments: tuple[str, ...]
+
+
+class PlannedLaunch(NamedTuple):
+    """One backend call of a step, with all that its result depends on.
+
+    Attributes:
+        group, positions: the slots. settings: of their group. launch: what they share. updates:
+            their updates.
+        mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not
+            contiguous.
+        lists: what the backend is handed.
+    """
+
+    group: int
+    positions: list[int]
+    settings: dict[str, Any]
+    launch: SharedByLaunch
+    updates: SlotUpdates
+    mains: CachedTensorList
+    outputs: Sequence[Tensor | None]
+    lists: TensorLists
+
+    def copy_back(self) -> None:
+        """Give what is not contiguous the values of the copies that were stepped."""
+        for tensors, stepped in (
+            (self.mains, self.lists.main),
+            (self.outputs, self.lists.output),
+        ):
+            if tensors is not stepped:
+                _copy(tensors, stepped)
+
+
+def contiguous(tensors: CachedTensorList) -> CachedTensorList:
+    """The list itself if every tensor in it is contiguous, else one that is."""
+    if tensors.contiguous:
+        return tensors
+    return CachedTensorList(tensor.contiguous() for tensor in tensors)
+
+
+def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The list itself if every tensor in it is contiguous, else one with copies of those that are
+    not: a step that the device skips leaves them as they are."""
+    if isinstance(outputs, CachedTensorList) and outputs.contiguous:
+        return outputs
+    if all(
+        map(Tensor.is_contiguous, [output for output in outputs if output is not None])
+    ):
+        return outputs
+    return [None if output is None else output.contiguous() for output in outputs]
+
+
+def _copy(tensors: Sequence[Tensor | None], stepped: Sequence[Tensor | None]) -> None:
+    for tensor, copy in zip(tensors, stepped, strict=True):
+        if tensor is not None and copy is not None and tensor is not copy:
+            tensor.copy_(copy)
