@@ -115,6 +115,11 @@ class RuleState(SlotOptimizer):
             group_state.steady_mains = None
         return state
 
+    def step_counters(self) -> list[Tensor]:
+        """For each group how often its slots were stepped: FP32, shape (slots,), on the CPU. The
+        tensors themselves, which steps write."""
+        return [group_state.steps for group_state in self._groups]
+
     def set_part(self, slot: Slot, part: Part) -> None:
         self._groups[slot.group].parts[slot.position] = part
 

@@ -1,5 +1,15 @@
-"""The class of each rule, and a config as its hyperparameters. What else is to be said of a rule
-stands in :mod:`mp_optim.config.rules`."""
+"""The class of each rule, and a config as its hyperparameters.
+
+A new rule is written in four places: a row in :mod:`mp_optim.config.rules` (what it keeps, and what
+it reads of the config), its fields in :mod:`mp_optim.config.fields`, a module with its class beside
+this one, and a line in :data:`CLASSES`. The class says what a setting may be (``check_settings``)
+and how it steps (``apply``). A rule in torch operations (``has_kernels=False`` in its row) does all
+of it there, as :mod:`mp_optim.update.muon` does; one whose backends have kernels calls
+the backend's method of its name, as :mod:`mp_optim.update.lion` does: its scalars stand in
+:mod:`mp_optim.update.kernel_args`, its formula in :mod:`mp_optim.update.backends.reference`, which
+is what carries it out until other backends have kernels for it
+(:mod:`mp_optim.config.capabilities`).
+"""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         return run
 
     def counters() -> list[Tensor]:
-        return [own.steps for optimizer in optimizers for own in _groups(optimizer)]
+        return [steps for optimizer in optimizers for steps in _steps(optimizer)]
 
     newest: list[Any] = []
     create = device_verdict.DeviceVerdict.__init__
@@ -147,7 +147,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
             modes.clear()
 
 
-def _groups(optimizer: Any) -> Iterator[Any]:
+def _steps(optimizer: Any) -> Iterator[Tensor]:
     """The step counters of every rule below an optimizer."""
     for part in optimizer.chained_optimizers:
         inner = part.inner
@@ -157,4 +157,4 @@ def _groups(optimizer: Any) -> Iterator[Any]:
             else [inner]
         )
         for sub in subs:
-            yield from sub._groups
+            yield from sub.step_counters()

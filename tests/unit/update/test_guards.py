@@ -479,9 +479,9 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
         del standins.calls[:]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                dist, "all_reduce", lambda sums, group, async_op: sums[:, 0].mul_(4)
+                dist, "all_reduce", lambda sums, op, group, async_op: sums[:, 0].mul_(4)
             )  # as if there were more
-            patch.setattr("mp_optim.update.lamb.wait_for", lambda *_: None)
+            patch.setattr("mp_optim.update.shard_sums.wait_for", lambda *_: None)
             optimizer.step_slots(
                 [SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))]
             )
