@@ -246,8 +246,8 @@ def _step(
     def tops_of(values: list[Tensor]) -> list[list[float]]:
         return [top.tolist() for top in reduced(values, largest_of=True)]
 
-    found = [[passes.largest(p.direction), passes.largest(p.main)] for p in params]
-    tops = tops_of([torch.stack(each) for each in found])
+    largest = [[passes.largest(p.direction), passes.largest(p.main)] for p in params]
+    tops = tops_of([torch.stack(each) for each in largest])
     sums = [_digits_of(passes, p, *top) for p, top in zip(params, tops, strict=True)]
     sums = reduced(sums, largest_of=False)
     scales = []

@@ -22,12 +22,12 @@ def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
     sums = [_sum(tensor) for tensor in tensors]
     if not sums:
         return []
-    found: list[int] = torch.stack(
+    totals: list[int] = torch.stack(
         [value.to(sums[0].device) for value in sums]
     ).tolist()
     return [
         mix((value & 0xFFFFFFFF) ^ mix(tensor.numel() & 0xFFFFFFFF))
-        for value, tensor in zip(found, tensors, strict=True)
+        for value, tensor in zip(totals, tensors, strict=True)
     ]
 
 

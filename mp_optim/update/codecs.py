@@ -145,12 +145,14 @@ def _encode_blocks(
     blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     top = blocks.abs().amax(1)
     good = top.isfinite() & (top >= _TINY)
-    found, inverse = (
+    new_scale, inverse = (
         _half_scale(top)
         if stored.dtype == torch.float16
         else _code_scale(top, 255 if roots else 127)
     )
-    scale.copy_(torch.where(good, found, torch.where(top.isfinite(), 0.0, torch.nan)))
+    scale.copy_(
+        torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan))
+    )
     scaled = torch.where(
         good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0
     ).view(-1)[: x.numel()]

@@ -90,7 +90,7 @@ def check_launch(
 
 def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:
     """The kinds that occur, and which tensors are of each; empty tensors are of none."""
-    found: dict[Kind, list[int]] = {}
+    kinds: dict[Kind, list[int]] = {}
     for index, (main, grad, output) in enumerate(
         zip(lists.main, lists.grad, lists.output, strict=True)
     ):
@@ -99,8 +99,8 @@ def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:
             kind = Kind(
                 grad.dtype, None if output is None else output.dtype, main.dtype, state
             )
-            found.setdefault(kind, []).append(index)
-    return list(found.items())
+            kinds.setdefault(kind, []).append(index)
+    return list(kinds.items())
 
 
 class MultiTensorBackend(ReferenceBackend):
@@ -216,20 +216,25 @@ class MultiTensorBackend(ReferenceBackend):
         if not tensors or any(tensor.dtype not in READABLE for tensor in tensors):
             return sum_of_squares(tensors)
         owners, pieces = _flat_pieces(tensors)
-        found = torch.zeros(
+        squares = torch.zeros(
             len(pieces), 1, dtype=torch.float64, device=tensors[0].device
         )
         for dtype in dict.fromkeys(piece.dtype for piece in pieces):
-            mine = [index for index, piece in enumerate(pieces) if piece.dtype == dtype]
-            for start in range(0, len(mine), MOST_TENSORS):
-                where = mine[start : start + MOST_TENSORS]
+            indices = [
+                index for index, piece in enumerate(pieces) if piece.dtype == dtype
+            ]
+            for start in range(0, len(indices), MOST_TENSORS):
+                together = indices[start : start + MOST_TENSORS]
                 norms = self.launch(
-                    "multi_tensor_l2norm", [[pieces[i] for i in where]], [dtype], True
+                    "multi_tensor_l2norm",
+                    [[pieces[i] for i in together]],
+                    [dtype],
+                    True,
                 )[1]
-                found[torch.tensor(where, device=found.device), 0] = (
+                squares[torch.tensor(together, device=squares.device), 0] = (
                     norms.double().square()
                 )
-        sums = combine_pieces(owners, found, len(tensors)).squeeze(1)
+        sums = combine_pieces(owners, squares, len(tensors)).squeeze(1)
         if not bool(sums.isfinite().all()):
             for index in torch.nonzero(~sums.isfinite()).flatten().tolist():
                 sums[index] = sum_of_squares([tensors[index]])[0]

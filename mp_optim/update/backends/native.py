@@ -246,12 +246,14 @@ class NativeBackend(ReferenceBackend):
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
         for indices, kind, part in parts_of(lists, _MOMENTS):
             if kind is None:
-                found = super().lamb_moments(part.in_place(), scalars, multiplier)
+                squares = super().lamb_moments(part.in_place(), scalars, multiplier)
             else:
-                found = torch.empty(len(indices), 2, dtype=torch.float64, device="cpu")
+                squares = torch.empty(
+                    len(indices), 2, dtype=torch.float64, device="cpu"
+                )
                 table = _table(part, kind._replace(output=None), _MOMENTS)
-                self._call("mp_lamb_moments", table, values, found.data_ptr())
-            sums[torch.tensor(list(indices), device="cpu")] = found
+                self._call("mp_lamb_moments", table, values, squares.data_ptr())
+            sums[torch.tensor(list(indices), device="cpu")] = squares
         return sums
 
     def lamb_apply(
@@ -259,14 +261,14 @@ class NativeBackend(ReferenceBackend):
     ) -> None:
         values = lib.Lamb(multiplier=1.0, **_fields(scalars, "lr", "adapts"))
         for indices, kind, part in parts_of(lists, _MOMENTS):
-            mine = array("f", [ratios[index] for index in indices])
+            part_ratios = array("f", [ratios[index] for index in indices])
             if kind is None:
-                super().lamb_apply(part, scalars, mine)
+                super().lamb_apply(part, scalars, part_ratios)
             else:
                 table = _table(
                     replace(part, source=None), kind, _MOMENTS
                 )  # the first pass brought it
-                self._call("mp_lamb_apply", table, values, mine.buffer_info()[0])
+                self._call("mp_lamb_apply", table, values, part_ratios.buffer_info()[0])
                 mark_written(part)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -275,11 +277,11 @@ class NativeBackend(ReferenceBackend):
             return self._sum_alike(steady)
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         for dtype in steady.dtypes:
-            mine = [
+            indices = [
                 index for index, tensor in enumerate(steady) if tensor.dtype == dtype
             ]
-            sums[torch.tensor(mine, device="cpu")] = self._sum_alike(
-                CachedTensorList(steady[index] for index in mine)
+            sums[torch.tensor(indices, device="cpu")] = self._sum_alike(
+                CachedTensorList(steady[index] for index in indices)
             )
         return sums
 

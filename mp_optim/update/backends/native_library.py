@@ -231,14 +231,14 @@ def native_library() -> NativeLibrary:
     wanted = os.environ.get(ENVIRONMENT, "")
     if wanted == "off":
         return NativeLibrary(None, f"{ENVIRONMENT}=off")
-    found = sorted(
+    paths = sorted(
         path
         for pattern in ("_native*.so", "_native*.pyd", "_native*.dylib")
         for path in Path(__file__).parents[1].glob(pattern)
     )
-    if not found:
+    if not paths:
         return NativeLibrary(None, "the package was installed without a C++ compiler")
-    library = _load(found[0])
+    library = _load(paths[0])
     if wanted and library.handle is not None:
         library.set_level(wanted)
     return library

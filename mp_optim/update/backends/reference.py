@@ -112,7 +112,7 @@ class ReferenceBackend:
         self, lists: TensorLists, scalars: LambScalars, multiplier: float
     ) -> Tensor:
         owners: list[int] = []
-        found: list[Tensor] = []
+        squares: list[Tensor] = []
         for cut in batches(lists):
             batch = cut.lists
             p, m, v = (
@@ -129,13 +129,13 @@ class ReferenceBackend:
             )
             write_moment(batch, "exp_avg", m)
             write_moment(batch, "exp_avg_sq", v)
-            squares = sum_of_squares([*p, *_directions(batch, p, scalars)])
+            sums = sum_of_squares([*p, *_directions(batch, p, scalars)])
             owners += cut.owners
-            found.append(squares.view(2, -1).T)
-        if not found:
+            squares.append(sums.view(2, -1).T)
+        if not squares:
             device = lists.main[0].device if lists.main else torch.device("cpu")
             return torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
-        return combine_pieces(owners, torch.cat(found), len(lists.main))
+        return combine_pieces(owners, torch.cat(squares), len(lists.main))
 
     def lamb_finish(
         self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: float

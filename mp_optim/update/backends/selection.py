@@ -68,13 +68,13 @@ def _from_module(module: str) -> Callable[[], Backend]:
 
 
 def _triton() -> Backend:
-    found: Backend | None
-    found, why = importlib.import_module(
+    backend: Backend | None
+    backend, why = importlib.import_module(
         "mp_optim.update.backends.triton"
     ).triton_backend()
-    if found is None:
+    if backend is None:
         raise _NotHereError(why)
-    return found
+    return backend
 
 
 def _kernel_devices() -> tuple[str, ...]:

@@ -206,13 +206,13 @@ class TritonBackend(ReferenceBackend):
     ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
         parts = list(self._parts(lists, _ADAM, scalars))
-        found = [
+        part_sums = [
             self._moments(part, numbers, scalars, multiplier) for part, numbers in parts
         ]
-        if len(found) == 1 and len(found[0]) == len(lists.main):
-            return found[0]
+        if len(part_sums) == 1 and len(part_sums[0]) == len(lists.main):
+            return part_sums[0]
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
-        for (part, _), values in zip(parts, found, strict=True):
+        for (part, _), values in zip(parts, part_sums, strict=True):
             sums.index_copy_(0, self._index(part.indices, device), values)
         return sums
 
@@ -263,12 +263,12 @@ class TritonBackend(ReferenceBackend):
                     )
                 continue
             if not isinstance(ratios, Tensor):
-                mine = torch.tensor(
+                part_ratios = torch.tensor(
                     [ratios[index] for index in part.indices],
                     dtype=torch.float32,
                     device="cpu",
                 )
-                table = self._tables.upload(mine, device)
+                table = self._tables.upload(part_ratios, device)
             elif len(part.indices) == len(lists.main):
                 table = ratios
             else:
@@ -284,12 +284,12 @@ class TritonBackend(ReferenceBackend):
         device = steady[0].device if steady else torch.device("cpu")
         sums = torch.empty(len(steady), dtype=torch.float64, device=device)
         for dtype in steady.dtypes:
-            mine = [
+            indices = [
                 index for index, tensor in enumerate(steady) if tensor.dtype == dtype
             ]
-            alike = CachedTensorList(steady[i] for i in mine)
+            alike = CachedTensorList(steady[i] for i in indices)
             sums.index_copy_(
-                0, self._index(mine, device), sum_alike(self._tables, alike)
+                0, self._index(indices, device), sum_alike(self._tables, alike)
             )
         return sums
 

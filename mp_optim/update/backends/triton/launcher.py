@@ -132,12 +132,12 @@ class Rehearsal(Launcher):
         ).view(-1, WIDTH)
 
 
-def _alike(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+def _alike(parts: Sequence[Any], others: Sequence[Any]) -> bool:
     """Tables are compared by identity: the same ones, kept along with the rehearsal; all else by
     value."""
-    return len(mine) == len(theirs) and all(
+    return len(parts) == len(others) and all(
         a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
-        for a, b in zip(mine, theirs, strict=True)
+        for a, b in zip(parts, others, strict=True)
     )
 
 

@@ -180,20 +180,18 @@ class Tables:
         if not isinstance(tensors, CachedTensorList):
             return self._kept(build(CachedTensorList(tensors)), device)
         key = (id(tensors), kind)
-        found = self._of_list.get(key)
-        if found is not None and found[0]() is tensors:
-            known: _Value = found[1]
+        entry = self._of_list.get(key)
+        if entry is not None and entry[0]() is tensors:
+            known: _Value = entry[1]
             return self._kept(known, device)
         value = build(tensors)
         self._of_list[key] = (weakref.ref(tensors, lambda _: self._forget(key)), value)
         return self._kept(value, device)
 
     def _forget(self, key: tuple[int, Hashable]) -> None:
-        found = self._of_list.get(key)
-        if (
-            found is not None and found[0]() is None
-        ):  # its id may belong to a new list already
-            del self._of_list[key]
+        entry = self._of_list.get(key)
+        if entry is not None and entry[0]() is None:
+            del self._of_list[key]  # else its id belongs to a new list already
 
     def _remembered(
         self, key: Hashable, device: torch.device, build: Callable[[], _Value]
