@@ -17,6 +17,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description, DescriptionRow
 from mp_optim.precision.device_verdict import DeviceVerdict
+from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.step_grads import GradsOfParts, StepGrads
@@ -97,21 +98,12 @@ class CompositeOptimizer(MegatronOptimizer):
     # -- asked about some slots, or all -----------------------------------------------------------
 
     def follow_model(self, slot: Slot | None = None) -> None:
-        for part, part_slot in self._parts_of(slot):
+        for part, part_slot in _located(self, slot):
             part.follow_model(part_slot)
 
     def make_current(self, slot: Slot | None = None) -> None:
-        for part, part_slot in self._parts_of(slot):
+        for part, part_slot in _located(self, slot):
             part.make_current(part_slot)
-
-    def _parts_of(
-        self, slot: Slot | None
-    ) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
-        return (
-            [(part, None) for part in self.parts]
-            if slot is None
-            else [self.locate(slot)]
-        )
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         located = [self.locate(slot) for slot in slots]
@@ -218,7 +210,7 @@ class CompositeOptimizer(MegatronOptimizer):
             rows += [row.shifted(first_group) for row in described.rows]
             notes += described.notes
             first_group += len(part.param_groups)
-        return Description(tuple(rows), (*notes, *self._graph_notes()))
+        return Description(tuple(rows), (*notes, *graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
         """The first part's; bytes, times and counts added up over all."""
@@ -228,4 +220,13 @@ class CompositeOptimizer(MegatronOptimizer):
         totals: dict[str, float] = dict.fromkeys(added, 0)
         for name in added:
             totals[name] = sum(of_part.get(name, 0) for of_part in metrics)
-        return {**metrics[0], **totals, **self._graph_metrics()}
+        return {**metrics[0], **totals, **graph_metrics(self.graphed)}
+
+
+def _located(
+    composite: CompositeOptimizer, slot: Slot | None
+) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
+    """The part that has a slot, and which it is there; all parts for None."""
+    if slot is not None:
+        return [composite.locate(slot)]
+    return [(part, None) for part in composite.parts]

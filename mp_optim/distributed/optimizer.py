@@ -101,25 +101,10 @@ class DistributedOptimizer(CompositeOptimizer):
         )
         self.shards = build(self._model.groups())
         self.take_parts([self.shards])
-        self._adopt_settings()
+        _show_settings(self, sharded=not self._model.steps_everything)
         self.grad_reducer.on_reduced = lambda bucket: self.shards.gradients_ready(
             self._model.tensors_in(bucket)
         )
-
-    def _adopt_settings(self) -> None:
-        """Show the hyperparameters that the rule filled in, and the sharded main params where
-        Megatron does."""
-        self.defaults.update(self.shards.defaults)
-        for group, of_shards in zip(
-            self.param_groups, self.shards.param_groups, strict=True
-        ):
-            for key, value in group_settings(of_shards).items():
-                group.setdefault(key, value)
-            for param, tensor in zip(group["params"], of_shards["params"], strict=True):
-                if (main := main_param_of(tensor)) is not None:
-                    set_main_param(
-                        param, main, sharded=not self._model.steps_everything
-                    )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before the buckets are made.
@@ -285,3 +270,17 @@ class ReducedGrads(GradsOfParts):
         if not verdict.skip:
             self._optimizer.step_mark.touch()
         self._model.gather(not verdict.skip)
+
+
+def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:
+    """Show the hyperparameters that the rule filled in, and the main params where Megatron does."""
+    shards = optimizer.shards
+    optimizer.defaults.update(shards.defaults)
+    for group, of_shards in zip(
+        optimizer.param_groups, shards.param_groups, strict=True
+    ):
+        for key, value in group_settings(of_shards).items():
+            group.setdefault(key, value)
+        for param, tensor in zip(group["params"], of_shards["params"], strict=True):
+            if (main := main_param_of(tensor)) is not None:
+                set_main_param(param, main, sharded=sharded)

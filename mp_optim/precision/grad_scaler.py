@@ -213,3 +213,8 @@ class DynamicGradScaler(MegatronGradScaler):
         self.check_state_dict(state_dict)
         for key, live in self._live().items():
             live.copy_(as_tensor(state_dict[key]).reshape(1))
+
+
+def inverse_of(scaler: MegatronGradScaler | None) -> Tensor | None:
+    """The reciprocal of a loss scale, shape (1,); None where there is none."""
+    return None if scaler is None else scaler.inv_scale

@@ -170,10 +170,6 @@ class GraphedStep:
         now = f"eager: {self.eager}" if self.eager else "replayed"
         return f"CUDA graph: {now}; captured {self.captures} times, replayed {self.replays} times"
 
-    def metrics(self) -> dict[str, float]:
-        """How often."""
-        return {"graph_captures": self.captures, "graph_replays": self.replays}
-
     def step(self, step: StepToCapture) -> DeviceVerdict:
         """Take one step.
 
@@ -258,3 +254,15 @@ class GraphedStep:
         self.captures += 1
         self._captured = _Captured(key, measure, apply, formed, rehearsal, table)
         return verdict
+
+
+def graph_notes(graphed: GraphedStep | None) -> tuple[str, ...]:
+    """How CUDA graphs do, in words."""
+    return () if graphed is None else (graphed.note,)
+
+
+def graph_metrics(graphed: GraphedStep | None) -> dict[str, float]:
+    """How often they were captured and replayed."""
+    if graphed is None:
+        return {}
+    return {"graph_captures": graphed.captures, "graph_replays": graphed.replays}

@@ -25,6 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -40,7 +41,7 @@ from mp_optim.precision.device_verdict import (
     decide_on_device,
     form,
 )
-from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.grad_scaler import MegatronGradScaler, inverse_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.settings_agreement import SettingsAlike, disagreement
@@ -75,6 +76,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         watch: notices steps that cannot have trained anything.
         early_work: what was begun during backward.
         counts: of its steps, and the verdict on the last one.
+        graphed: takes the steps by CUDA graphs; None before the first such step.
     """
 
     model_params: ModelParams | None = None
@@ -90,8 +92,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.grad_scaler: MegatronGradScaler | None = grad_scaler
         self.watch = StandstillWatch()
         self.early_work = EarlyWork()
-        self.counts = StepCounts(self._raise_disagreement)
-        self._graphed: GraphedStep | None = None
+        self.counts = StepCounts(partial(_refuse_disagreement, self))
+        self.graphed: GraphedStep | None = None
         super().__init__(params, defaults)
 
     # -- what a step is made of -------------------------------------------------------------------
@@ -164,7 +166,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return verdict
 
     def _decide(self, grads: StepGrads) -> Verdict | DeviceVerdict:
-        inv_scale, measurement = self._inv_scale, grads.sums()
+        inv_scale, measurement = inverse_of(self.grad_scaler), grads.sums()
         device, scalars = self.verdict_device(), list(measurement.sums.values())
         self.watch.see_gradients(self, grads.has_any())
         if inv_scale is not None:
@@ -174,12 +176,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             return decide_on_device(measurement, inv_scale, self.config)
         verdict = decide(measurement, inv_scale, self.config)
         if verdict.disagrees:
-            self._raise_disagreement()
+            _refuse_disagreement(self)
         return verdict
-
-    def _raise_disagreement(self) -> NoReturn:
-        self.early_work.discard()
-        raise disagreement(self.settings_alike())
 
     def _by_graph(self) -> Verdict | DeviceVerdict:
         self.counts.settle()
@@ -188,29 +186,17 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         if device is None or (scale is not None and scale.device != device):
             # a group was added that is stepped elsewhere, or the scaler was replaced
             return self._eagerly()
-        if self._graphed is None:
+        if self.graphed is None:
             backend, _ = choose_backend(self.config.fused_backend, device)
-            self._graphed = GraphedStep(device, backend)
+            self.graphed = GraphedStep(device, backend)
         grads = self.collect_grads()
         self.watch.see_gradients(self, grads.has_any())
 
         def decide_there() -> Formed:
-            return form(grads.sums(), self._inv_scale, self.config)
+            return form(grads.sums(), inverse_of(self.grad_scaler), self.config)
 
         step = StepToCapture(grads, decide_there, self.record, self.step_mark)
-        return self._graphed.step(step)
-
-    @property
-    def _inv_scale(self) -> Tensor | None:
-        return None if self.grad_scaler is None else self.grad_scaler.inv_scale
-
-    def _graph_notes(self) -> tuple[str, ...]:
-        """How CUDA graphs do, in words."""
-        return () if self._graphed is None else (self._graphed.note,)
-
-    def _graph_metrics(self) -> dict[str, float]:
-        """How often they were captured and replayed."""
-        return {} if self._graphed is None else self._graphed.metrics()
+        return self.graphed.step(step)
 
     # -- loss scale, gradients --------------------------------------------------------------------
 
@@ -401,6 +387,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
+
+
+def _refuse_disagreement(optimizer: MegatronOptimizer) -> NoReturn:
+    optimizer.early_work.discard()
+    raise disagreement(optimizer.settings_alike())
 
 
 @contextmanager

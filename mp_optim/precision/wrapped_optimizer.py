@@ -16,7 +16,11 @@ from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.graph_step import check_capturable
+from mp_optim.precision.graph_step import (
+    check_capturable,
+    graph_metrics,
+    graph_notes,
+)
 from mp_optim.precision.host_swap import HostSwap
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
@@ -92,7 +96,7 @@ class WrappedOptimizer(MegatronOptimizer):
             self,
             self._table,
             partial(_sum_of_squares, config.fused_backend),
-            self._push_settings,
+            partial(_push_settings, self),
         )
         self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
@@ -137,7 +141,7 @@ class WrappedOptimizer(MegatronOptimizer):
                 "the optimizer is offloaded: call restore_from_cpu() before step()"
             )
         self.backward_link.finish()
-        self._push_settings()
+        _push_settings(self)
         self.inner.check_groups()
         self.make_current()
         self.backward_link.follow(self._table.params)
@@ -176,14 +180,8 @@ class WrappedOptimizer(MegatronOptimizer):
         self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
     ) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
-        self._push_settings()
+        _push_settings(self)
         self.inner.step_slots(updates, grad_norm=grad_norm)
-
-    def _push_settings(self) -> None:
-        for group, inner in zip(
-            self.param_groups, self.inner.param_groups, strict=True
-        ):
-            inner.update(group_settings(group))
 
     def verdict_device(self) -> torch.device | None:
         return self.inner.verdict_device()
@@ -268,7 +266,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def describe(self) -> Description:
         rows = describe(self.param_groups, self.inner, self._table)
-        return Description(rows.rows, (*rows.notes, *self._graph_notes()))
+        return Description(rows.rows, (*rows.notes, *graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
         host, verdict = self.inner.host, self.counts.settle()
@@ -289,7 +287,7 @@ class WrappedOptimizer(MegatronOptimizer):
             **({} if host is None else host.metrics()),
             **norms,
             **self.counts.metrics(),
-            **self._graph_metrics(),
+            **graph_metrics(self.graphed),
             "reloaded_params": self._mains.reloaded,
         }
 
@@ -395,3 +393,11 @@ class WrappedGrads(StepGrads):
         if self._grads.contiguous and all(map(Tensor.is_contiguous, params)):
             return ""
         return "a parameter or gradient is not contiguous, and is copied in each step"
+
+
+def _push_settings(optimizer: WrappedOptimizer) -> None:
+    """Hand current hyperparameters to the wrapped optimizer's groups."""
+    for group, inner in zip(
+        optimizer.param_groups, optimizer.inner.param_groups, strict=True
+    ):
+        inner.update(group_settings(group))

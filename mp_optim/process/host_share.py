@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -234,13 +235,16 @@ def _pci_addresses() -> list[str | None]:
         return []
     addresses: list[str | None] = []
     for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        bus = getattr(device, "pci_bus_id", None)  # not in every torch
-        domain = getattr(device, "pci_domain_id", 0)
-        number = getattr(device, "pci_device_id", 0)
-        known = isinstance(bus, int)
-        addresses.append(f"{domain:04x}:{bus:02x}:{number:02x}.0" if known else None)
+        addresses.append(_pci_address(torch.cuda.get_device_properties(index)))
     return addresses
+
+
+def _pci_address(properties: Any) -> str | None:
+    try:
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    except (AttributeError, TypeError, ValueError):  # not in every torch
+        return None
 
 
 _accelerator: int | None = None

@@ -40,7 +40,15 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_THREADS = 4096
 """More than any machine has cores; beyond it the operating system refuses to start them."""
 _host_threads: int | None = None
-_here = threading.local()
+
+
+class _Here(threading.local):
+    """What a thread was told by :func:`set_thread_share`."""
+
+    threads: int | None = None
+
+
+_here = _Here()
 
 
 def set_host_threads(threads: int | None) -> None:
@@ -111,7 +119,7 @@ def _check_cores(cores: Sequence[int]) -> None:
 
 def thread_count() -> int:
     """Threads that the kernels may use now, in the calling thread."""
-    return getattr(_here, "threads", None) or _host_threads or host_share().threads
+    return _here.threads or _host_threads or host_share().threads
 
 
 def describe_threads() -> str:
