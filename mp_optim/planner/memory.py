@@ -35,7 +35,7 @@ class Memory:
     main_params: int = 0
     moments: int = 0
     staging: int = 0
-    double_buffers: int = 0
+    double_buffers: int = 0  # the back buffer of placement/host_bytes.py
 
     @property
     def total(self) -> int:

@@ -5,16 +5,19 @@ The way of one step, from here to the kernel (FSDP2, offload and fp16 take no ot
 1. :meth:`MegatronOptimizer.step` here; ``_eagerly`` is the step, ``_by_graph`` the same with a CUDA
    graph.
 2. ``precision/wrapped_optimizer.py``: ``WrappedOptimizer.collect_grads`` follows the model and
-   takes the gradients, of a DTensor what this rank has; ``WrappedOptimizer.measure_grads`` takes
-   sums of squares (those of ``overlap`` were taken in backward) and adds them up over the ranks
-   that share the DTensors. Back here, ``_decide`` makes a verdict of them, which holds the inverse
+   takes the gradients, of a DTensor what this rank has (``local_grad`` in ``slots/tensors.py``);
+   ``WrappedOptimizer.measure_grads`` takes sums of squares (those of gradients in host memory were
+   taken in backward with ``overlap``) and adds them up over the ranks that share the DTensors. Back
+   here, ``_decide`` makes a verdict of them, which holds the inverse
    loss scale times the clip coefficient. ``WrappedGrads.apply`` there hands each slot's gradient
    with this multiplier to ``step_slots`` of the inner optimizer.
 3. With offload that is ``HybridDeviceOptimizer.step_slots`` in ``placement/hybrid.py``. What is
-   stepped on the host goes to ``HostStepper.step`` in ``placement/host_step.py`` (its subclasses do
-   in backward what they can): gradients down, step, parameters up. The rest goes on as in 4.
+   stepped on the host goes to ``HostStepper.step_buckets`` in ``placement/host_step.py`` (its
+   subclasses do in backward what they can): gradients down, step, parameters up. The rest goes on
+   as in 4.
 4. ``RuleOptimizer.step_slots`` in ``update/rule.py``, of either place, forms launches, and
-   ``carry_out`` calls the kernel of its backend.
+   ``carry_out`` calls the kernel of its backend: ``FusedAdam.apply`` in ``update/adam.py``, say,
+   ``NativeBackend.adam``.
 
 How steps are counted, and what becomes of the counts of one that is skipped, is said in
 :mod:`mp_optim.precision.step_counts`.

@@ -18,7 +18,8 @@ which ``RuleOptimizer`` (``update/rule.py``) alone calls.
   ``precision/graph_step.py``. The graph itself counts nothing.
 - *Speculation*: what is stepped during backward is not counted. ``SpeculativeHostStepper._publish``
   (``placement/speculative_step.py``) calls ``RuleOptimizer.count`` as it swaps the buffers; a
-  skipped step is never published.
+  skipped step is never published. It never meets a verdict on the device: with a slot on the host
+  ``HybridDeviceOptimizer.verdict_device`` is None, and the host decides.
 
 Besides: loss scale, growth and hysteresis are the grad scaler's, for which a step that was skipped
 for a threshold is clean. Skips in a row are the ``StandstillWatch``'s, outcomes of predictions

@@ -7,8 +7,9 @@ and how it steps (``apply``). A rule in torch operations (``has_kernels=False`` 
 of it there, as :mod:`mp_optim.update.muon` does; one whose backends have kernels calls
 the backend's method of its name, as :mod:`mp_optim.update.lion` does: its scalars stand in
 :mod:`mp_optim.update.kernel_args`, its formula in :mod:`mp_optim.update.backends.reference`, which
-is what carries it out until other backends have kernels for it
-(:mod:`mp_optim.config.capabilities`).
+is what carries it out until other backends have kernels for it. Those that lack some say which they
+have in :data:`mp_optim.config.capabilities.CAPABILITIES`: one that names none claims them all.
+Users find the class in ``mp_optim/__init__.py``; CONTRIBUTING.md lists the tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""What a backend is."""
+"""What a backend is, and how one is added.
+
+A new backend is a class with what :class:`Backend` declares, best derived from
+:class:`~mp_optim.update.backends.reference.ReferenceBackend`, which does what it leaves out; its
+name, and the rules and states it has kernels for, in :mod:`mp_optim.config.capabilities` (one that
+names none claims all); and how it is loaded, on which devices, and whether ``auto`` may choose it,
+in :mod:`mp_optim.update.backends.selection`. ``auto`` takes only what has shown the bits of the
+reference in its self-test. A ``capturable`` one is also let into the check of
+``optimizer_cuda_graph`` in :mod:`mp_optim.config.combinations`. CONTRIBUTING.md lists the tests.
+"""
 
 from __future__ import annotations
 

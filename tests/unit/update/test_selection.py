@@ -12,9 +12,13 @@ import torch
 from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.config.capabilities import CAPABILITIES, Capability
+from mp_optim.config.rules import RULES
 from mp_optim.update import FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
 from mp_optim.update.backends import forget, multi_tensor, selection
+from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.triton.backend import TritonBackend
 from support.standins.gpu import Gpu
 
 CPU = torch.device("cpu")
@@ -381,3 +385,20 @@ def test_rules_that_torch_has_no_kernels_for_are_shown_as_reference() -> None:
     optimizer = FusedLAMB([torch.zeros(3)], backend="torch")
     backend, why = optimizer.backend_for(CPU)
     assert backend.name == "reference" and "torch has no kernels for lamb" in why
+
+
+@pytest.mark.parametrize("backend", [NativeBackend, TritonBackend])
+@pytest.mark.parametrize(
+    "rule", [name for name, spec in RULES.items() if spec.has_kernels]
+)
+def test_who_claims_a_rule_has_kernels_for_it(backend: type, rule: str) -> None:
+    """A rule that gets kernels is claimed by every backend that names none: it has to say so, or
+    have them."""
+    claimed = rule in CAPABILITIES.get(backend.name, Capability()).rules
+    methods = [name for name in dir(backend) if name.partition("_")[0] == rule]
+    own = [
+        name
+        for name in methods
+        if getattr(backend, name) is not getattr(ReferenceBackend, name)
+    ]
+    assert own or not claimed

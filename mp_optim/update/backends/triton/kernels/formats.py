@@ -1,4 +1,4 @@
-"""Values as they are stored: reading, rounding and writing. ``update/formats.py`` is the same in
+"""Values as they are stored: reading, rounding and writing. ``update/codecs.py`` is the same in
 torch operations.
 
 bfloat16 is handled as its 16 bits, int16, as which no other value is stored: the interpreter would
