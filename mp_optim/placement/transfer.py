@@ -77,7 +77,12 @@ class MetaTransfer(ImmediateTransfer):
 
 
 class CudaTransfer:
-    """One side stream per direction, so downloads, uploads and kernels overlap."""
+    """One side stream per direction, so downloads, uploads and kernels overlap.
+
+    NOTE: the thread that calls may have another current device: a new one has the first, and so
+    has a caller that never set it. What torch restores there, and what the runtime does for a
+    thread that only waits, would set up that device: half a gigabyte of it for every rank.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -89,9 +94,10 @@ class CudaTransfer:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        with torch.cuda.device(self._device):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            return event
 
     def _copy(
         self,
@@ -100,15 +106,16 @@ class CudaTransfer:
         sources: Sequence[Tensor],
         after: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
-        if after is None:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        else:
-            stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            for destination, source in zip(to, sources, strict=True):
-                destination.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
+        with torch.cuda.device(self._device):
+            if after is None:
+                stream.wait_stream(torch.cuda.current_stream())
+            else:
+                stream.wait_event(after)
+            with torch.cuda.stream(stream):
+                for destination, source in zip(to, sources, strict=True):
+                    destination.copy_(source, non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(stream)
         # NOTE: the caller may free what lies on the accelerator while it is still being copied.
         for tensor in sources if stream is self._down else to:
             tensor.record_stream(stream)
@@ -128,10 +135,12 @@ class CudaTransfer:
         return self._copy(self._up, to, sources)
 
     def wait(self, ticket: torch.cuda.Event) -> None:
-        ticket.synchronize()
+        with torch.cuda.device(self._device):
+            ticket.synchronize()
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._up)
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().wait_stream(self._up)
 
 
 def transfer_for(device: torch.device) -> Transfer:
