@@ -189,10 +189,15 @@ class GradReducer:
             self.order.wait_for_one()
 
     @in_own_modes
-    def complete(self, index: int, work: Reduction) -> None:
+    def wait_for(self, index: int, work: Reduction) -> None:
         """Wait for a reduction that was started."""
         with self._guard(f"reducing the gradients of {_named(self.buckets[index])}"):
             work.wait()
+
+    @in_own_modes
+    def complete(self, index: int, work: Reduction) -> None:
+        """Wait for a reduction that was started, and tell who wants to know."""
+        self.wait_for(index, work)
         if self.on_reduced is not None and not self._replicates:
             self.on_reduced(index)
 

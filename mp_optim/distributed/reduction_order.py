@@ -40,6 +40,7 @@ class Member(Protocol):
     def is_due(self, index: int) -> bool: ...
     def collect_all(self) -> bool: ...
     def launch(self, index: int) -> None: ...
+    def wait_for(self, index: int, work: Reduction) -> None: ...
     def complete(self, index: int, work: Reduction) -> None: ...
 
 
@@ -119,8 +120,11 @@ class LaunchOrder:
         self.wait()
 
     def restart(self) -> None:
-        """The next gradients are another step's. Waits for what is under way."""
-        self.wait()
+        """The next gradients are another step's. Waits for what is under way, and tells nobody: a
+        gradient that is about to be cleared is not to be worked on."""
+        while self._under_way:
+            member, index, work = self._under_way.popleft()
+            member.wait_for(index, work)
         self._next, self._in_backward = 0, False
 
     # -- what is under way ----------------------------------------------------------------------

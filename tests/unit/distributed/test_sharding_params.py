@@ -84,6 +84,23 @@ def test_parameters_and_gradients_are_aligned_views_of_new_memory():
     assert not grads.any()
 
 
+def test_gradients_that_are_cleared_are_announced_to_nobody():
+    """Work on them would be in vain, and read them while they are written."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sharded(model, overlap_grad_reduce=True, bucket_size=20)
+    announced: list[int] = []
+    reducer = optimizer.grad_reducer
+    reducer.on_reduced = announced.append
+    model(torch.ones(1, 4)).sum().backward()
+    early = list(announced)
+    assert len(early) < len(reducer.buckets)
+    optimizer.zero_grad()
+    assert announced == early
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert sorted(announced[len(early) :]) == list(range(len(reducer.buckets)))
+
+
 def test_a_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
     """torch's ``_flatten_dense_tensors`` of one tensor is that tensor."""
     model = nn.ParameterDict({"only": nn.Parameter(torch.ones(4))})
