@@ -1,0 +1,26 @@
+"""A simulated accelerator: the product's own ``CudaTransfer``, host pipeline, worker thread and
+hooks, unchanged, on CPU tensors.
+
+Two things are done at once, and neither knows of the other.
+
+**Work is delayed for real.** What torch operations, copies and native launches do to memory of the
+device is queued on the simulated stream that is current, and carried out only when the host waits
+for it: an event, ``.item()``, a blocking copy. Outputs hold NaN until then. Within what streams and
+events allow, the order is the run's choice (:class:`~support.accelerator.streams.Pace`). So a
+missing wait gives wrong bits.
+
+**Who may touch what is judged by vector clocks.** Each stream and each host thread has one. Queued
+work starts with the clock of the thread that queues it; a stream that waits for an event, and a
+thread that does, takes over the event's clock; threads take over each other's at locks. An access
+that does not know of the last write, or a write that does not know of the last reads, is reported,
+whether or not the bits came out right this time. The model is ``torch.cuda._sanitizer``, which
+knows neither host threads nor host memory.
+
+Memory is never freed before the simulation ends, so addresses are never used twice; that the
+product let go of a tensor is seen by its storage's reference count, and then a stream that may
+still use the memory has to be known to the allocator (``record_stream``).
+
+Modules: ``clocks`` and ``memory`` judge, ``streams`` delays, ``operations`` and ``launches`` see
+what is done, ``simulation`` puts all of it in place of ``torch.cuda``, ``removals`` takes waits out
+of the product.
+"""

@@ -1,0 +1,33 @@
+"""Vector clocks: what a stream or a thread knows to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Actor:
+    """A stream or a host thread.
+
+    Attributes:
+        name: unique.
+        clock: by actor, how many of its deeds are known to be done.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: dict[str, int] = {name: 0}
+
+    def tick(self) -> int:
+        """A deed of this actor; its number."""
+        self.clock[self.name] += 1
+        return self.clock[self.name]
+
+    def learn(self, clock: Mapping[str, int]) -> None:
+        """Whatever has this clock comes before everything that the actor does from now on."""
+        for name, moment in clock.items():
+            if moment > self.clock.get(name, 0):
+                self.clock[name] = moment
+
+    def knows(self, name: str, moment: int) -> bool:
+        """Whether another actor's deed is done before everything from now on."""
+        return self.clock.get(name, 0) >= moment

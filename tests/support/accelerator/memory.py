@@ -1,0 +1,207 @@
+"""Memory of the host and of the simulated devices, and who touched which bytes of it."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from support.accelerator.clocks import Actor
+
+POISON = 0xFF
+"""Every byte of what nobody may read: NaN as a floating-point value."""
+_OWN_REFERENCES = 2
+"""References to a storage that are the simulation's: the object's, and the twin's. A part that was
+seen before the whole holds the whole once more."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a region, from ``start`` up to ``end``."""
+
+    region: Region
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something that is done to memory: which bytes it touches, and whether it writes there.
+
+    Attributes:
+        is_download: of a copy to the host that nothing waits for at once.
+    """
+
+    what: str
+    spans: list[tuple[Span, bool]]
+    is_download: bool = False
+
+
+class Conflict(NamedTuple):
+    """An access that is not ordered after another one.
+
+    Attributes:
+        is_torn: a write to what a download reads, in either order. What came down may be neither
+            old nor new. That is wrong where it is used; a run that writes gradients which were
+            ready drops it, and only its bits tell whether it did.
+    """
+
+    message: str
+    is_torn: bool
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one deed did to some bytes."""
+
+    start: int
+    end: int
+    writes: bool
+    actor: str
+    moment: int
+    deed: Deed
+
+    def meets(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.end
+
+    def __str__(self) -> str:
+        return (
+            f"{'write' if self.writes else 'read'} by {self.deed.what} on {self.actor}"
+        )
+
+
+class Region:
+    """One allocation.
+
+    Attributes:
+        twin: the same memory under another storage, which what is queued holds; so the reference
+            count of the first says whether the product still has it.
+        device: that it lies on; None for the host.
+        home: the stream whose later work the allocator would give the memory to.
+        is_page_locked: the host's side of a copy that nothing waited for at once.
+        recorded: streams that the allocator was told of.
+        guarded: streams whose copies torch's allocator of page-locked memory knows of by itself.
+    """
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.storage = storage
+        self.base, self.size = storage.data_ptr(), storage.nbytes()
+        self.twin = storage[0 : self.size]
+        self.device: int | None = None
+        self.home: Actor | None = None
+        self.is_page_locked = False
+        self.recorded: set[str] = set()
+        self.guarded: set[str] = set()
+        self.accesses: list[Access] = []
+        self.parts: list[Region] = []
+        self.is_given_back = False
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether only the simulation has it."""
+        count = torch._C._storage_Use_Count(self.storage._cdata)
+        return count <= _OWN_REFERENCES + len(self.parts)
+
+    def bytes(self, start: int = 0, end: int | None = None) -> Tensor:
+        """The bytes themselves."""
+        end = self.size if end is None else end
+        tensor = torch.empty(0, dtype=torch.uint8)
+        return tensor.set_(self.twin, start, (end - start,), (1,))  # type: ignore[call-overload]
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """A tensor over the twin that shows what another shows of this region."""
+        alias = torch.empty(0, dtype=tensor.dtype)
+        first = (tensor.data_ptr() - self.base) // tensor.itemsize
+        return alias.set_(self.twin, first, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+    def touch(
+        self, actor: Actor, moment: int, span: Span, writes: bool, deed: Deed
+    ) -> Iterator[Conflict]:
+        """Note an access; yields what it is in conflict with."""
+        access = Access(span.start, span.end, writes, actor.name, moment, deed)
+        for other in self.accesses:
+            if (
+                other.meets(span.start, span.end)
+                and (writes or other.writes)
+                and not actor.knows(other.actor, other.moment)
+            ):
+                is_torn = any(
+                    a.deed.is_download and not a.writes for a in (access, other)
+                )
+                yield Conflict(f"{access} is not ordered after the {other}", is_torn)
+        self.accesses = [
+            other for other in self.accesses if not _is_outdated(other, access)
+        ]
+        self.accesses.append(access)
+
+
+def _is_outdated(old: Access, new: Access) -> bool:
+    """Whether whatever is ordered after the new access is ordered after the old one, too."""
+    covers = new.start <= old.start and old.end <= new.end
+    return covers and (new.writes or (not old.writes and old.actor == new.actor))
+
+
+class Memory:
+    """All regions, by address. Nothing is freed before this object goes."""
+
+    def __init__(self) -> None:
+        self._bases: list[int] = []
+        self._regions: list[Region] = []
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._regions)
+
+    def at(self, address: int) -> Region | None:
+        """The region that an address lies in."""
+        place = bisect.bisect_right(self._bases, address) - 1
+        if place < 0:
+            return None
+        region = self._regions[place]
+        return region if address < region.base + region.size else None
+
+    def of(self, tensor: Tensor) -> Region | None:
+        """The region of a tensor, known from now on; None if it has no bytes."""
+        if not tensor.numel():
+            return None
+        region, storage = self.at(tensor.data_ptr()), tensor.untyped_storage()
+        end = storage.data_ptr() + storage.nbytes()
+        is_whole = region is not None and end <= region.base + region.size
+        return region if is_whole else self._add(storage)
+
+    def span(self, tensor: Tensor) -> Span | None:
+        """The bytes from a tensor's first element to its last."""
+        region = self.of(tensor)
+        if region is None:
+            return None
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = sum((size - 1) * stride for size, stride in steps) + 1
+        start = tensor.data_ptr() - region.base
+        return Span(region, start, start + reach * tensor.itemsize)
+
+    def _add(self, storage: UntypedStorage) -> Region:
+        region = Region(storage)
+        place = bisect.bisect_left(self._bases, region.base)
+        while (
+            place < len(self._regions)
+            and self._bases[place] < region.base + region.size
+        ):
+            _take_over(
+                region, self._regions.pop(place)
+            )  # pieces that were seen before the whole
+            self._bases.pop(place)
+        self._bases.insert(place, region.base)
+        self._regions.insert(place, region)
+        return region
+
+
+def _take_over(whole: Region, part: Region) -> None:
+    shift = part.base - whole.base
+    whole.parts.append(part)
+    whole.device, whole.home = part.device, part.home
+    for access in part.accesses:
+        moved = replace(access, start=access.start + shift, end=access.end + shift)
+        whole.accesses.append(moved)

@@ -1,0 +1,145 @@
+"""Takes one wait, ``record_stream`` or device guard at a time out of the product.
+
+The sites are found in the source, so a new one is covered by itself. A function gets the code of
+the same function compiled without that one call; whoever imported it has it, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+_WAITS = (
+    "_wait",
+    "collect",
+    "drain",
+    "join",
+    "record_stream",
+    "set_device",
+    "synchronize",
+    "wait",
+    "wait_event",
+    "wait_stream",
+    "wait_until_free",
+)
+"""Methods that are called for their effect alone."""
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call to take out: the ``number``-th of a function."""
+
+    module: str
+    function: str
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.module.rpartition('.')[2]}.{self.function}: {self.text}"
+
+
+class _Remover(ast.NodeTransformer):
+    """Lists the sites of a function, and takes out the chosen one."""
+
+    def __init__(self, chosen: int | None = None) -> None:
+        self.texts: list[str] = []
+        self._chosen = chosen
+
+    def _takes(self, node: ast.AST) -> bool:
+        self.texts.append(ast.unparse(node))
+        return len(self.texts) - 1 == self._chosen
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if _calls(node.value, _WAITS) and self._takes(node):
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+    def visit_With(self, node: ast.With) -> Any:
+        kept = [
+            item
+            for item in node.items
+            if not (
+                ast.unparse(item.context_expr).startswith("torch.cuda.")
+                and self._takes(item.context_expr)
+            )
+        ]
+        self.generic_visit(node)
+        if kept:
+            node.items = kept
+            return node
+        return node.body
+
+
+def _calls(node: ast.expr, names: tuple[str, ...]) -> bool:
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return is_method and node.func.attr in names
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(importlib.import_module(module)))
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
+    """Functions and methods by qualified name; those inside of them are part of them."""
+    for node in tree.body:
+        if isinstance(node, _Function):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, _Function):
+                    yield f"{node.name}.{inner.name}", inner
+
+
+def sites(module: str) -> list[Site]:
+    """All sites of a module."""
+    found = []
+    for name, node in _functions(_tree(module)):
+        remover = _Remover()
+        remover.visit(node)
+        found += [Site(module, name, n, text) for n, text in enumerate(remover.texts)]
+    return found
+
+
+def _live(module: str, name: str) -> FunctionType:
+    """The function as it is defined, under whatever decorates it."""
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = vars(value)[part]
+    value = value.fget if isinstance(value, property) else value
+    function = inspect.unwrap(getattr(value, "__func__", value))
+    assert isinstance(function, FunctionType)
+    return function
+
+
+def _compiled(tree: ast.Module, module: str, name: str) -> CodeType:
+    file = inspect.getsourcefile(importlib.import_module(module))
+    code = compile(
+        ast.fix_missing_locations(tree), str(file), "exec", dont_inherit=True
+    )
+    for part in name.split("."):
+        inner = (
+            c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == part
+        )
+        code = next(inner)
+    return code
+
+
+@contextmanager
+def without(site: Site) -> Iterator[None]:
+    """The product without the call at a site."""
+    tree, remover = _tree(site.module), _Remover(site.number)
+    remover.visit(dict(_functions(tree))[site.function])
+    function = _live(site.module, site.function)
+    before = function.__code__
+    function.__code__ = _compiled(tree, site.module, site.function)
+    try:
+        yield
+    finally:
+        function.__code__ = before

@@ -1,0 +1,252 @@
+"""What a training run may do between its steps, and the same run on plain host memory, to compare
+with."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim.placement.transfer import CudaTransfer, ImmediateTransfer
+from support.accelerator.simulation import Simulation
+from support.accelerator.stand_in import simulated_accelerator
+from support.accelerator.streams import Pace
+from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of
+from support.offload import delays, differing, hybrids, params_of, state_of
+
+DEVICE = 1
+EVENTS = ("", "offload", "abandon", "overflow", "read", "wider", "write")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Backward and a step.
+
+    Attributes:
+        micro: micro-batches. says_last: all but the last are in ``no_sync()``.
+        scale: of the loss.
+        event: ``offload``: main params leave the accelerator and come back after backward.
+            ``abandon``: the same, and the gradients of another backward were dropped before.
+            ``overflow``: a gradient becomes infinite after backward. ``read``: parameters and state
+            are read after backward. ``wider``: the gradient is FP32, in ``main_grad``. ``write``:
+            gradients are doubled after backward.
+    """
+
+    micro: int = 1
+    scale: float = 1.0
+    event: str = ""
+    says_last: bool = True
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A run.
+
+    Attributes:
+        owner: ``stack``, ``zero`` (a DistributedOptimizer of one rank) or ``hybrid``
+            (HybridDeviceOptimizer as it is, which never waits for the device).
+        pauses: seconds that jobs of the worker take longer, in turn.
+        sets_device: whether the caller's current device is that of the model.
+    """
+
+    owner: str = "stack"
+    mode: str = "overlap"
+    precision: str = "bf16"
+    fraction: float = 0.7
+    clip: float = 1.0
+    bucket_bytes: int = 256
+    pipelined: bool = True
+    rounds: tuple[Round, ...] = (Round(),) * 4
+    pauses: tuple[float, ...] = ()
+    pace: Pace = Pace.LAZY
+    seed: int = 0
+    sets_device: bool = True
+
+    @property
+    def tears(self) -> bool:
+        """Whether gradients are written that were ready, and may be on their way down; a
+        DistributedOptimizer clears them in place."""
+        return any(
+            round.event in ("overflow", "write")
+            or (round.event == "abandon" and self.owner == "zero")
+            or (round.micro > 1 and not round.says_last)
+            for round in self.rounds
+        )
+
+    @property
+    def plain(self) -> Schedule:
+        """The same arithmetic, on the host alone and without haste."""
+        return replace(
+            self, mode="sync", bucket_bytes=1 << 20, pauses=(), pace=Pace.LAZY, seed=0
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run comes to.
+
+    Attributes:
+        reports: of the simulation. bits: parameters and state.
+    """
+
+    reports: tuple[str, ...]
+    bits: dict[str, Tensor]
+
+    def wrong_bits(self, other: Outcome) -> list[str]:
+        return differing(self.bits, other.bits)
+
+
+class _Run:
+    def __init__(self, schedule: Schedule, simulation: Simulation | None) -> None:
+        self.schedule, self.simulation = schedule, simulation
+        self.model = TinyMoE(DTYPES[schedule.precision])
+        self._place()
+        self.optimizer: Any = self._build()
+        for part in self._hybrids():
+            part.stepper.use_transfer(self._transfer(), schedule.bucket_bytes)
+        self._place()
+
+    def _place(self) -> None:
+        """Have the model lie on the device."""
+        if self.simulation is None:
+            return
+        for param in self.model.parameters():
+            grad = getattr(param, "main_grad", None)
+            for tensor in (param, grad, param.grad):
+                if tensor is not None:
+                    self.simulation.to_device(tensor, DEVICE)
+
+    def _transfer(self) -> Any:
+        if self.simulation is None:
+            return ImmediateTransfer()
+        return CudaTransfer(torch.device("cuda", DEVICE))
+
+    def _build(self) -> Any:
+        schedule = self.schedule
+        if schedule.owner == "hybrid":
+            return HybridDeviceOptimizer(
+                list(self.model.parameters()),
+                schedule.fraction,
+                FusedAdam,
+                FusedAdam,
+                offload_mode=schedule.mode,
+                overlap_cpu_optimizer_d2h_h2d=schedule.pipelined,
+                lr=1e-2,
+            )
+        zero = {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "bucket_size": 100,
+        }
+        config = config_for(
+            schedule.precision,
+            schedule.fraction,
+            offload_mode=schedule.mode,
+            clip_grad=schedule.clip,
+            overlap_cpu_optimizer_d2h_h2d=schedule.pipelined,
+            **(zero if schedule.owner == "zero" else {}),
+        )
+        predicate = None if schedule.owner == "zero" else is_expert
+        return get_megatron_optimizer(config, self.model, expert_predicate=predicate)
+
+    def _hybrids(self) -> list[HybridDeviceOptimizer]:
+        if self.schedule.owner == "hybrid":
+            return [self.optimizer]
+        if self.schedule.owner == "zero":
+            return [part.shards.inner for part in self.optimizer.chained_optimizers]
+        return hybrids(self.optimizer)
+
+    # -- one round --------------------------------------------------------------------------------
+
+    def _backward(
+        self, number: int, micro: int = 1, scale: float = 1.0, says_last: bool = True
+    ) -> None:
+        is_bare = self.schedule.owner == "hybrid"
+        for part in range(micro):
+            tokens = tokens_of(10 * number + part)
+            if self.simulation is not None:
+                self.simulation.to_device(tokens, DEVICE)
+            loss = self.model(tokens) * (scale / micro)
+            if not is_bare:
+                loss = self.optimizer.scale_loss(loss)
+            is_ready = is_bare or part + 1 == micro or not says_last
+            with contextlib.nullcontext() if is_ready else self.optimizer.no_sync():
+                loss.backward()
+
+    def _discard(self) -> None:
+        if self.schedule.owner == "hybrid":
+            self.optimizer.stepper.discard()
+        else:
+            self.optimizer.offload_to_cpu()
+            self.optimizer.restore_from_cpu()
+
+    def _after_backward(self, event: str) -> None:
+        if event in ("offload", "abandon"):
+            self._discard()
+        elif event == "overflow":
+            with torch.no_grad():
+                self._grad(self.model.dense)[0, 0] = math.inf
+        elif event == "write":
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    self._grad(param).mul_(2.0)
+        elif event == "read":
+            params_of(self.model), state_of(self.optimizer)
+        elif event == "wider":
+            for param in self.model.parameters():
+                param.main_grad = param.grad.float()
+                param.grad = None
+
+    @staticmethod
+    def _grad(param: nn.Parameter) -> Tensor:
+        grad = getattr(param, "main_grad", None)
+        return param.grad if grad is None else grad
+
+    def round(self, number: int, what: Round) -> None:
+        if what.event == "abandon":
+            self.optimizer.zero_grad()
+            self._backward(100 + number)
+            self._discard()
+        self.optimizer.zero_grad()
+        self._backward(number, what.micro, what.scale, what.says_last)
+        self._after_backward(what.event)
+        self.optimizer.step()
+        if what.event == "wider":
+            for param in self.model.parameters():
+                del param.main_grad
+
+    def outcome(self) -> dict[str, Tensor]:
+        bits = {**params_of(self.model), **state_of(self.optimizer)}
+        return {name: getattr(value, "local", value) for name, value in bits.items()}
+
+
+def plain_outcome(schedule: Schedule) -> Outcome:
+    """The run without an accelerator."""
+    run = _Run(schedule.plain, None)
+    for number, what in enumerate(schedule.rounds):
+        run.round(number, what)
+    return Outcome((), run.outcome())
+
+
+def outcome(schedule: Schedule) -> Outcome:
+    """The run on the simulated accelerator."""
+    with simulated_accelerator(schedule.pace, schedule.seed) as simulation:
+        if not schedule.sets_device:
+            torch.cuda.set_device(0)
+        with delays(schedule.pauses):
+            run = _Run(schedule, simulation)
+            for number, what in enumerate(schedule.rounds):
+                run.round(number, what)
+        simulation.synchronize()
+    bits = run.outcome()
+    reports = (
+        simulation.reports
+        if schedule.tears
+        else {**simulation.reports, **simulation.torn}
+    )
+    return Outcome(tuple(reports), bits)

@@ -1,0 +1,180 @@
+"""The simulation itself: devices, host threads, what they do, and what is reported."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from support.accelerator.clocks import Actor
+from support.accelerator.memory import POISON, Deed, Memory, Region
+from support.accelerator.streams import Executor, Pace, Stream
+
+DEVICES = 2
+
+
+class HostThread(Actor):
+    """A thread of the host.
+
+    Attributes:
+        device: its current one.
+        streams: its current stream of each device.
+    """
+
+    def __init__(self, name: str, defaults: list[Stream]) -> None:
+        super().__init__(name)
+        self.device = 0
+        self.streams = list(defaults)
+
+
+class Simulation:
+    """See the package's text.
+
+    Attributes:
+        reports: what went wrong, each once. torn: downloads of what was written meanwhile.
+        lock: taken while anything here is looked at.
+    """
+
+    def __init__(self, pace: Pace = Pace.LAZY, seed: int = 0) -> None:
+        self.lock = threading.RLock()
+        self.reports: dict[str, None] = {}
+        self.torn: dict[str, None] = {}
+        self.memory = Memory()
+        self.executor = Executor(pace, seed)
+        self._threads: dict[threading.Thread, HostThread] = {}
+        self._defaults = [self.new_stream(device) for device in range(DEVICES)]
+        self._lent: list[Region] = []
+
+    # -- who is here ------------------------------------------------------------------------------
+
+    def new_stream(self, device: int) -> Stream:
+        with self.lock:
+            stream = Stream(
+                f"stream {len(self.executor.streams)} of cuda:{device}", device
+            )
+            self.executor.streams.append(stream)
+            return stream
+
+    @property
+    def thread(self) -> HostThread:
+        """The calling one."""
+        with self.lock:
+            key = threading.current_thread()
+            if key not in self._threads:
+                name = f"thread {len(self._threads)} ({key.name})"
+                self._threads[key] = HostThread(name, self._defaults)
+            return self._threads[key]
+
+    def report(self, problem: str) -> None:
+        self.reports[problem] = None
+
+    def check_device(self, device: int, what: str) -> None:
+        """A stream of a device, or a copy, is used by the calling thread."""
+        if self.thread.device != device:
+            self.report(
+                f"{what} of cuda:{device} in {self.thread.name}, whose current device is "
+                f"cuda:{self.thread.device}"
+            )
+
+    # -- what is done -----------------------------------------------------------------------------
+
+    def queue(self, stream: Stream, run: Callable[[], None], deed: Deed) -> None:
+        """Queue work on a stream, from the calling thread."""
+        self.look_for_given_back()
+        stream.learn(self.thread.clock)
+        self._note(stream, deed)
+        stream.add(lambda: self._carry_out(run))
+        self.executor.stir()
+
+    def do(self, deed: Deed) -> None:
+        """The calling thread itself touches memory, at once."""
+        self.look_for_given_back()
+        self._note(self.thread, deed)
+        self.executor.stir()
+
+    def _note(self, actor: Actor, deed: Deed) -> None:
+        moment = actor.tick()
+        for span, writes in deed.spans:
+            region = span.region
+            for message, is_torn in region.touch(actor, moment, span, writes, deed):
+                (self.torn if is_torn else self.reports)[message] = None
+            if region.is_given_back:
+                self.report(
+                    f"{deed.what} on {actor.name} uses memory that was given back"
+                )
+            if isinstance(actor, Stream) and actor is not region.home:
+                self._lent.append(region)
+
+    @staticmethod
+    def _carry_out(run: Callable[[], None]) -> None:
+        with _disable_current_modes(), torch.no_grad():
+            run()
+
+    def wait_for(self, stream: Stream, count: int, clock: Mapping[str, int]) -> None:
+        """The calling thread waits for the first operations of a stream."""
+        self.executor.reach(stream, count)
+        self.thread.learn(clock)
+
+    def finish(self, stream: Stream) -> None:
+        """The calling thread waits for all that a stream was given."""
+        self.wait_for(stream, stream.queued, stream.clock)
+
+    # -- memory that is given back ----------------------------------------------------------------
+
+    def look_for_given_back(self) -> None:
+        """Note what the product let go of, and write over what may be used by others then."""
+        lent, self._lent = self._lent, []
+        for region in dict.fromkeys(lent):
+            if not region.is_let_go:
+                self._lent.append(region)
+            elif not region.is_given_back:
+                region.is_given_back = True
+                self._give_back(region)
+
+    def _give_back(self, region: Region) -> None:
+        allowed = region.recorded if region.device is not None else region.guarded
+        witnesses: list[Actor] = [region.home] if region.home is not None else []
+        witnesses += self._threads.values()
+        for access in region.accesses:
+            is_known = any(
+                actor.knows(access.actor, access.moment) for actor in witnesses
+            )
+            if is_known or access.actor in allowed:
+                continue
+            self.report(
+                f"memory of {region.size} bytes was given back while it may be under way: {access}"
+            )
+            self._use_for_something_else(region)
+
+    @staticmethod
+    def _use_for_something_else(region: Region) -> None:
+        """Later work of the stream that the allocator gives it to writes there."""
+
+        def write() -> None:
+            region.bytes().fill_(POISON)
+
+        if isinstance(region.home, Stream):
+            region.home.add(write)
+        else:
+            write()
+
+    # -- tests ------------------------------------------------------------------------------------
+
+    def to_device(self, tensor: Tensor, device: int) -> Tensor:
+        """Have a tensor's memory lie on a device; what was written there is complete."""
+        with self.lock:
+            region = self.memory.of(tensor)
+            if region is not None:
+                region.device, region.home = device, self._defaults[device]
+                region.is_page_locked = False
+        return tensor
+
+    def synchronize(self) -> None:
+        """Wait for everything."""
+        with self.lock:
+            self.look_for_given_back()
+            for stream in self.executor.streams:
+                self.finish(stream)

@@ -1,0 +1,106 @@
+"""Streams and events whose work waits until the host waits for it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+
+from support.accelerator.clocks import Actor
+
+
+class Pace(Enum):
+    """Which of the orders that streams and events allow is taken.
+
+    LAZY: of what the host waits for, only what that needs; every other stream is as late as it can
+        be.
+    OTHERS_FIRST: before each operation, all that other streams can do without it; what the host
+        waits for is as late as it can be.
+    RANDOM: now and then a stream goes on by one operation.
+    """
+
+    LAZY = "lazy"
+    OTHERS_FIRST = "others first"
+    RANDOM = "random"
+
+
+Place = tuple["Stream", int]
+"""A stream, and how many of its operations."""
+
+
+class Operation:
+    """Work in a stream, or only a wait there."""
+
+    def __init__(self, run: Callable[[], None] | None, needs: Sequence[Place]) -> None:
+        self.run, self.needs = run, needs
+
+    @property
+    def is_free(self) -> bool:
+        return all(stream.done >= count for stream, count in self.needs)
+
+
+class Stream(Actor):
+    """A queue of operations on a device.
+
+    Attributes:
+        device: index.
+        queued, done: operations so far.
+    """
+
+    def __init__(self, name: str, device: int) -> None:
+        super().__init__(name)
+        self.device = device
+        self.queued = self.done = 0
+        self._operations: deque[Operation] = deque()
+
+    def add(self, run: Callable[[], None] | None, needs: Sequence[Place] = ()) -> None:
+        self._operations.append(Operation(run, needs))
+        self.queued += 1
+
+    @property
+    def next(self) -> Operation | None:
+        return self._operations[0] if self._operations else None
+
+    def go_on(self) -> None:
+        """Carry out the next operation."""
+        operation = self._operations.popleft()
+        if operation.run is not None:
+            operation.run()
+        self.done += 1
+
+
+class Executor:
+    """Carries out what is queued, in one of the orders that are allowed."""
+
+    def __init__(self, pace: Pace, seed: int) -> None:
+        self._pace = pace
+        self._chance = random.Random(seed)
+        self.streams: list[Stream] = []
+
+    def reach(self, stream: Stream, count: int) -> None:
+        """Have a stream carry out its first ``count`` operations."""
+        if self._pace is Pace.OTHERS_FIRST and stream.done < count:
+            self._exhaust(other for other in self.streams if other is not stream)
+        while stream.done < count:
+            operation = stream.next
+            assert operation is not None
+            for other, needed in operation.needs:
+                self.reach(other, needed)
+            stream.go_on()
+
+    def stir(self) -> None:
+        """Let some time pass."""
+        if self._pace is Pace.RANDOM and self._chance.random() < 0.3:
+            stream = self._chance.choice(self.streams)
+            if stream.next is not None and stream.next.is_free:
+                stream.go_on()
+
+    @staticmethod
+    def _exhaust(streams: Iterable[Stream]) -> None:
+        """Go on in these streams as far as they do not wait for others."""
+        moving = list(streams)
+        while moving:
+            moving = [s for s in moving if s.next is not None and s.next.is_free]
+            for stream in moving:
+                stream.go_on()

@@ -1,0 +1,310 @@
+"""The product's own CUDA transfer, host pipeline, worker thread and hooks on a simulated
+accelerator: schedules are clean and give the bits of the plain run, and no wait can be missing."""
+
+import ctypes
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mp_optim.placement
+from mp_optim import FusedAdam, HybridDeviceOptimizer
+from mp_optim.placement.transfer import CudaTransfer
+from mp_optim.process.host_memory import cut
+from support.accelerator.removals import sites, without
+from support.accelerator.schedules import (
+    DEVICE,
+    EVENTS,
+    Round,
+    Schedule,
+    outcome,
+    plain_outcome,
+)
+from support.accelerator.simulation import Simulation
+from support.accelerator.stand_in import simulated_accelerator
+from support.accelerator.streams import Pace
+from support.offload import MODES
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning"
+    ),  # skipped steps, written gradients
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """One process with a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- schedules are clean --------------------------------------------------------------------------
+
+
+@st.composite
+def schedules(draw):
+    owner = draw(st.sampled_from(["stack", "zero", "hybrid"]))
+    unfit = {"zero": ["wider"], "hybrid": ["overflow"], "stack": []}[owner]
+    rounds = st.builds(
+        Round,
+        micro=st.just(1) if owner == "hybrid" else st.integers(1, 3),
+        scale=st.sampled_from([1.0, 1.0, 10.0]),
+        event=st.sampled_from([event for event in EVENTS if event not in unfit]),
+        says_last=st.just(True) if owner == "zero" else st.booleans(),
+    )
+    return Schedule(
+        owner=owner,
+        mode=draw(st.sampled_from(MODES)),
+        precision=draw(st.sampled_from(["bf16", "fp32"])),
+        fraction=draw(st.sampled_from([0.3, 0.7, 1.0])),
+        clip=draw(st.sampled_from([0.0, 0.16, 1.0])),
+        bucket_bytes=draw(st.sampled_from([256, 1024, 1 << 20])),
+        pipelined=draw(st.booleans()),
+        rounds=tuple(draw(st.lists(rounds, min_size=2, max_size=5))),
+        pauses=draw(st.sampled_from([(), (0.002,), (0.0, 0.003)])),
+        pace=draw(st.sampled_from(list(Pace))),
+        seed=draw(st.integers(0, 99)),
+        sets_device=draw(st.booleans()),
+    )
+
+
+def check(schedule):
+    run = outcome(schedule)
+    assert not run.reports, "\n".join(run.reports)
+    assert not run.wrong_bits(plain_outcome(schedule))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(schedule=schedules())
+def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
+    check(schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(schedule=schedules())
+def test_many_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
+    check(schedule)
+
+
+# -- no wait, record_stream or device guard can be missing ----------------------------------------
+
+
+def transfer_and_memory(simulation, values=16):
+    """A transfer, host memory, and what an operation of the device has yet to write."""
+    transfer = CudaTransfer(torch.device("cuda", DEVICE))
+    host = transfer.empty_host(4 * values, True).view(torch.float32)
+    ones = simulation.to_device(torch.ones(values), DEVICE)
+    return transfer, host, ones * 3
+
+
+def download_of_what_is_dropped(simulation):
+    transfer, host, value = transfer_and_memory(simulation)
+    ticket = transfer.download([host], [value])
+    del value
+    transfer_and_memory(simulation)
+    transfer.wait(ticket)
+    return host.tolist() == [3.0] * 16
+
+
+def upload_to_what_is_dropped(simulation):
+    transfer, host, target = transfer_and_memory(simulation)
+    ticket = transfer.upload([target], [host.fill_(1.0)])
+    del target
+    transfer_and_memory(simulation)
+    transfer.wait(ticket)
+    return True
+
+
+def fetched_number(simulation):
+    _, _, value = transfer_and_memory(simulation, 1)
+    settings = {"cpu_optimizer_cls": FusedAdam, "gpu_optimizer_cls": FusedAdam}
+    optimizer = HybridDeviceOptimizer(
+        [torch.nn.Parameter(torch.ones(1))], 1.0, **settings
+    )
+    optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+    return optimizer.stepper.fetch(value)().item() == 3.0
+
+
+@dataclass
+class Directly:
+    """A use of the transfer without a schedule; it tells whether the values were right."""
+
+    use: Callable[[Simulation], bool]
+
+    def found(self):
+        with simulated_accelerator(Pace.OTHERS_FIRST) as simulation:
+            is_right = self.use(simulation)
+        return bool(simulation.reports), not is_right
+
+
+@dataclass
+class InSchedule:
+    """A schedule, and what its plain run came to."""
+
+    schedule: Schedule
+
+    @cached_property
+    def plain(self):
+        return plain_outcome(self.schedule)
+
+    def found(self):
+        plain = self.plain  # before
+        run = outcome(self.schedule)
+        return bool(run.reports), bool(run.wrong_bits(plain))
+
+
+def rounds(*events):
+    return tuple(Round(event=event) for event in ("", "", *events, ""))
+
+
+LATE = (0.004,)
+SCENARIOS = [
+    Directly(download_of_what_is_dropped),
+    Directly(upload_to_what_is_dropped),
+    Directly(fetched_number),
+    InSchedule(Schedule(mode="overlap", rounds=rounds(), pauses=LATE)),
+    InSchedule(Schedule(mode="sync", rounds=rounds(), pipelined=False)),
+    InSchedule(
+        Schedule("hybrid", "overlap", rounds=rounds(), pauses=LATE, sets_device=False)
+    ),
+    InSchedule(Schedule("hybrid", "sync", rounds=rounds("wider"))),
+    InSchedule(Schedule(mode="speculative", clip=0.0, rounds=rounds("write"))),
+    InSchedule(Schedule(mode="speculative", rounds=rounds(), pauses=LATE)),
+]
+NEVER_WRONG = ("drain", "collect", "torch.cuda.device")
+"""Without these the bits are right, if by luck: what the worker has not finished is not used."""
+MODULES = [
+    name
+    for _, name, _ in pkgutil.iter_modules(
+        mp_optim.placement.__path__, "mp_optim.placement."
+    )
+    if not name.endswith(".worker")  # its locks order threads, not streams
+]
+SITES = [site for module in MODULES for site in sites(module)]
+
+
+def test_sites_are_found():
+    texts = {site.text for site in SITES}
+    assert {"tensor.record_stream(stream)", "ticket.synchronize()"} <= texts
+    assert len(SITES) >= 20
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_every_missing_wait_is_noticed(site):
+    is_reported, is_wrong = False, any(name in site.text for name in NEVER_WRONG)
+    for scenario in SCENARIOS:
+        getattr(scenario, "plain", None)  # with the wait
+        with without(site):
+            reported, wrong = scenario.found()
+        is_reported, is_wrong = is_reported or reported, is_wrong or wrong
+        if is_reported and is_wrong:
+            return
+    assert is_reported, "no schedule was reported"
+    assert is_wrong, "the bits were right in every schedule"
+
+
+def test_all_is_well_with_every_wait():
+    assert [scenario.found() for scenario in SCENARIOS] == [(False, False)] * len(
+        SCENARIOS
+    )
+
+
+# -- the simulation itself ------------------------------------------------------------------------
+
+
+def side_stream():
+    return torch.cuda.Stream(torch.device("cuda", DEVICE))
+
+
+def test_work_is_not_done_before_the_host_waits_for_it():
+    with simulated_accelerator() as simulation:
+        value = simulation.to_device(torch.ones(4), DEVICE) * 2
+        assert (
+            ctypes.string_at(value.data_ptr(), value.nbytes) == b"\xff" * value.nbytes
+        )
+        assert value.sum().item() == 8.0
+    assert not simulation.reports
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_the_last_of_unordered_writes_is_not_defined(pace):
+    with simulated_accelerator(pace) as simulation:
+        value = simulation.to_device(torch.zeros(4), DEVICE)
+        with torch.cuda.stream(side_stream()):
+            value.fill_(1.0)
+        value.fill_(2.0)
+        torch.cuda.synchronize()
+    (report,) = simulation.reports
+    assert "not ordered after the write" in report
+
+
+def test_orders_that_events_allow_are_taken():
+    """A stream that nothing makes wait is behind under one pace, and ahead under another."""
+    seen = {}
+    for pace in (Pace.LAZY, Pace.OTHERS_FIRST):
+        with simulated_accelerator(pace) as simulation:
+            value, stream = simulation.to_device(torch.zeros(1), DEVICE), side_stream()
+            value.fill_(1.0)
+            with torch.cuda.stream(stream):
+                seen[pace] = (value + 0).item()
+    assert seen == {Pace.LAZY: 0.0, Pace.OTHERS_FIRST: 1.0}
+
+
+def test_a_thread_knows_only_what_it_waited_for():
+    with simulated_accelerator() as simulation:
+        _, host, value = transfer_and_memory(simulation)
+        host.copy_(value, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        assert not event.query()
+        host.sum()
+        assert len(simulation.reports) == 1
+        event.synchronize()
+        assert event.query() and host.tolist() == [3.0] * 16
+    assert len(simulation.reports) == 1
+
+
+def test_memory_of_the_arena_is_reused_only_when_copies_are_done():
+    with simulated_accelerator() as simulation:
+        transfer, host, value = transfer_and_memory(simulation)
+        ticket = transfer.upload([value[:8]], [host.zero_()[:8]])
+        host[8:].fill_(1.0)
+        assert not simulation.reports
+        host[4:12].fill_(1.0)
+        assert len(simulation.reports) == 1
+        transfer.wait(ticket)
+        host.fill_(1.0)
+    assert len(simulation.reports) == 1
+
+
+def test_host_memory_that_was_cut_is_not_given_back_under_a_copy():
+    """torch's allocator of page-locked memory waits for copies of what it gave out, and of nothing
+    that was cut from it."""
+    for is_cut in (False, True):
+        with simulated_accelerator() as simulation:
+            transfer, host, value = transfer_and_memory(simulation, 32)
+            source = cut(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)
+            whole = [host] if not is_cut else [source]
+            transfer.upload([value if not is_cut else value[:16]], whole)
+            del host, source, whole
+            transfer_and_memory(simulation)
+        assert bool(simulation.reports) is is_cut
+
+
+def test_a_stream_of_another_device_is_not_used():
+    with simulated_accelerator() as simulation:
+        assert torch.cuda.current_device() == DEVICE
+        with torch.cuda.stream(torch.cuda.Stream(torch.device("cuda", 0))):
+            pass
+    (report,) = simulation.reports
+    assert "whose current device is cuda:1" in report
