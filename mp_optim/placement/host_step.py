@@ -171,8 +171,6 @@ class HostStepper(HostPart):
         self._cut(list(self._slots.values()))
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:
-        for staging in self._staging:
-            staging.wait_until_free()
         self._slots = {slot.slot: slot for slot in slots}
         how = self.settings
         self._plan, pieces = plan_staging(

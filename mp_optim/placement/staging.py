@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,8 +91,9 @@ class Staging:
 
     NOTE: it belongs to the worker from the moment a job is submitted until the worker is drained,
     and to the thread that calls ``step()`` otherwise. Copies that were started outlive both: the
-    owner calls :meth:`wait_until_free` before it writes to the memory or lets go of it. torch's
-    pinned allocator does not wait for copies of tensors that were cut from a larger one.
+    owner calls :meth:`wait_until_free` before it writes to the memory, and an optimizer that goes
+    right after a step waits for its uploads. torch's pinned allocator does not wait for copies of
+    tensors that were cut from a larger one.
     """
 
     def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
@@ -99,8 +101,9 @@ class Staging:
         self._allocate = partial(transfer.empty_host, pin=pin)
         self._memory = Block(num_bytes, self._allocate)
         self._staged: dict[int, StagedTensors] = {}
-        self._download: Any = None
-        self._upload: Any = None
+        self._tickets: list[Any] = []  # of copies that may be under way
+        finalizer = weakref.finalize(self, _wait_for, transfer, self._tickets)
+        finalizer.atexit = False  # nobody else gets the memory then
 
     @property
     def capacity(self) -> int:
@@ -121,24 +124,29 @@ class Staging:
 
     def wait_until_free(self) -> None:
         """Wait until no copy reads or writes the memory any more."""
-        for ticket in (self._download, self._upload):
-            if ticket is not None:
-                self.transfer.wait(ticket)
-        self._download = self._upload = None
+        _wait_for(self.transfer, self._tickets)
 
     def download(
         self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None
     ) -> Any:
         """Start to copy gradients to the host, as soon as the memory is free. Returns a ticket."""
         self.wait_until_free()
-        self._download = self.transfer.download(staged, grads, after)
-        return self._download
+        ticket = self.transfer.download(staged, grads, after)
+        self._tickets.append(ticket)
+        return ticket
 
     def upload(
         self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]
     ) -> None:
         """Start to copy parameters to where they are wanted."""
-        self._upload = self.transfer.upload(_present(outputs), _present(staged))
+        ticket = self.transfer.upload(_present(outputs), _present(staged))
+        self._tickets.append(ticket)
+
+
+def _wait_for(transfer: Transfer, tickets: list[Any]) -> None:
+    while tickets:
+        ticket = tickets.pop()
+        transfer.wait(ticket)
 
 
 def staging_bytes(updates: SlotUpdates) -> int:

@@ -4,6 +4,7 @@ with."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -243,7 +244,9 @@ def outcome(schedule: Schedule) -> Outcome:
             for number, what in enumerate(schedule.rounds):
                 run.round(number, what)
         simulation.synchronize()
-    bits = run.outcome()
+        bits = run.outcome()
+        del run
+        gc.collect()  # what goes with an optimizer is part of the run
     reports = (
         simulation.reports
         if schedule.tears

@@ -2,6 +2,7 @@
 accelerator: schedules are clean and give the bits of the plain run, and no wait can be missing."""
 
 import ctypes
+import gc
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -217,6 +218,22 @@ def test_all_is_well_with_every_wait():
     assert [scenario.found() for scenario in SCENARIOS] == [(False, False)] * len(
         SCENARIOS
     )
+
+
+def test_an_optimizer_may_go_while_its_parameters_are_on_their_way_up():
+    """The last step of a run; what is allocated next is page-locked, too."""
+    with simulated_accelerator() as simulation:
+        param = torch.nn.Parameter(torch.ones(8))
+        optimizer = HybridDeviceOptimizer([param], 1.0, FusedAdam, FusedAdam, lr=0.5)
+        optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+        simulation.to_device(param, DEVICE)
+        param.grad = simulation.to_device(torch.ones(8), DEVICE)
+        optimizer.step()
+        del optimizer
+        gc.collect()
+        transfer_and_memory(simulation)
+        assert param.allclose(torch.full((8,), 0.5))
+    assert not simulation.reports
 
 
 # -- the simulation itself ------------------------------------------------------------------------
