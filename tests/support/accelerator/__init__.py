@@ -20,7 +20,10 @@ Memory is never freed before the simulation ends, so addresses are never used tw
 product let go of a tensor is seen by its storage's reference count, and then a stream that may
 still use the memory has to be known to the allocator (``record_stream``).
 
-Modules: ``clocks`` and ``memory`` judge, ``streams`` delays, ``operations`` and ``launches`` see
-what is done, ``simulation`` puts all of it in place of ``torch.cuda``, ``removals`` takes waits out
-of the product.
+What it does not see: kernels that run on an accelerator only (Triton, apex, Transformer Engine),
+and adafactor's native passes, which are handed bare addresses.
+
+Modules: ``clocks`` and ``memory`` judge, ``streams`` delays, ``operations``, ``launches`` and
+``threads`` see what is done, ``simulation`` has all of it, ``stand_in`` puts it in place of
+``torch.cuda``, ``schedules`` are runs of the product, ``removals`` takes waits out of it.
 """

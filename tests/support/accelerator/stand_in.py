@@ -1,9 +1,7 @@
-"""What stands in for ``torch.cuda`` while a simulation runs, and lets it see threads, locks, native
-launches and values that torch hands out without an operation."""
+"""What stands in for ``torch.cuda`` while a simulation runs."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from mp_optim.placement import worker as product_worker
 from mp_optim.update.backends.native_library import NativeLibrary
-from support.accelerator import launches
+from support.accelerator import launches, threads
 from support.accelerator.operations import Operations
 from support.accelerator.simulation import Simulation
 from support.accelerator.streams import Pace, Stream
@@ -164,80 +162,6 @@ def _to_list(
     return tolist
 
 
-# -- threads --------------------------------------------------------------------------------------
-
-
-def _threading(simulation: Simulation) -> Any:
-    """``threading``, as far as the worker uses it: a thread knows what the thread knew that started
-    it, and the one that takes a lock what the one knew that gave it back."""
-
-    class Thread(threading.Thread):
-        def start(self) -> None:
-            self.known = dict(simulation.thread.clock)
-            super().start()
-
-        def run(self) -> None:
-            simulation.thread.learn(self.known)
-            with Operations(simulation):
-                super().run()
-
-    class Lock:
-        make: Callable[[], Any] = threading.Lock
-
-        def __init__(self) -> None:
-            self._lock, self._clock = type(self).make(), Stream("a lock", 0)
-
-        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-            taken: bool = self._lock.acquire(blocking, timeout)
-            if taken:
-                self._learn()
-            return taken
-
-        def release(self) -> None:
-            self._teach()
-            self._lock.release()
-
-        def locked(self) -> bool:
-            return bool(self._lock.locked())
-
-        def _learn(self) -> None:
-            with simulation.lock:
-                simulation.thread.learn(self._clock.clock)
-
-        def _teach(self) -> None:
-            with simulation.lock:
-                self._clock.learn(simulation.thread.clock)
-
-        def __enter__(self) -> bool:
-            return self.acquire()
-
-        def __exit__(self, *_: Any) -> None:
-            self.release()
-
-    class RLock(Lock):
-        make = threading.RLock
-
-        # what a Condition uses of it
-        def _is_owned(self) -> bool:
-            return bool(self._lock._is_owned())
-
-        def _release_save(self) -> Any:
-            self._teach()
-            return self._lock._release_save()
-
-        def _acquire_restore(self, state: Any) -> None:
-            self._lock._acquire_restore(state)
-            self._learn()
-
-    names = {name: getattr(threading, name) for name in threading.__all__}
-    names |= {"Thread": Thread, "Lock": Lock, "RLock": RLock}
-    return type(
-        "threading",
-        (),
-        {n: staticmethod(v) if callable(v) else v for n, v in names.items()},
-    )
-
-
 # -- all of it ------------------------------------------------------------------------------------
 
 
@@ -259,7 +183,7 @@ def simulated_accelerator(
         call = launches.replacement(simulation, NativeLibrary.call)
         context.enter_context(mock.patch.object(NativeLibrary, "call", call))
         context.enter_context(
-            mock.patch.object(product_worker, "threading", _threading(simulation))
+            mock.patch.object(product_worker, "threading", threads.stand_in(simulation))
         )
         context.enter_context(Operations(simulation))
         simulation.thread.device = 1

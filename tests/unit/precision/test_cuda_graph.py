@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 
 from mp_optim import FusedLAMB, OptimizerConfig, get_megatron_optimizer
 from mp_optim.precision import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from mp_optim.precision.cuda_graph import CudaGraph
 from mp_optim.precision.graph_step import MOST_CHANGES
 from support import graphs
+from support.accelerator.stand_in import simulated_accelerator
 from support.models import build, config_for, same_bits
 from support.waiting import no_waiting
 
@@ -43,6 +46,24 @@ def small(
         param.grad = torch.zeros_like(param)
     config = config_for(precision, fused_backend="triton", **settings)
     return model, get_megatron_optimizer(config, model, config_overrides={})
+
+
+def test_a_graph_is_captured_on_a_stream_of_its_device(monkeypatch):
+    """torch's own stream for captures is one of the device of the process's first graph."""
+    captures = []
+
+    @contextmanager
+    def capture(graph, stream=None, **settings):
+        captures.append((torch.cuda.current_device(), stream.device))
+        yield
+
+    device = torch.device("cuda", 1)
+    with simulated_accelerator():
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        monkeypatch.setattr(torch.cuda, "graph", capture)
+        torch.cuda.set_device(0)
+        assert CudaGraph(device).capture(lambda: 5) == 5
+    assert captures == [(1, device)]
 
 
 def give_grads(

@@ -1,0 +1,88 @@
+"""Threads and locks that hand on clocks: a thread knows what the thread knew that started it, and
+the one that takes a lock knows what the one knew that gave it back."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from support.accelerator.clocks import Actor
+from support.accelerator.operations import Operations
+from support.accelerator.simulation import Simulation
+
+
+class Thread(threading.Thread):
+    """A thread whose operations are seen."""
+
+    def __init__(self, simulation: Simulation, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._simulation = simulation
+        self._known: dict[str, int] = {}
+
+    def start(self) -> None:
+        self._known = dict(self._simulation.thread.clock)
+        super().start()
+
+    def run(self) -> None:
+        self._simulation.thread.learn(self._known)
+        with Operations(self._simulation):
+            super().run()
+
+
+class Lock:
+    """A ``threading.Lock`` or ``RLock``."""
+
+    def __init__(self, simulation: Simulation, lock: Any) -> None:
+        self._simulation, self._lock = simulation, lock
+        self._holders = Actor("a lock")
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken: bool = self._lock.acquire(blocking, timeout)
+        if taken:
+            self._learn()
+        return taken
+
+    def release(self) -> None:
+        self._teach()
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return bool(self._lock.locked())
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+    def _learn(self) -> None:
+        with self._simulation.lock:
+            self._simulation.thread.learn(self._holders.clock)
+
+    def _teach(self) -> None:
+        with self._simulation.lock:
+            self._holders.learn(self._simulation.thread.clock)
+
+    # what a Condition uses of an RLock
+
+    def _is_owned(self) -> bool:
+        return bool(self._lock._is_owned())
+
+    def _release_save(self) -> Any:
+        self._teach()
+        return self._lock._release_save()
+
+    def _acquire_restore(self, state: Any) -> None:
+        self._lock._acquire_restore(state)
+        self._learn()
+
+
+def stand_in(simulation: Simulation) -> SimpleNamespace:
+    """For the module ``threading``."""
+    names = {name: getattr(threading, name) for name in threading.__all__}
+    names["Thread"] = partial(Thread, simulation)
+    names["Lock"] = lambda: Lock(simulation, threading.Lock())
+    names["RLock"] = lambda: Lock(simulation, threading.RLock())
+    return SimpleNamespace(**names)
