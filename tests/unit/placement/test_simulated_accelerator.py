@@ -197,7 +197,7 @@ SITES = [site for module in MODULES for site in sites(module)]
 def test_sites_are_found():
     texts = {site.text for site in SITES}
     assert {"tensor.record_stream(stream)", "ticket.synchronize()"} <= texts
-    assert len(SITES) >= 20
+    assert len(SITES) >= 15
 
 
 @pytest.mark.parametrize("site", SITES, ids=str)
