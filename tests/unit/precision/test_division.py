@@ -4,7 +4,7 @@ bits."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mp_optim import get_megatron_optimizer
 from mp_optim.distributed.collectives import finish_sum
-from mp_optim.precision.cuda_graph import CudaGraph
 from mp_optim.precision.device_verdict import clip_coefficients
 from mp_optim.quantized.tensors import scaled_codes
 from support.cuda_division import DividesAsCuda
@@ -104,26 +103,3 @@ def test_a_loss_scale_lies_where_the_loss_does(precision: str) -> None:
     )
     optimizer = get_megatron_optimizer(config_for(precision), model)
     assert optimizer.get_loss_scale().device == torch.device("meta")
-
-
-def test_graphs_are_captured_on_a_stream_of_their_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch's own stream for captures belongs to whichever device came first."""
-    device, entered = torch.device("cuda", 1), []
-
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            self.device = device
-
-    @contextlib.contextmanager
-    def graph(graph: Any, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-        entered.append(stream.device)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    assert CudaGraph(device).capture(lambda: 5) == 5
-    assert entered == [device]
