@@ -153,10 +153,10 @@ def device_of(chunks: Sequence[nn.Module]) -> torch.device:
 def _grad_scaler(
     config: OptimizerConfig, device: torch.device
 ) -> MegatronGradScaler | None:
+    if config.loss_scale is not None:  # Megatron scales by it with bf16 too
+        return ConstantGradScaler(config.loss_scale, device)
     if not config.fp16:
         return None
-    if config.loss_scale is not None:
-        return ConstantGradScaler(config.loss_scale, device)
     return DynamicGradScaler(
         config.initial_loss_scale,
         config.min_loss_scale,

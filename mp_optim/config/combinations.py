@@ -196,7 +196,7 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
     ),
     "pin_cpu_grads": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "pin_cpu_params": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
-    "loss_scale": ("fp16=True", lambda c: c.fp16),
+    "loss_scale": ("fp16=True or bf16=True", lambda c: c.fp16 or c.bf16),
     "initial_loss_scale": (
         "fp16=True without loss_scale",
         lambda c: c.fp16 and c.loss_scale is None,
@@ -300,12 +300,21 @@ def _check_graph(config: ConfigFields) -> None:
         )
 
 
-def _check_inert(config: ConfigFields) -> None:
+def inert_fields(config: ConfigFields) -> dict[str, str]:
+    """The fields that are set and have no effect, with what each needs to have one."""
     defaults = {field.name: field.default for field in fields(config)}
-    for name, (needed, has) in _NEEDS.items():
-        if getattr(config, name) != defaults[name] and not has(config):
-            _fail(
-                config,
-                name,
-                f"has no effect without {needed}; set that, or leave it at {defaults[name]!r}",
-            )
+    return {
+        name: needed
+        for name, (needed, has) in _NEEDS.items()
+        if getattr(config, name) != defaults[name] and not has(config)
+    }
+
+
+def _check_inert(config: ConfigFields) -> None:
+    for name, needed in inert_fields(config).items():
+        default = {field.name: field.default for field in fields(config)}[name]
+        _fail(
+            config,
+            name,
+            f"has no effect without {needed}; set that, or leave it at {default!r}",
+        )

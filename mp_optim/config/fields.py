@@ -59,7 +59,7 @@ class ConfigFields:
     stochastic_rounding_seed: int = 0
     """Seed of the random bits."""
     loss_scale: float | None = None
-    """Constant loss scale for fp16; dynamic if not given."""
+    """Constant loss scale, for fp16 or bf16; with fp16 dynamic if not given, with bf16 none."""
     initial_loss_scale: float = 2.0**32
     """Where the dynamic loss scale starts."""
     min_loss_scale: float = 1.0

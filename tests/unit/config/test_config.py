@@ -92,8 +92,8 @@ from mp_optim import OptimizerConfig
             "barrier_with_L1_time=True: has no effect without timers",
         ),
         (
-            {"bf16": True, "loss_scale": 2.0},
-            "loss_scale=2.0: has no effect without fp16=True",
+            {"loss_scale": 2.0},
+            "loss_scale=2.0: has no effect without fp16=True or bf16=True",
         ),
         (
             {"fp16": True, "loss_scale": 2.0, "hysteresis": 3},

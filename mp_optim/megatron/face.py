@@ -1,0 +1,102 @@
+"""A stack as Megatron's training loop, logging and checkpointing ask for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.precision import MegatronOptimizer
+
+
+class MegatronFace(torch.optim.Optimizer):
+    """Passes everything on to a stack, and answers what only Megatron asks.
+
+    One object that forwards, so that the stacks themselves need not grow by every method that a
+    program of Megatron's calls around a step.
+
+    Attributes:
+        stack: the optimizer of :func:`mp_optim.get_megatron_optimizer`.
+    """
+
+    def __init__(self, stack: MegatronOptimizer) -> None:
+        # NOTE: torch's constructor would make groups of its own; all there is belongs to the stack.
+        self.__dict__["stack"] = stack
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stack":  # of an object that is being unpickled
+            raise AttributeError(name)
+        return getattr(self.stack, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (
+            name == "step"
+        ):  # Megatron puts a CUDA graph of its own around it, and takes it away
+            self.__dict__[name] = value
+        else:
+            setattr(self.stack, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self.stack)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MegatronFace, (self.stack,)
+
+    @property
+    def chained_optimizers(self) -> list[Any]:
+        """The parts; of a stack without any, itself."""
+        parts = self.stack.chained_optimizers
+        return (
+            [self] if parts == [self.stack] else [MegatronFace(part) for part in parts]
+        )
+
+    # Methods that torch's class has and the stack overrides.
+
+    def step(self, closure: Any = None) -> Any:
+        """``(success, grad_norm, num_zeros_in_grad)``."""
+        return self.stack.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.stack.zero_grad(set_to_none)
+
+    def state_dict(self, is_loading: bool = False) -> Any:
+        """The stack's; ``is_loading`` is for Megatron's callers and changes nothing."""
+        return self.stack.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.stack.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.stack.add_param_group(param_group)
+
+    # What only Megatron asks for.
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Before evaluation: parameters are what forward reads, whenever a step has returned."""
+        self.stack.finish_param_sync()
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Not in this version.
+
+        Raises:
+            NotImplementedError: always, with what to use.
+        """
+        raise NotImplementedError(_NO_SHARDED_STATE)
+
+    load_parameter_state = save_parameter_state
+
+    def sharded_state_dict(self, *arguments: Any, **settings: Any) -> dict[str, Tensor]:
+        """Not in this version.
+
+        Raises:
+            NotImplementedError: always, with what to use.
+        """
+        raise NotImplementedError(_NO_SHARDED_STATE)
+
+
+_NO_SHARDED_STATE = (
+    "optimizer state in Megatron's sharded form is not written by this version; save with "
+    "--ckpt-format torch, with mp_optim.checkpoint.save(root, model, optimizer), or pass "
+    "--no-save-optim"
+)

@@ -1,0 +1,125 @@
+"""Our factory where Megatron's callers have imported theirs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from mp_optim import api
+from mp_optim.megatron.config import config_from_megatron
+from mp_optim.megatron.face import MegatronFace
+from mp_optim.ranks.process_groups import ProcessGroups
+
+_NAME = "get_megatron_optimizer"
+_HOME = "megatron.core.optimizer"
+_ARGUMENTS = (
+    "config",
+    "model_chunks",
+    "config_overrides",
+    "use_gloo_process_groups",
+    "pg_collection",
+    "dump_param_to_param_group_map",
+)
+"""What Megatron's factory takes, from core 0.16 on."""
+_theirs: Any = None
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Mapping[Any, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> MegatronFace:
+    """Megatron's factory: its arguments in, a stack of ours out.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        model_chunks: modules, wrapped in Megatron's DDP or not.
+        config_overrides: by parameter; Megatron's standard ones by default.
+        use_gloo_process_groups: there is nothing here that needs any.
+        pg_collection: Megatron's process groups; by default those of ``parallel_state``.
+        dump_param_to_param_group_map: not in this version.
+
+    Raises:
+        ValueError: a setting of Megatron's has no counterpart here, naming it.
+    """
+    if dump_param_to_param_group_map is not None:
+        raise ValueError(
+            f"dump_param_to_param_group_map={dump_param_to_param_group_map!r}: print "
+            "optimizer.describe() instead, and leave it unset"
+        )
+    optimizer = importlib.import_module(_HOME)
+    if config_overrides is None:
+        config_overrides = optimizer.get_standard_config_overrides(config)
+    ours = config_from_megatron(config, model_chunks)
+    stack = api.get_megatron_optimizer(
+        ours,
+        list(model_chunks),
+        config_overrides,
+        process_groups=_groups(pg_collection),
+    )
+    for group in stack.param_groups:
+        group["default_config"] = _is_default(group, ours)
+    return MegatronFace(stack)
+
+
+def _groups(pg_collection: Any) -> ProcessGroups | None:
+    """Megatron's process groups in our form; None where there is one process."""
+    if pg_collection is None:
+        state = importlib.import_module("megatron.core.parallel_state")
+        if not state.model_parallel_is_initialized():
+            return None
+        config = importlib.import_module("megatron.core.process_groups_config")
+        pg_collection = config.ProcessGroupCollection.use_mpu_process_groups()
+    return ProcessGroups.from_attributes(pg_collection)
+
+
+def _is_default(group: Mapping[str, Any], config: Any) -> bool:
+    """Whether a group's rate is the one that Megatron logs."""
+    highest, lowest = group.get("max_lr", config.lr), group.get("min_lr", config.min_lr)
+    return bool(highest == config.lr and lowest == config.min_lr)
+
+
+def install() -> None:
+    """Let Megatron's callers get our optimizer; call it before ``pretrain``. A second call does
+    nothing.
+
+    Raises:
+        ImportError: Megatron is not there.
+        RuntimeError: its factory takes arguments that are not known here, naming them.
+    """
+    global _theirs
+    if _theirs is not None:
+        return
+    theirs = getattr(importlib.import_module(_HOME), _NAME)
+    known = [*inspect.signature(theirs).parameters]
+    if unknown := [name for name in known if name not in _ARGUMENTS]:
+        raise RuntimeError(
+            f"Megatron's {_NAME} takes {', '.join(unknown)}, which this version of mp_optim does "
+            f"not know; it knows {', '.join(_ARGUMENTS)} (megatron-core 0.16 to 0.17)"
+        )
+    _theirs = theirs
+    _put(theirs, get_megatron_optimizer)
+
+
+def uninstall() -> None:
+    """Give Megatron's callers their own back."""
+    global _theirs
+    if _theirs is not None:
+        _put(get_megatron_optimizer, _theirs)
+        _theirs = None
+
+
+def _put(present: Any, wanted: Any) -> None:
+    """Replace a function in every module that has imported it by name."""
+    for name, module in list(sys.modules.items()):
+        ours = name.startswith("mp_optim.")
+        if not ours and getattr(module, "__dict__", {}).get(_NAME) is present:
+            setattr(module, _NAME, wanted)
