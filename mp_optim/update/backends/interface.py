@@ -43,6 +43,9 @@ class Backend(Protocol):
     """Whether a CUDA graph can hold its steps, and replay them with other numbers: then it has
     ``rehearse()`` and ``record()`` too (``mp_optim/precision/graph_step.py``)."""
 
+    interpreted: bool
+    """Whether its kernels are interpreted, which takes a thousand times as long."""
+
     reads_source: bool
     """Whether it reads present values from ``TensorLists.source`` and writes new ones elsewhere, so
     that a step into a back buffer needs no copy first."""

@@ -76,6 +76,7 @@ class ReferenceBackend:
     name = "reference"
     takes_device_multipliers = False
     capturable = False
+    interpreted = False
     reads_source = False
     limits = ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from torch import Tensor
 from mp_optim.config.capabilities import CAPABILITIES, Capability
 from mp_optim.config.rules import RULES
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots.state_keys import REMAINDER
+from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends.interface import Backend, step_with
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.kernel_args import TensorLists
+from mp_optim.update.codecs import Noise, blocks_of
+from mp_optim.update.kernel_args import TensorLists, fp32
 
 MOST_ULPS, MOST_LR = 4.0, 1e-4
 """How far a usable backend's parameters may be from reference's after the two steps: ulps, plus
@@ -29,7 +31,24 @@ BFLOAT16_MOMENTS, REMAINDERS = "bfloat16 moments", "remainders"
 
 _LR = 0.01
 _SETTINGS = {"lr": _LR, "weight_decay": 0.1}
-_SIZES = (0, 1, 257, 1500)
+_MULTIPLIER = fp32(0.37)
+_PERIOD = 1009
+"""Values repeat after so many: a prime, so that no block, tile or chunk equals its neighbour."""
+
+SIZES = (0, 1, 257, 2048 + 5, 16384, 2 * 8192 + 2048 + 3)
+"""Elements of the tensors that a backend is tried on.
+
+NOTE: they follow the kernels, and change with them: a whole tile of Triton's is 2048 elements at
+most, its chunks are 8192, those of its sums 16384; native's and the libraries' are smaller, or
+65536 (``multi_tensor``), of which one is as good as another.
+"""
+
+INTERPRETED_SIZES = (0, 257)
+"""The same where kernels are interpreted.
+
+NOTE: there :data:`SIZES` take 13 seconds instead of 2, and nothing is compiled that could go wrong
+from a whole tile on; the tests of Triton call :func:`compare` with them.
+"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +118,7 @@ class Difference:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
     return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
@@ -124,62 +143,170 @@ def difference(
 def _values(count: int, phase: float, device: torch.device) -> Tensor:
     """Numbers of several magnitudes, the same on every device: nothing here may touch a random
     generator."""
-    at = torch.arange(count, dtype=torch.float64, device="cpu") + phase
-    return (
-        ((torch.sin(at * 1.7) + 0.1) * torch.exp2(-4 * torch.cos(at * 0.3) ** 2))
-        .float()
-        .to(device)
-    )
+    at = torch.arange(min(count, _PERIOD), dtype=torch.float64, device="cpu") + phase
+    values = (torch.sin(at * 1.7) + 0.1) * torch.exp2(-4 * torch.cos(at * 0.3) ** 2)
+    return values.float().repeat(-(-count // _PERIOD))[:count].to(device)
 
 
-def _lists(
-    rule: str, grad: torch.dtype, output: torch.dtype | None, device: torch.device
-) -> TensorLists:
-    mains = [
-        _values(size, 5.0 + 0.1 * index, device) for index, size in enumerate(_SIZES)
-    ]
-    grads = [
-        _values(size, 0.7 + index, device).to(grad) for index, size in enumerate(_SIZES)
-    ]
-    state = {
-        key: list(map(torch.zeros_like, mains)) for key in RULES[rule].moment_names
-    }
-    outputs = [
-        None if output is None else torch.zeros_like(p, dtype=output) for p in mains
-    ]
-    return TensorLists(mains, grads, state, outputs)
+def _shifted(values: Tensor, dtype: torch.dtype, shift: int) -> Tensor:
+    """A copy that begins ``shift`` elements into its storage."""
+    memory = torch.zeros(len(values) + shift, dtype=dtype, device=values.device)
+    return memory[shift:].copy_(values)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What tensors a backend is tried on.
+
+    Attributes:
+        shift: how many elements into its storage each tensor begins.
+    """
+
+    rule: str
+    grad: torch.dtype = torch.float32
+    output: torch.dtype | None = None
+    multiplier: float = 1.0
+    shift: int = 0
+
+    def lists(self, device: torch.device, sizes: Sequence[int]) -> TensorLists:
+        """Fresh lists, the same at every call; their state is that of no step."""
+        mains, grads, outputs = [], [], []
+        for index, size in enumerate(sizes):
+            main = _values(size, 5.0 + 0.1 * index, device)
+            mains.append(_shifted(main, torch.float32, self.shift))
+            grads.append(
+                _shifted(_values(size, 0.7 + index, device), self.grad, self.shift)
+            )
+            outputs.append(
+                None
+                if self.output is None
+                else _shifted(torch.zeros_like(main), self.output, self.shift)
+            )
+        state = {}
+        for key in RULES[self.rule].moment_names:
+            state[key] = [
+                _shifted(main * 0.0, torch.float32, self.shift) for main in mains
+            ]
+        return TensorLists(mains, grads, state, outputs)
 
 
 def _step(
-    backend: Backend, rule: str, lists: TensorLists, step: int, multiplier: float
+    backend: Backend,
+    rule: str,
+    lists: TensorLists,
+    step: int,
+    multiplier: float | Tensor,
+    **settings: float,
 ) -> None:
-    step_with(
-        backend, rule, lists, {**_SETTINGS, **RULES[rule].sample}, step, multiplier
-    )
+    group = {**_SETTINGS, **RULES[rule].sample, **settings}
+    step_with(backend, rule, lists, group, step, multiplier)
 
 
-def _cases(
-    rules: Sequence[str],
-) -> Iterator[tuple[str, torch.dtype, torch.dtype | None, float]]:
+def _cases(rules: Sequence[str]) -> Iterator[_Case]:
     for rule in rules:
-        yield rule, torch.float32, None, 1.0
-        yield rule, torch.bfloat16, torch.bfloat16, 0.37
+        yield _Case(rule)
+        yield _Case(rule, torch.bfloat16, torch.bfloat16, _MULTIPLIER)
+        yield _Case(rule, torch.float16, torch.float16, _MULTIPLIER, shift=1)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A backend beside ``reference`` on one device; differences are added to ``found``."""
+
+    backend: Backend
+    device: torch.device
+    sizes: Sequence[int]
+    found: Difference
+
+    def case(self, case: _Case) -> None:
+        """Two steps and the sums of squares."""
+        ours, theirs = (case.lists(self.device, self.sizes) for _ in range(2))
+        self.steps(case, ours, theirs)
+        difference(ours, theirs, _LR, self.found)
+        sums = self.backend.sum_of_squares(ours.grad)
+        self.found.others(sums, ReferenceBackend().sum_of_squares(ours.grad))
+
+    def steps(self, case: _Case, ours: TensorLists, theirs: TensorLists) -> None:
+        """Two steps of both."""
+        for step in (1, 2):
+            _step(self.backend, case.rule, ours, step, case.multiplier)
+            _step(ReferenceBackend(), case.rule, theirs, step, case.multiplier)
+
+    def denormals(self, rule: str) -> None:
+        """Gradients whose second moments, and some whose first ones, are denormal, divided by an
+        eps that hides nothing: who takes them for 0 is usable, but not exact."""
+        case, apart = _Case(rule), Difference()
+        ours, theirs = (case.lists(self.device, self.sizes[:3]) for _ in range(2))
+        for lists in (ours, theirs):
+            for main, grad in zip(lists.main, lists.grad, strict=True):
+                main.zero_()
+                grad.mul_(1e-20)[::3].mul_(1e-19)
+        for backend, lists in ((self.backend, ours), (ReferenceBackend(), theirs)):
+            _step(backend, rule, lists, 1, 1.0, eps=1e-30)
+        difference(ours, theirs, _LR, apart)
+        self.found.same &= apart.same
+
+    def multipliers_on_the_device(self, rule: str) -> None:
+        """A step with the multiplier there, then one whose flag says that nothing is to be
+        written."""
+        case = _Case(rule, torch.bfloat16, torch.bfloat16, _MULTIPLIER)
+        ours, theirs = (case.lists(self.device, self.sizes) for _ in range(2))
+        control = torch.tensor([_MULTIPLIER, 0.0], device="cpu").to(self.device)
+        _step(self.backend, rule, ours, 1, control)
+        _step(ReferenceBackend(), rule, theirs, 1, _MULTIPLIER)
+        control[1:].fill_(1.0)
+        _step(self.backend, rule, ours, 2, control)
+        difference(ours, theirs, _LR, self.found)
+
+    def eight_bits(self) -> None:
+        """Adam with every part of its state in 8 bits, rounded stochastically."""
+        case = _Case("adam", torch.bfloat16, None, _MULTIPLIER)
+        ours, theirs = (
+            _in_eight_bits(case.lists(self.device, self.sizes)) for _ in range(2)
+        )
+        self.steps(case, ours, theirs)
+        difference(ours, theirs, _LR, self.found)
 
 
 @in_own_modes
-def compare(backend: Backend, device: torch.device, rules: Sequence[str]) -> Difference:
-    """Two steps of each rule and the sums of squares, against ``reference`` on the same device."""
-    found, reference = Difference(), ReferenceBackend()
-    for rule, grad, output, multiplier in _cases(rules):
-        ours, theirs = (_lists(rule, grad, output, device) for _ in range(2))
-        for step in (1, 2):
-            _step(backend, rule, ours, step, multiplier)
-            _step(reference, rule, theirs, step, multiplier)
-        difference(ours, theirs, _LR, found)
-        found.others(
-            backend.sum_of_squares(ours.grad), reference.sum_of_squares(ours.grad)
-        )
+def compare(
+    backend: Backend,
+    device: torch.device,
+    rules: Sequence[str],
+    sizes: Sequence[int] = SIZES,
+) -> Difference:
+    """Steps of each rule and the sums of squares, against ``reference`` on the same device.
+
+    Args:
+        sizes: elements of the tensors; the first three should be small ones.
+    """
+    found = Difference()
+    trial = _Trial(backend, device, sizes, found)
+    for case in _cases(rules):
+        trial.case(case)
+    for rule in rules:
+        if backend.takes_device_multipliers:
+            trial.multipliers_on_the_device(rule)
+        if found.same:
+            trial.denormals(rule)
+    if "adam" in rules and CAPABILITIES.get(backend.name, Capability()).compact:
+        trial.eight_bits()
     return found
+
+
+def _in_eight_bits(lists: TensorLists) -> TensorLists:
+    """The same with main params as bfloat16 beside 8-bit remainders, and moments as 8-bit codes,
+    all with noise."""
+    state: dict[str, Any] = {}
+    for key, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
+        state[key] = [main.to(dtype).zero_() for main in lists.main]
+        state[scale_key(key)] = [
+            main.new_zeros(blocks_of(main.numel())) for main in lists.main
+        ]
+    state[REMAINDER] = [torch.zeros_like(main, dtype=torch.int8) for main in lists.main]
+    mains = [main.bfloat16() for main in lists.main]
+    noise = [Noise(0x9ABCDEF1, 77 + index) for index in range(len(mains))]
+    return TensorLists(mains, lists.grad, state, lists.output, noise)
 
 
 def _compact(lists: TensorLists, bfloat16: bool, remainders: bool) -> TensorLists:
@@ -200,6 +327,7 @@ def _compact(lists: TensorLists, bfloat16: bool, remainders: bool) -> TensorList
 def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
     """One Adam step with each form of state that the backend claims apart from FP32."""
     can, lacks = CAPABILITIES.get(backend.name, Capability()), {}
+    case = _Case("adam", torch.bfloat16, torch.bfloat16)
     for form, claimed in (
         (BFLOAT16_MOMENTS, can.bfloat16_moments),
         (REMAINDERS, can.remainders),
@@ -208,7 +336,7 @@ def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
             continue
         ours, theirs = (
             _compact(
-                _lists("adam", torch.bfloat16, torch.bfloat16, device),
+                case.lists(device, SIZES[:3]),
                 form == BFLOAT16_MOMENTS,
                 form == REMAINDERS,
             )
@@ -240,8 +368,9 @@ def prove(backend: Backend, device: torch.device) -> SelfTest:
     """Prove a backend on a device; an exception is a verdict too."""
     can = CAPABILITIES.get(backend.name, Capability()).rules
     rules = [rule for rule in can if RULES[rule].has_kernels]
+    sizes = INTERPRETED_SIZES if backend.interpreted else SIZES
     try:
-        found = compare(backend, device, rules)
+        found = compare(backend, device, rules, sizes)
     except Exception as error:
         return SelfTest(
             backend.name,
@@ -264,6 +393,8 @@ def prove(backend: Backend, device: torch.device) -> SelfTest:
             _lacks(backend, device),
         )
     apart = f"differs from reference by {found.ulps:.3g} ulp, {found.lrs:.2g} lr"
+    if not found.ulps:
+        apart = "differs from reference in moments, outputs, sums or denormal numbers"
     usable = found.tolerable
     if not usable:
         apart = f"wrong: a first step {apart}, moments and sums by {found.relative:.2g}"

@@ -24,13 +24,17 @@ from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.checkpoint.blocks import BLOCK
+from mp_optim.config.rules import KERNEL_RULES
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import scale_key
 from mp_optim.update.backends import choose_backend, proof_of
 from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.self_test import SIZES as PROOF_SIZES
+from mp_optim.update.backends.self_test import compare
 from mp_optim.update.backends.triton import triton_backend
-from mp_optim.update.backends.triton.backend import TritonBackend
+from mp_optim.update.backends.triton.backend import CHUNK, ROWS, TritonBackend
 from mp_optim.update.backends.triton.launcher import WIDTH
+from mp_optim.update.backends.triton.piece_sums import SUM_CHUNK
 from mp_optim.update.backends.triton.tables import Column, Plan, Tables
 from mp_optim.update.codecs import Noise
 from mp_optim.update.kernel_args import LambScalars, TensorLists
@@ -709,6 +713,17 @@ def test_it_proves_itself() -> None:
     backend, why = choose_backend("triton", torch.device(DEVICE))
     assert backend.name == "triton" and "triton" in why
     assert proof_of("triton", torch.device(DEVICE)).exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+def test_it_passes_the_self_test_of_compiled_kernels(rule: str) -> None:
+    """Whole tiles, several chunks of a step and of a sum, and what is left over of each."""
+    tile = ROWS * BLOCK
+    assert tile < max(PROOF_SIZES) % CHUNK and max(PROOF_SIZES) > 2 * CHUNK
+    assert SUM_CHUNK in PROOF_SIZES and max(PROOF_SIZES) > SUM_CHUNK
+    assert any(tile < size < 2 * tile for size in PROOF_SIZES)
+    assert compare(kernels(), torch.device(DEVICE), [rule]).same
 
 
 @pytest.mark.parametrize(

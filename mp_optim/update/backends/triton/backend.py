@@ -83,22 +83,22 @@ class TritonBackend(ReferenceBackend):
     capturable = True
 
     def __init__(self) -> None:
-        interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
-        if not interpreted and not torch.cuda.is_available():
+        self.interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
+        if not self.interpreted and not torch.cuda.is_available():
             raise RuntimeError(
                 "torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
             )
         if (
-            not interpreted
+            not self.interpreted
             and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST
         ):
             raise RuntimeError(
                 f"Triton {triton.__version__} takes denormals for 0 in divisions and square roots; "
                 f"{'.'.join(map(str, OLDEST))} and later do not"
             )
-        self.device_type = "cpu" if interpreted else "cuda"
+        self.device_type = "cpu" if self.interpreted else "cuda"
         self.runs_on = f"Triton {triton.__version__}" + (
-            ", interpreted" if interpreted else ""
+            ", interpreted" if self.interpreted else ""
         )
         self._tables = Tables()
         self.launcher = Launcher(self._tables)

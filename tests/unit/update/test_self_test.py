@@ -1,0 +1,161 @@
+"""What the self-test of a backend shows: stand-ins that are wrong in one place only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mp_optim.config.rules import KERNEL_RULES
+from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.self_test import SelfTest, prove
+from mp_optim.update.kernel_args import TensorLists
+
+CPU = torch.device("cpu")
+SMALLEST_NORMAL = 2.0**-126
+Spoil = Callable[[TensorLists], object]
+
+
+class StandIn(ReferenceBackend):
+    """``reference``, but for what ``spoil`` does to the lists after a step of ``rule``."""
+
+    name = "triton"  # which claims every rule and every form of state
+
+    def __init__(self, rule: str, spoil: Spoil) -> None:
+        stepped = getattr(self, rule)
+
+        def spoiled(lists: TensorLists, scalars: Any, multiplier: float) -> None:
+            stepped(lists, scalars, multiplier)
+            spoil(lists)
+
+        setattr(self, rule, spoiled)
+
+
+def proven(spoil: Spoil, rule: str = "adam") -> SelfTest:
+    return prove(StandIn(rule, spoil), CPU)
+
+
+def one_bit_off(tensor: Tensor) -> None:
+    tensor.copy_(torch.nextafter(tensor, torch.full_like(tensor, torch.inf)))
+
+
+def test_one_that_is_right_is_exact() -> None:
+    proof = proven(lambda lists: None)
+    assert proof.usable and proof.exact and proof.reason == "same bits as reference"
+
+
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+@pytest.mark.parametrize("first", [2048, 8192, 16384])
+def test_elements_from_a_whole_tile_or_chunk_on(first: int, rule: str) -> None:
+    def spoil(lists: TensorLists) -> None:
+        for main in lists.main:
+            if main.dtype == torch.float32:
+                one_bit_off(main[first:])
+
+    assert not proven(spoil, rule).exact
+
+
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+def test_misaligned_tensors(rule: str) -> None:
+    def spoil(lists: TensorLists) -> None:
+        for main in lists.main:
+            if main.dtype == torch.float32 and main.data_ptr() % 16:
+                one_bit_off(main)
+
+    assert not proven(spoil, rule).exact
+
+
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+def test_gradients_in_fp16(rule: str) -> None:
+    def spoil(lists: TensorLists) -> None:
+        if lists.grad[0].dtype == torch.float16:
+            for output in lists.output:
+                assert output is not None
+                output[-1:].mul_(1.001)
+
+    assert not proven(spoil, rule).exact
+
+
+def test_second_moments_that_are_flushed() -> None:
+    def spoil(lists: TensorLists) -> None:
+        for moment in lists.state["exp_avg_sq"]:
+            if moment.dtype == torch.float32:
+                moment[moment < SMALLEST_NORMAL] = 0.0
+
+    proof = proven(spoil)
+    assert proof.usable and not proof.exact
+    assert "denormal" in proof.reason
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_divisions_and_roots_that_take_denormals_for_0(key: str) -> None:
+    """What is stored is right: only the step itself is that of a 0."""
+
+    def spoil(lists: TensorLists) -> None:
+        for main, moment in zip(lists.main, lists.state[key], strict=True):
+            if main.dtype == moment.dtype == torch.float32:
+                denormal = (moment != 0.0) & (moment.abs() < SMALLEST_NORMAL)
+                main[denormal] = 0.0
+
+    proof = proven(spoil)
+    assert proof.usable and not proof.exact
+
+
+def test_state_in_8_bits() -> None:
+    def spoil(lists: TensorLists) -> None:
+        if lists.state["exp_avg"][0].dtype == torch.int8:
+            lists.state["exp_avg_sq"][1][-1] += 1
+
+    assert not proven(spoil).exact
+
+
+def test_noise_that_is_left_out() -> None:
+    class ToNearest(ReferenceBackend):
+        name = "triton"
+
+        def adam(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+            super().adam(replace(lists, noise=None), scalars, multiplier)
+
+    assert not prove(ToNearest(), CPU).exact
+
+
+def test_sums_from_a_second_chunk_on() -> None:
+    class FirstChunk(ReferenceBackend):
+        name = "triton"
+
+        def sum_of_squares(self, tensors: Any) -> Tensor:
+            return super().sum_of_squares([tensor[:16384] for tensor in tensors])
+
+    assert not prove(FirstChunk(), CPU).exact
+
+
+class OnDevice(ReferenceBackend):
+    """Takes multipliers on the device, and heeds the flag of all rules but one."""
+
+    name = "triton"
+    takes_device_multipliers = True
+
+    def __init__(self, deaf: str) -> None:
+        for rule in KERNEL_RULES:
+            setattr(self, rule, self._heeding(getattr(self, rule), rule == deaf))
+
+    @staticmethod
+    def _heeding(step: Callable[..., None], deaf: bool) -> Callable[..., None]:
+        def stepped(lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+            if not isinstance(multiplier, Tensor):
+                step(lists, scalars, multiplier)
+            elif deaf or multiplier[1] == 0.0:
+                step(lists, scalars, float(multiplier[0]))
+
+        return stepped
+
+
+def test_a_flag_that_is_set_changes_nothing() -> None:
+    assert prove(OnDevice(""), CPU).exact
+    for rule in KERNEL_RULES:
+        proof = prove(OnDevice(rule), CPU)
+        assert not proof.exact and not proof.usable and "wrong" in proof.reason
