@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault(
         "TRITON_INTERPRET", "1"
     )  # read when Triton is imported: its kernels run on the CPU then
+
+# Read when cuBLAS is first used: up to torch 2.9 a deterministic matmul raises without it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Processes that share a host, as far as the host kernels' threads are concerned.
@@ -27,6 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=_NEEDS_A_GPU))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """torch's deterministic algorithms, for one test."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.gpu
 
 
 def run(precision, fraction, rule="adam", steps=50, **settings):
-    torch.use_deterministic_algorithms(True)
     model = TinyMoE(DTYPES[precision]).cuda()
     optimizer = get_megatron_optimizer(
         config_for(precision, fraction, optimizer=rule, **settings),
@@ -28,6 +27,7 @@ def run(precision, fraction, rule="adam", steps=50, **settings):
     return losses, {n: p.detach().cpu() for n, p in model.named_parameters()}, optimizer
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_fractions_give_the_same_bits_on_a_gpu(precision, rule):
@@ -41,8 +41,8 @@ def test_fractions_give_the_same_bits_on_a_gpu(precision, rule):
         assert all(same_bits(params[n], p) for n, p in expected[1].items())
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_float8_parameters_train_alike_at_every_fraction_on_a_gpu():
-    torch.use_deterministic_algorithms(True)
     results = []
     for fraction in (0.0, 0.5, 1.0):
         model = TinyMoE(torch.bfloat16).cuda()
@@ -94,6 +94,7 @@ def test_host_memory_is_pinned_and_the_gpu_holds_no_main_params():
     assert all(main.is_pinned() for _, main in optimizer.named_main_params())
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_offload_to_cpu_empties_the_accelerator():
     _, _, optimizer = run("bf16", 0.5, steps=1)
     before = {
