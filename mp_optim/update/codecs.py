@@ -54,6 +54,15 @@ def mix(x: int) -> int:
     return x ^ (x >> 16)
 
 
+def _unmixed(x: int) -> int:
+    """The 32 bits that :func:`mix` makes ``x`` of."""
+    x = (
+        (x ^ (x >> 16)) * 0x7ED1B41D
+    ) & _MASK  # the inverses of its factors modulo 2^32
+    x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
+    return x ^ (x >> 16)
+
+
 def _mix(x: Tensor) -> Tensor:
     """:func:`mix` of 32-bit values in an int64 tensor."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
@@ -86,6 +95,15 @@ class Noise:
             & _MASK
         )
         return _mix((key + index * _GOLDEN) & _MASK)
+
+    @property
+    def own_stream(self) -> int:
+        """The stream whose random bits from element 0 on are those of this run, with this seed:
+        for kernels that count from 0."""
+        if not self.start:
+            return self.stream
+        key = mix(self.seed ^ self.stream) + self.start * _GOLDEN
+        return self.seed ^ _unmixed(key & _MASK)
 
 
 def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:

@@ -50,6 +50,7 @@ GROUP = {
     "dampening": 0.0,
     "nesterov": False,
 }
+STARTS = (256, 0, 2**32 - 512, 5 * 2**32 + 768)
 KEYS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lamb": ("exp_avg", "exp_avg_sq"),
@@ -61,7 +62,8 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What a launch's tensors look like."""
+    """What a launch's tensors look like. ``inside``: random numbers are those of parts that begin
+    inside of their parameters."""
 
     grad: torch.dtype = torch.bfloat16
     output: torch.dtype | None = torch.bfloat16
@@ -70,6 +72,7 @@ class Case:
     noisy: bool = False
     odd: bool = False
     aligned: bool = False
+    inside: bool = False
 
 
 def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
@@ -121,7 +124,10 @@ def lists_of(
         random(case.grad),
         state,
         [None] * len(sizes) if case.output is None else random(case.output),
-        [Noise(0x9ABCDEF1, 77 + at) for at in range(len(sizes))]
+        [
+            Noise(0x9ABCDEF1, 77 + at, STARTS[at % 4] * case.inside)
+            for at in range(len(sizes))
+        ]
         if case.noisy
         else None,
     )

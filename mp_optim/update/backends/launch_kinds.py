@@ -106,14 +106,11 @@ def _dtype(column: Sequence[Tensor | None] | None, index: int) -> torch.dtype | 
 
 
 def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind | None:
-    """The kind, if there are kernels for it and the scales and random numbers are as they expect
-    them."""
+    """The kind, if there are kernels for it, and scales and seeds are as they expect them."""
     dtypes = zip(moments, (kind.moment1, kind.moment2), strict=False)
     scaled = all(
         (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
         for name, dtype in dtypes
     )
-    noise = lists.noise or []
-    seeds = {item.seed for item in noise}
-    alike = len(seeds) <= 1 and not any(item.start for item in noise)
-    return kind if kind.is_supported and scaled and alike else None
+    seeds = {item.seed for item in lists.noise or []}
+    return kind if kind.is_supported and scaled and len(seeds) <= 1 else None

@@ -179,7 +179,7 @@ class _Table:
         self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
         self._arrays["numel"] = (steady.get("moment1") or steady["grad"]).sizes
         if noise is not None:
-            self._arrays["stream"] = array("I", [item.stream for item in noise])
+            self._arrays["stream"] = array("I", [item.own_stream for item in noise])
         addresses = {
             name: values.buffer_info()[0] for name, values in self._arrays.items()
         }

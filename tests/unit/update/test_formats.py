@@ -219,6 +219,16 @@ def test_blocks_that_are_not_ordinary(dtype: torch.dtype, second: bool) -> None:
         assert bool((decoded[4 * BLOCK + 1 :] > 0.0).all())
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**48))
+def test_random_bits_of_a_part_are_those_of_a_stream_of_its_own(
+    seed: int, stream: int, start: int
+) -> None:
+    part, device = Noise(seed, stream, start), torch.device("cpu")
+    whole = Noise(seed, part.own_stream)
+    assert torch.equal(part.words(300, device), whole.words(300, device))
+
+
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     value = torch.full(
         (200_000,), 1.0 + 2.0**-9

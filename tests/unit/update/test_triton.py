@@ -12,6 +12,7 @@ import sys
 import weakref
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,37 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
         nesterov=rule == "sgd" and data.draw(st.booleans()),
         momentum=0.0 if rule == "plain sgd" else 0.9,
     )
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb"])
+def test_parts_that_begin_inside_a_parameter_have_their_own_random_numbers(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under the distributed optimizer; and none of it is left to ``reference``."""
+    bytewise = Case(torch.float32, None, torch.int8, (torch.int8, torch.uint8))
+    for case in (
+        bytewise,
+        Case(moments=(torch.bfloat16, torch.bfloat16)),
+    ):
+        case = replace(case, noisy=True, inside=True)
+        theirs = lists_of(1, [700, 3, 9000, 300], KEYS[rule], case)
+        plain = lists_of(
+            1, [700, 3, 9000, 300], KEYS[rule], replace(case, inside=False)
+        )
+        step_with(REFERENCE, rule, theirs, GROUP, 2, 0.375)
+        step_with(REFERENCE, rule, plain, GROUP, 2, 0.375)
+        first = [lists.state["exp_avg"] for lists in (theirs, plain)]
+        assert list(map(torch.equal, *first)) == [False, True, False, False]
+        with monkeypatch.context() as alone:
+            for method in ("adam", "lamb_moments", "lamb_apply"):
+                alone.setattr(ReferenceBackend, method, refuse_reference)
+            ours = on_device(lists_of(1, [700, 3, 9000, 300], KEYS[rule], case))
+            step_with(kernels(), rule, ours, GROUP, 2, 0.375)
+        assert_same_lists(ours, theirs)
+
+
+def refuse_reference(*arguments: object) -> None:
+    raise AssertionError("a step by reference")
 
 
 def test_many_steps_of_compact_state() -> None:

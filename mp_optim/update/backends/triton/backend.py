@@ -370,11 +370,13 @@ class TritonBackend(ReferenceBackend):
         return [*addresses[:5], *scales, addresses[5]], aligned
 
     def _streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
-        """Streams of random numbers on the device."""
+        """Streams of random numbers on the device, each with the tensor's place in its own."""
         if not lists.noise:
             return None
-        streams = array("I", [noise.stream for noise in lists.noise])
-        return self._tables.values(streams, device)
+        pairs = array("I")
+        for noise in lists.noise:
+            pairs.extend((noise.stream, noise.start & 0xFFFFFFFF))
+        return self._tables.values(pairs, device)
 
     def _index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self._tables.values(array("q", indices), device)

@@ -96,9 +96,9 @@ def mix(x):
 
 @triton.jit
 def random_words(stream, seed, start, offsets):
-    """32 random bits for each element."""
+    """32 random bits for each element; ``start`` is uint32."""
     key = mix(seed.to(tl.uint32) ^ stream.to(tl.uint32, bitcast=True))
-    return mix(key + (start.to(tl.uint32) + offsets.to(tl.uint32)) * GOLDEN)
+    return mix(key + (start + offsets.to(tl.uint32)) * GOLDEN)
 
 
 @triton.jit

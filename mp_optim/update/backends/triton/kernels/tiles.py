@@ -30,7 +30,8 @@ class Chunk(NamedTuple):
 
     Attributes:
         tensor: its place in the tables. start: the chunk's first element. count: its elements.
-        streams, seed: of random numbers. factor: what gradients are multiplied with.
+        streams, seed: of random numbers: for each tensor a stream, and where in it the tensor
+            begins. factor: what gradients are multiplied with.
         scalars: nine FP32 numbers of the step; what each is, the rule knows.
         made: what the step itself made, or is to make, on the device.
         grad, main, rest, output: pointers to the first element; None where there is no column.
@@ -123,8 +124,9 @@ def words_of(chunk, offsets):
     """32 random bits for each of these elements; None without noise."""
     words = None
     if chunk.streams is not None:
-        stream = tl.load(chunk.streams + chunk.tensor)
-        words = random_words(stream, chunk.seed, chunk.start, offsets)
+        pair = chunk.streams + 2 * chunk.tensor
+        begin = chunk.start.to(tl.uint32) + tl.load(pair + 1).to(tl.uint32, bitcast=True)
+        words = random_words(tl.load(pair), chunk.seed, begin, offsets)
     return words
 
 
