@@ -601,7 +601,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> list[int]:
 
 @pytest.mark.parametrize("steady", [True, False])
 def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
-    lists = on_device(lists_of(1, [300] * 20, KEYS["adam"], Case()))
+    lists = on_device(lists_of(1, [300] * 20, KEYS["adam"], Case(aligned=True)))
     if steady:
         lists = TensorLists(
             CachedTensorList(lists.main),
@@ -626,21 +626,68 @@ def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
     assert len(uploads) == 9
 
 
-def test_one_launch_however_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
-    from mp_optim.update.backends.triton.kernels import tiles
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Programs of each launch, and whether it took all addresses for multiples of 16."""
+    from mp_optim.update.backends.triton.kernels import sums, tiles
+
+    counted: list[tuple[int, bool]] = []
 
     class Counted:
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            launched.append(grid[0])
-            return self.kernel[grid]
+            def launch(*arguments: Any, ALIGNED: bool, **named: Any) -> None:
+                counted.append((grid[0], ALIGNED))
+                self.kernel[grid](*arguments, ALIGNED=ALIGNED, **named)
+
+            return launch
 
     monkeypatch.setattr(tiles, "step", Counted(tiles.step))
-    check("adam", [300] * 40 + [9000], Case())
-    assert launched == [42]
+    monkeypatch.setattr(sums, "chunk_sums", Counted(sums.chunk_sums))
+    return counted
+
+
+def test_one_launch_however_many_tensors(launched: list[tuple[int, bool]]) -> None:
+    check("adam", [300] * 40 + [9000], Case(aligned=True))
+    assert launched == [(42, True)]
+
+
+def with_one_odd(lists: TensorLists, column: str, place: int) -> TensorLists:
+    """The lists with one tensor one element behind a multiple of 16 bytes."""
+    tensors = lists.state.get(column) or getattr(lists, column)
+    odd = tensors[place]
+    tensors[place] = torch.empty(odd.numel() + 1, dtype=odd.dtype)[1:].copy_(odd)
+    return lists
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb"])
+@pytest.mark.parametrize("column", ["grad", "main", "exp_avg", "exp_avg_sq", "output"])
+def test_one_odd_address_makes_a_launch_of_its_own(
+    launched: list[tuple[int, bool]], column: str, rule: str
+) -> None:
+    sizes, case = [300, 9000, 0, 8192, 5], Case(aligned=True)
+    ours, theirs = (lists_of(1, sizes, KEYS[rule], case) for _ in range(2))
+    ours = on_device(with_one_odd(ours, column, 1))
+    found = step_with(kernels(), rule, ours, GROUP, 2, 0.375)
+    expected = step_with(REFERENCE, rule, theirs, GROUP, 2, 0.375)
+    assert_same_lists(ours, theirs)
+    each = [(3, True), (2, False)]
+    if rule == "lamb":
+        assert_same(found, expected, "sums")
+        each = [(5, True), *each] if column == "output" else each * 2
+    assert launched == each
+
+
+def test_one_odd_address_does_not_make_a_sum_slow(
+    launched: list[tuple[int, bool]],
+) -> None:
+    lists = lists_of(1, [300, 20_000, 0, 5], (), Case(aligned=True))
+    expected = REFERENCE.sum_of_squares(lists.grad)
+    lists = on_device(with_one_odd(lists, "grad", 1))
+    assert_same(kernels().sum_of_squares(lists.grad), expected, "sums")
+    assert launched == [(2, True), (2, False)]
 
 
 def living() -> int:

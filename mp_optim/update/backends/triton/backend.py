@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,8 +36,8 @@ from mp_optim.update.backends.triton.launcher import (
     row_of,
     using,
 )
-from mp_optim.update.backends.triton.piece_sums import added, sum_alike
-from mp_optim.update.backends.triton.tables import Tables
+from mp_optim.update.backends.triton.piece_sums import added, joined, sum_alike
+from mp_optim.update.backends.triton.tables import Plan, Tables
 from mp_optim.update.chunking import mark_written
 from mp_optim.update.kernel_args import (
     AdamScalars,
@@ -64,6 +64,17 @@ and a flag that is not 0 if nothing is to be written. What is on the device can 
 without the host waiting for it."""
 
 _ADAM = ("exp_avg", "exp_avg_sq")
+
+
+class _Launch(NamedTuple):
+    """What a launch is of: a rule, and the programs of a part with the columns they read."""
+
+    rule: Any
+    flags: Flags
+    part: Part
+    plan: Plan
+    aligned: bool
+    columns: list[Tensor | None]
 
 
 class TritonBackend(ReferenceBackend):
@@ -149,7 +160,7 @@ class TritonBackend(ReferenceBackend):
         """Carry out a rule, whose kernel is called like the method of ``reference``."""
         for part, numbers in self._parts(lists, moments, scalars):
             if numbers is not None:
-                self._launch(rule, part, moments, numbers, multiplier, flags)
+                self._launches(rule, part, moments, flags, numbers, multiplier)
                 mark_written(part.lists)
             elif (value := _on_host(multiplier)) is not None:
                 by_reference = getattr(ReferenceBackend, rule.__name__)
@@ -231,14 +242,17 @@ class TritonBackend(ReferenceBackend):
             return torch.zeros(
                 len(part.lists.main), 2, dtype=torch.float64, device=device
             )
-        plan = self._tables.plan(part.lists.main, CHUNK, device)
-        sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
         part = part._replace(kind=part.kind._replace(output=None))
-        self._launch(
-            lamb.lamb_moments, part, _ADAM, numbers, multiplier, flags, made=sums
-        )
-        return added(plan, sums, self.launcher.launches)
+        columns, plans = self._columns(part, _ADAM)
+        total = None
+        for plan, aligned in plans:
+            sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
+            launch = _Launch(lamb.lamb_moments, flags, part, plan, aligned, columns)
+            self._launch(launch, numbers, multiplier, made=sums)
+            total = joined(total, added(plan, sums, self.launcher.launches))
+        assert total is not None
+        return total
 
     def lamb_apply(
         self,
@@ -274,7 +288,9 @@ class TritonBackend(ReferenceBackend):
             else:
                 table = ratios.index_select(0, self._index(part.indices, device))
             flags = Flags(scalars.decay != 0.0)
-            self._launch(lamb.lamb_apply, part, _ADAM, numbers, 1.0, flags, skip, table)
+            self._launches(
+                lamb.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table
+            )
             mark_written(part.lists)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -293,26 +309,33 @@ class TritonBackend(ReferenceBackend):
             )
         return sums
 
-    def _launch(
+    def _launches(
         self,
         rule: Any,
         part: Part,
         moments: tuple[str, ...],
+        flags: Flags,
+        *given: Any,
+    ) -> None:
+        """Launch a rule over a part, once or twice (:meth:`Tables.plans`)."""
+        columns, plans = self._columns(part, moments)
+        for plan, aligned in plans:
+            self._launch(_Launch(rule, flags, part, plan, aligned, columns), *given)
+
+    def _launch(
+        self,
+        launch: _Launch,
         numbers: Tensor,
         multiplier: Multiplier,
-        flags: Flags,
         skip: Tensor | None = None,
         made: Tensor | None = None,
     ) -> None:
-        """Launch a rule over a part. ``made``: what the step itself made on the device, or makes
-        there."""
-        lists, kind = part.lists, part.kind
+        """``made``: what the step itself made on the device, or makes there."""
+        rule, flags, (_, kind, lists), plan, aligned, columns = launch
         assert kind is not None
         device = lists.main[0].device
-        plan = self._tables.plan(lists.main, CHUNK, device)
         if not plan.programs:
             return
-        columns, aligned = self._columns(lists, kind, moments)
         if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
             multiplier, skip = multiplier[:1], multiplier[1:]
         streams = self._streams(lists, device)
@@ -342,11 +365,13 @@ class TritonBackend(ReferenceBackend):
         self.launcher.launch(run, (*described, *places, *tables, *columns))
 
     def _columns(
-        self, lists: TensorLists, kind: Kind, moments: tuple[str, ...]
-    ) -> tuple[list[Tensor | None], bool]:
-        """Addresses of the parts of all tensors, in the order in which kernels take them; and
-        whether all of those but the scales are multiples of 16."""
-        state = lists.state
+        self, part: Part, moments: tuple[str, ...]
+    ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
+        """Addresses of the parts of all tensors, in the order in which kernels take them; and the
+        plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
+        lists, kind = part.lists, part.kind
+        assert kind is not None
+        state, device = lists.state, lists.main[0].device
         first, second = [*moments, "", ""][:2]
         parts = [
             lists.grad,
@@ -356,7 +381,6 @@ class TritonBackend(ReferenceBackend):
             state.get(second),
             lists.output if kind.output is not None else None,
         ]
-        device = lists.main[0].device
         columns = [
             None if part is None else self._tables.column(part, device)  # type: ignore[arg-type]
             for part in parts
@@ -366,8 +390,9 @@ class TritonBackend(ReferenceBackend):
             for scale in (state.get(scale_key(name)) for name in (first, second))
         ]
         addresses = [None if column is None else column.values for column in columns]
-        aligned = all(column.aligned for column in columns if column)
-        return [*addresses[:5], *scales, addresses[5]], aligned
+        odd = frozenset[int]().union(*(column.odd for column in columns if column))
+        plans = self._tables.plans(lists.main, CHUNK, device, odd)
+        return [*addresses[:5], *scales, addresses[5]], plans
 
     def _streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
         """Streams of random numbers on the device, each with the tensor's place in its own."""

@@ -24,23 +24,32 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
     if not tensors.contiguous:
         tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
     device = tensors[0].device
-    plan = tables.plan(tensors, SUM_CHUNK, device)
     column = tables.column(tensors, device)
-    squares = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
-    if plan.programs:
-        with current_device(device):
-            sums.chunk_sums[(plan.programs,)](
-                plan.owners,
-                plan.firsts,
-                plan.sizes,
-                column.values,
-                squares,
-                TYPE=TYPES[tensors[0].dtype],
-                ALIGNED=column.aligned,
-                CHUNK=SUM_CHUNK,
-                **OPTIONS,
-            )
-    return added(plan, squares)[:, 0]
+    total = None
+    for plan, aligned in tables.plans(tensors, SUM_CHUNK, device, column.odd):
+        squares = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
+        if plan.programs:
+            with current_device(device):
+                sums.chunk_sums[(plan.programs,)](
+                    plan.owners,
+                    plan.firsts,
+                    plan.sizes,
+                    column.values,
+                    squares,
+                    TYPE=TYPES[tensors[0].dtype],
+                    ALIGNED=aligned,
+                    CHUNK=SUM_CHUNK,
+                    **OPTIONS,
+                )
+        total = joined(total, added(plan, squares))
+    assert total is not None
+    return total[:, 0]
+
+
+def joined(first: Tensor | None, second: Tensor) -> Tensor:
+    """Sums of two plans: a tensor without programs in one of them has 0.0 there, which changes no
+    bit."""
+    return second if first is None else first + second
 
 
 def added(plan: Plan, values: Tensor, launches: bool = True) -> Tensor:

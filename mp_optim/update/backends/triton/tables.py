@@ -26,10 +26,10 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Addresses on a device, and whether all are multiples of 16."""
+    """Addresses on a device, and the places of those that are no multiples of 16."""
 
     values: Tensor
-    aligned: bool
+    odd: frozenset[int]
 
 
 class Plan:
@@ -124,23 +124,50 @@ class Tables:
 
         def build(steady: CachedTensorList) -> Column:
             addresses = steady.addresses
-            aligned = not any(address % 16 for address in addresses)
-            return Column(self.values(addresses, device), aligned)
+            odd = [place for place, address in enumerate(addresses) if address % 16]
+            return Column(self.values(addresses, device), frozenset(odd))
 
         return self._known(tensors, ("column", device), device, build)
 
-    def plan(self, tensors: Sequence[Tensor], chunk: int, device: torch.device) -> Plan:
-        """The programs that work on tensors in chunks of ``chunk`` elements."""
+    def plans(
+        self,
+        tensors: Sequence[Tensor],
+        chunk: int,
+        device: torch.device,
+        odd: frozenset[int],
+    ) -> list[tuple[Plan, bool]]:
+        """A plan for the tensors whose parts are all at multiples of 16, and one for those at the
+        places ``odd``, each with whether it is the former; one that has all tensors comes alone.
+        The other tensors of a plan have no programs there."""
+        if len(odd) in (0, len(tensors)):
+            return [(self.plan(tensors, chunk, device), not odd)]
+        even = frozenset(range(len(tensors))) - odd
+        return [
+            (self.plan(tensors, chunk, device, odd), True),
+            (self.plan(tensors, chunk, device, even), False),
+        ]
+
+    def plan(
+        self,
+        tensors: Sequence[Tensor],
+        chunk: int,
+        device: torch.device,
+        without: frozenset[int] = frozenset(),
+    ) -> Plan:
+        """The programs that work on tensors, but for those at some places, in chunks of ``chunk``
+        elements."""
 
         def build(steady: CachedTensorList) -> Plan:
-            sizes = steady.sizes
+            sizes = steady.sizes[:]
+            for place in without:
+                sizes[place] = 0
             return self._remembered(
                 (sizes.tobytes(), chunk, device),
                 device,
                 lambda: Plan(self, sizes, chunk, device),
             )
 
-        return self._known(tensors, ("plan", chunk, device), device, build)
+        return self._known(tensors, ("plan", chunk, device, without), device, build)
 
     def values(self, values: array[int], device: torch.device) -> Tensor:
         """A table of integers on the device."""
