@@ -18,6 +18,7 @@ from mp_optim.update.backends.multi_tensor import READABLE, Kind, MultiTensorBac
 from mp_optim.update.chunking import publish
 from mp_optim.update.kernel_args import AdamScalars, TensorLists
 
+_QUIET_NAN = 0x7FC0
 _MOMENTS = ([torch.float32] * 2, [torch.bfloat16] * 2)
 
 
@@ -101,20 +102,33 @@ class TransformerEngineBackend(MultiTensorBackend):
             )
 
 
-def _is_zero(param: Tensor) -> Tensor:
-    return (param.view(torch.int16) & 0x7FFF) == 0
+def _bits_of(params: list[Tensor], rests: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Copies of all parameters, as the integers of their bits, and of all remainders, each as one
+    flat tensor of a batch's size: what is done to it takes as many launches for any number of
+    tensors."""
+    return torch.cat([param.view(torch.int16) for param in params]), torch.cat(rests)
+
+
+def _give_back(values: Tensor, tensors: list[Tensor]) -> None:
+    sizes = [tensor.numel() for tensor in tensors]
+    torch._foreach_copy_(tensors, values.split_with_sizes(sizes))
+
+
+def _is_zero(bits: Tensor) -> Tensor:
+    return (bits & 0x7FFF) == 0
 
 
 def _clear_zeros(params: list[Tensor], rests: list[Tensor]) -> None:
     """A zero has no remainder here; the kernel would borrow from it and make a NaN."""
-    for param, rest in zip(params, rests, strict=True):
-        rest.masked_fill_(_is_zero(param), 0)
+    high, low = _bits_of(params, rests)
+    _give_back(low.masked_fill_(_is_zero(high), 0), rests)
 
 
 def _show_nans(params: list[Tensor], rests: list[Tensor]) -> None:
     """CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. Nothing else leaves a negative remainder
     beside a zero."""
-    for param, rest in zip(params, rests, strict=True):
-        hidden = _is_zero(param) & (rest < 0)
-        param.masked_fill_(hidden, torch.nan)
-        rest.masked_fill_(hidden, 0)
+    high, low = _bits_of(params, rests)
+    hidden = _is_zero(high) & (low < 0)
+    shown = high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16)
+    _give_back(shown, params)
+    _give_back(low.masked_fill_(hidden, 0), rests)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
@@ -576,6 +577,47 @@ def test_a_zero_parameter_has_no_remainder(standins: Gpu) -> None:
         0.01,
     )
     assert found.tolerable, found
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_zeros_and_nans_take_as_many_operations_for_any_number_of_tensors(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = te.modules()["transformer_engine_torch"]
+    launched: list[int] = []
+    monkeypatch.setattr(
+        library,
+        "multi_tensor_adam_param_remainder",
+        lambda chunk, flag, lists, *rest: launched.append(len(lists[0])),
+    )
+    counted = []
+    for tensors in (1, 2, 70):
+        parts = [split_lists([0.0, 1.0], [1.0, 1.0]) for _ in range(tensors)]
+        made = TensorLists(
+            [part.main[0] for part in parts],
+            [part.grad[0] for part in parts],
+            {key: [part.state[key][0] for part in parts] for key in parts[0].state},
+            [None] * tensors,
+        )
+        with Operations() as operations:
+            TransformerEngineBackend(library).adam(made, AdamScalars.at(GROUP, 1), 1.0)
+        counted.append(operations.names)
+    assert launched == [1, 2, 70]
+    assert counted[0] == counted[1] == counted[2] and 0 < len(counted[0]) < 20
 
 
 def test_kernels_launch_on_the_device_of_their_tensors(
