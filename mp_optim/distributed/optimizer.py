@@ -171,6 +171,12 @@ class DistributedOptimizer(CompositeOptimizer):
         """None: ranks that have to compare numbers every step wait for the device all the same."""
         return None
 
+    def norm_key(self, slot: Slot) -> NormKey:
+        key = super().norm_key(slot)
+        if not self._model.steps_everything:
+            return key
+        return NormKey(key.group, (self._group,))  # each measures what it would own
+
     # -- parameters and state: what this rank owns ------------------------------------------------
 
     @in_own_modes
@@ -253,10 +259,8 @@ class ReducedGrads(GradsOfParts):
     def _owned_sums(self) -> Measurement:
         """Where each rank steps everything, it measures what it would own, so that the sum is made
         of the same parts as with sharding."""
-        optimizer, ranks = self._optimizer, (self._optimizer._group,)
-        keys: dict[Slot, NormKey] = {}
-        for slot in optimizer.slots():
-            keys[slot] = NormKey(optimizer.norm_key(slot).group, ranks)
+        optimizer = self._optimizer
+        keys = {slot: optimizer.norm_key(slot) for slot in optimizer.slots()}
         nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
         owned = [self._model.owned_grad(slot) for slot in self._trained]
         grads = [nothing if grad is None else grad for grad in owned]

@@ -7,6 +7,7 @@ to FP32, so the bits are those of :func:`~mp_optim.precision.verdict.decide`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ from torch import Tensor
 from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.result import StepResult
-from mp_optim.precision.verdict import Verdict
+from mp_optim.precision.verdict import Verdict, finite, not_finite
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.update.sums import root
 
@@ -33,17 +34,26 @@ class Formed:
         controls: FP32, shape (names, 2): each group's multiplier, and 1 if the step is to be
             skipped, else 0.
         overflow: bool, shape (): some gradient is not finite.
-        report: FP64, shape (2 + 2 * names,), or one more with the number of zeros: overflow, skip
-            (2 because ranks disagree), norms, multipliers.
+        report: FP64, 1-D: overflow, skip (2 because ranks disagree), norms, multipliers, the number
+            of zeros if they were counted, and what a verdict has as ``scaling``.
+        counts_zeros: whether they were counted.
+        threshold: the norm above which the step is skipped.
     """
 
     names: Sequence[str]
     controls: Tensor
     overflow: Tensor
     report: Tensor
+    counts_zeros: bool
+    threshold: float
 
 
-def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> Formed:
+def form(
+    measurement: Measurement,
+    inv_scale: Tensor | None,
+    config: Any,
+    trackers: Sequence[Tensor] = (),
+) -> Formed:
     """The verdict on the device of the measurement's sums, of which there is at least one; nothing
     waits."""
     names = list(measurement.sums)
@@ -73,7 +83,16 @@ def form(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> For
     ]
     if measurement.zeros is not None:
         parts.append(measurement.zeros.double().reshape(1))
-    return Formed(names, controls, overflow, torch.cat(parts))
+    if inv_scale is not None:
+        parts += [inv_scale, *(tracker.double() for tracker in trackers)]
+    return Formed(
+        names,
+        controls,
+        overflow,
+        torch.cat(parts),
+        measurement.zeros is not None,
+        config.grad_norm_skip_threshold,
+    )
 
 
 def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
@@ -103,13 +122,13 @@ class DeviceVerdict:
     norms: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, formed: Formed) -> None:
-        self._names = formed.names
+        self._formed = formed
         self._transfer = _transfer(formed.report.device)
         host = self._transfer.empty_host(formed.report.nbytes, True)
         self._report = host.view(torch.float64)
         self._ticket = self._transfer.download([self._report], [formed.report])
         self._verdict: Verdict | None = None
-        self._told_to: Callable[[Verdict], None] | None = None
+        self._told_to: list[Callable[[Verdict], None]] = []
         self.found_inf = formed.overflow
         self.multipliers = {
             name: DeviceMultiplier(row, lambda: self.settle().skip)
@@ -121,30 +140,33 @@ class DeviceVerdict:
         """The verdict in the host's numbers; waits until the device has formed it, once."""
         if self._verdict is None:
             self._transfer.wait(self._ticket)
-            self._verdict = _as_verdict(self._names, self._report.tolist())
-            if (tell := self._told_to) is not None:
-                self._told_to = None
+            self._verdict = _as_verdict(self._formed, self._report.tolist())
+            told_to, self._told_to = self._told_to, []
+            for tell in told_to:
                 tell(self._verdict)
         return self._verdict
 
     def when_settled(self, tell: Callable[[Verdict], None]) -> None:
-        """Call ``tell`` once, as soon as the verdict was waited for; now if it was."""
+        """Call ``tell`` once, as soon as the verdict was waited for; now if it was. Those who asked
+        first are told first."""
         if self._verdict is None:
-            self._told_to = tell
+            self._told_to.append(tell)
         else:
             tell(self._verdict)
 
 
-def _as_verdict(names: Sequence[str], report: Sequence[float]) -> Verdict:
-    overflow, skip, count = bool(report[0]), bool(report[1]), len(names)
-    if report[1] > 1.0:
+def _as_verdict(formed: Formed, report: Sequence[float]) -> Verdict:
+    numbers, names = iter(report), formed.names
+    overflow, skip = bool(next(numbers)), next(numbers)
+    norms = {name: next(numbers) for name in names}
+    multipliers = {name: next(numbers) for name in names}
+    num_zeros = int(next(numbers)) if formed.counts_zeros else None
+    scaling = tuple(numbers)
+    if skip > 1.0:
         return Verdict(skip=True, disagrees=True)
-    if overflow:
-        return Verdict(skip=True, found_inf=True)
-    norms = dict(zip(names, report[2 : 2 + count], strict=True))
-    multipliers = dict(zip(names, report[2 + count : 2 + 2 * count], strict=True))
-    zeros = report[2 + 2 * count :]
-    return Verdict(multipliers, skip, False, norms, int(zeros[0]) if zeros else None)
+    if overflow:  # the norm is finite where the sum of squares is
+        return not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
+    return finite(multipliers, norms, formed.threshold, num_zeros, scaling)
 
 
 @cache
@@ -153,7 +175,10 @@ def _transfer(device: torch.device) -> Transfer:
 
 
 def decide_on_device(
-    measurement: Measurement, inv_scale: Tensor | None, config: Any
+    measurement: Measurement,
+    inv_scale: Tensor | None,
+    config: Any,
+    trackers: Sequence[Tensor] = (),
 ) -> DeviceVerdict:
     """As :func:`~mp_optim.precision.verdict.decide`, on the device and without waiting for it.
 
@@ -161,5 +186,6 @@ def decide_on_device(
         measurement: at least the sum of the main norm group, on one device.
         inv_scale: on the same device, shape (1,) FP64; or None for 1.
         config: reads ``clip_grad`` and ``grad_norm_skip_threshold``.
+        trackers: the grad scaler's, on the same device.
     """
-    return DeviceVerdict(form(measurement, inv_scale, config))
+    return DeviceVerdict(form(measurement, inv_scale, config, trackers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from mp_optim.config.setting_checks import WHOLE, Rule, check_setting
 from mp_optim.process.host_memory import as_tensor
 from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.update.kernel_args import fp32
 
 _LARGEST = 2.0**126
 """The largest power of two whose reciprocal is a normal FP32 number."""
@@ -70,9 +71,21 @@ class MegatronGradScaler(ABC):
         )
 
     @property
-    def may_shrink(self) -> bool:
-        """Whether an overflow is what the scale is there to find out, for it can still shrink.
-        Waits for the device."""
+    def trackers(self) -> tuple[Tensor, ...]:
+        """What :meth:`scale_after` goes by besides the scale: live, of one element each, where the
+        scale lies."""
+        return ()
+
+    def scale_after(
+        self, scale: float, trackers: Sequence[float], found_inf: bool
+    ) -> float | None:
+        """What :meth:`update` makes of a scale and of trackers that were read before; None if only
+        it knows. Asks nothing of the device."""
+        return None
+
+    def may_shrink(self, scale: float) -> bool:
+        """Whether an overflow with this scale is what it is there to find out, for it can still
+        shrink."""
         return False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,6 +118,11 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def update(self, found_inf: bool | Tensor) -> None:
         super().update(found_inf)
+
+    def scale_after(
+        self, scale: float, trackers: Sequence[float], found_inf: bool
+    ) -> float | None:
+        return scale
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -164,8 +182,23 @@ class DynamicGradScaler(MegatronGradScaler):
         )
 
     @property
-    def may_shrink(self) -> bool:
-        return float(self._scale) > self.min_scale
+    def trackers(self) -> tuple[Tensor, ...]:
+        return self._growth_tracker, self._hysteresis_tracker
+
+    def scale_after(
+        self, scale: float, trackers: Sequence[float], found_inf: bool
+    ) -> float | None:
+        if type(self).update is not DynamicGradScaler.update:
+            return None
+        clean, left = trackers
+        if found_inf and left <= 1:
+            scale *= self.backoff_factor
+        elif not found_inf and clean + 1 >= self.growth_interval:
+            scale *= self.growth_factor
+        return fp32(min(max(scale, self.min_scale), _LARGEST))
+
+    def may_shrink(self, scale: float) -> bool:
+        return scale > self.min_scale
 
     def update(self, found_inf: bool | Tensor) -> None:
         super().update(found_inf)
@@ -218,3 +251,8 @@ class DynamicGradScaler(MegatronGradScaler):
 def inverse_of(scaler: MegatronGradScaler | None) -> Tensor | None:
     """The reciprocal of a loss scale, shape (1,); None where there is none."""
     return None if scaler is None else scaler.inv_scale
+
+
+def trackers_of(scaler: MegatronGradScaler | None) -> tuple[Tensor, ...]:
+    """A scaler's trackers, if there is one."""
+    return () if scaler is None else scaler.trackers

@@ -44,7 +44,7 @@ from mp_optim.precision.device_verdict import (
     decide_on_device,
     form,
 )
-from mp_optim.precision.grad_scaler import MegatronGradScaler, inverse_of
+from mp_optim.precision.grad_scaler import MegatronGradScaler, inverse_of, trackers_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.settings_agreement import SettingsAlike, disagreement
@@ -134,8 +134,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         if one is given.
 
         A step whose gradients hold an inf or nan, or whose norm exceeds
-        ``config.grad_norm_skip_threshold``, changes nothing but the loss scale. Warns of a step
-        without any gradient, and of steps skipped in a row.
+        ``config.grad_norm_skip_threshold``, changes nothing but the loss scale; it is logged, and
+        ``StepResult.reason`` says why. Warns of a step without any gradient, and of steps skipped
+        in a row.
 
         Raises:
             ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
@@ -170,14 +171,15 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     def _decide(self, grads: StepGrads) -> Verdict | DeviceVerdict:
         inv_scale, measurement = inverse_of(self.grad_scaler), grads.sums()
-        device, scalars = self.verdict_device(), list(measurement.sums.values())
+        trackers = trackers_of(self.grad_scaler)
+        device, scalars = self.verdict_device(), [*measurement.sums.values(), *trackers]
         self.watch.see_gradients(self, grads.has_any())
         if inv_scale is not None:
             scalars.append(inv_scale)
         if device is not None and all(value.device == device for value in scalars):
             # whatever reads the verdict is on the device: nothing waits for it
-            return decide_on_device(measurement, inv_scale, self.config)
-        verdict = decide(measurement, inv_scale, self.config)
+            return decide_on_device(measurement, inv_scale, self.config, trackers)
+        verdict = decide(measurement, inv_scale, self.config, trackers)
         if verdict.disagrees:
             _refuse_disagreement(self)
         return verdict
@@ -196,7 +198,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.watch.see_gradients(self, grads.has_any())
 
         def decide_there() -> Formed:
-            return form(grads.sums(), inverse_of(self.grad_scaler), self.config)
+            inv_scale, trackers = inverse_of(scaler), trackers_of(scaler)
+            return form(grads.sums(), inv_scale, self.config, trackers)
 
         step = StepToCapture(grads, decide_there, self.record, self.step_mark)
         return self.graphed.step(step)

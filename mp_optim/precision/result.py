@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, overload
 
 _Values = tuple[bool, float | None, int | None]
+_Known = _Values | tuple[bool, float | None, int | None, str]
 
 
 class StepResult:
@@ -19,20 +20,27 @@ class StepResult:
         success: whether parameters were updated.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None after an overflow.
         num_zeros_in_grad: zero gradient elements if ``log_num_zeros_in_grad``, else None.
+        reason: why the step was skipped, in words; empty for one that was taken. Not in the tuple.
     """
 
-    __slots__ = ("_read", "_values")
+    __slots__ = ("_read", "_reason", "_values")
     _values: _Values | None
-    _read: Callable[[], _Values] | None
+    _reason: str
+    _read: Callable[[], _Known] | None
 
     def __init__(
-        self, success: bool, grad_norm: float | None, num_zeros_in_grad: int | None
+        self,
+        success: bool,
+        grad_norm: float | None,
+        num_zeros_in_grad: int | None,
+        reason: str = "",
     ) -> None:
         object.__setattr__(self, "_values", (success, grad_norm, num_zeros_in_grad))
+        object.__setattr__(self, "_reason", reason)
         object.__setattr__(self, "_read", None)
 
     @classmethod
-    def later(cls, read: Callable[[], _Values]) -> StepResult:
+    def later(cls, read: Callable[[], _Known]) -> StepResult:
         """A result that asks ``read`` for its values, once, when it is looked at."""
         result = cls.__new__(cls)
         object.__setattr__(result, "_values", None)
@@ -47,8 +55,7 @@ class StepResult:
     def _tuple(self) -> _Values:
         if self._values is None:
             assert self._read is not None
-            object.__setattr__(self, "_values", self._read())
-            object.__setattr__(self, "_read", None)
+            StepResult.__init__(self, *self._read())
         assert self._values is not None
         return self._values
 
@@ -63,6 +70,11 @@ class StepResult:
     @property
     def num_zeros_in_grad(self) -> int | None:
         return self._tuple()[2]
+
+    @property
+    def reason(self) -> str:
+        self._tuple()
+        return self._reason
 
     def __len__(self) -> int:
         return 3
@@ -87,10 +99,12 @@ class StepResult:
 
     def __repr__(self) -> str:
         success, norm, zeros = self._tuple()
-        return f"StepResult(success={success!r}, grad_norm={norm!r}, num_zeros_in_grad={zeros!r})"
+        why = f", reason={self._reason!r}" if self._reason else ""
+        values = f"success={success!r}, grad_norm={norm!r}, num_zeros_in_grad={zeros!r}"
+        return f"StepResult({values}{why})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepResult, self._tuple()
+        return StepResult, (*self._tuple(), self._reason)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a StepResult cannot be changed ({name}={value!r})")

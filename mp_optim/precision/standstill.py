@@ -1,13 +1,14 @@
-"""Says so where steps cannot have trained anything: gradients that were not scaled, that are not
-there, or that are skipped again and again. A healthy step pays a comparison or two for it, and
-never waits for the device."""
+"""Says which steps were skipped, and where steps cannot have trained anything: gradients that were
+not scaled, that are not there, or that are skipped again and again. A healthy step pays a
+comparison or two for it, and never waits for the device."""
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,17 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.measure import NormKey
+from mp_optim.precision.step_counts import StepCounts
 from mp_optim.precision.verdict import Verdict
 from mp_optim.process.caller_warnings import warn
 from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
 from mp_optim.slots import ParamGroups, current_grad, iter_slots
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.state_dict import names_in_words
+from mp_optim.update.kernel_args import fp32
+
+_log = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
@@ -30,8 +36,11 @@ class Watched(Protocol):
 
     param_groups: ParamGroups
     config: OptimizerConfig
+    counts: StepCounts
     grad_scaler: MegatronGradScaler | None
 
+    @property
+    def chained_optimizers(self) -> list[Any]: ...
     @property
     def is_stub_optimizer(self) -> bool: ...
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
@@ -121,25 +130,91 @@ class StandstillWatch:
         verdict.when_settled(partial(self._judge, stack))
 
     def _judge(self, stack: Watched, verdict: Verdict) -> None:
-        """Warn of the 1st, 10th, 100th ... skipped one in a row;
-        of one that a dynamic loss scale is there for, or a threshold, only when it should not have
-        come to that."""
         if not verdict.skip:
             self.skips = 0
             return
         self.skips += 1
-        if self.skips != 10 ** (len(str(self.skips)) - 1):
+        if verdict.disagrees:  # which is an error
             return
+        scales = _scales(stack.grad_scaler, verdict)
+        told = self._warn(stack, verdict, scales)
+        _log_skip(stack, verdict, scales, told)
+
+    def _warn(self, stack: Watched, verdict: Verdict, scales: Sequence[float]) -> str:
+        """Warn of the 1st, 10th, 100th ... skipped one in a row;
+        of one that a dynamic loss scale is there for, or a threshold, only when it should not have
+        come to that. Returns what was said of the cause; empty if nothing was."""
+        if self.skips != 10 ** (len(str(self.skips)) - 1):
+            return ""
         times = "a step was" if self.skips == 1 else f"{self.skips} steps in a row were"
-        if not verdict.found_inf:  # one is what the threshold is for
-            if self.skips == 1:
-                return
-            warn(
-                f"{times} skipped: the gradient norm is {verdict.grad_norm:g}, over "
-                f"grad_norm_skip_threshold={stack.config.grad_norm_skip_threshold:g}"
-            )
-        elif stack.grad_scaler is None or not stack.grad_scaler.may_shrink:
-            warn(f"{times} skipped, and nothing was trained: {_culprit(stack)}")
+        if not verdict.found_inf:
+            if self.skips == 1:  # one is what the threshold is for
+                return ""
+            warn(f"{times} skipped: {verdict.reason}")
+            return verdict.reason
+        scaler = stack.grad_scaler
+        if scaler is not None and scaler.may_shrink(scales[-1]):
+            return ""
+        culprit = _culprit(stack)
+        lost = (
+            "a gradient held an inf or nan (it is cleared by now, or on another rank)"
+        )
+        warn(f"{times} skipped, and nothing was trained: {culprit or lost}")
+        return culprit or verdict.reason
+
+
+def _scales(scaler: MegatronGradScaler | None, verdict: Verdict) -> list[float]:
+    """The loss scale before a step and, if that can be told, after it; empty if there is none."""
+    if scaler is None or not verdict.scaling:
+        return []
+    inverse, *trackers = verdict.scaling
+    before = fp32(1.0 / inverse)
+    after = scaler.scale_after(before, trackers, verdict.found_inf)
+    return [before] if after is None else [before, after]
+
+
+_SAID_FIRST = 3
+"""Skipped steps of one cause that are all logged; after them the 4th, 8th, 16th ..."""
+
+
+def _log_skip(
+    stack: Watched, verdict: Verdict, scales: Sequence[float], told: str
+) -> None:
+    """Log a skipped step, if it is due, on the first of the ranks that skip it.
+
+    Args:
+        told: what a warning has just said of the cause. The line is one for the record then.
+    """
+    count = stack.counts.skipped[verdict.cause]
+    is_due = count <= _SAID_FIRST or count & (count - 1) == 0
+    if not is_due or not _is_first(stack):
+        return
+    line = f"step {stack.counts.steps} was skipped: {verdict.reason}"
+    if told not in line:
+        line += f" ({told})"
+    if scales:
+        line += "; loss scale " + " -> ".join(f"{scale:.10g}" for scale in scales)
+    if count > _SAID_FIRST + 1:
+        line += f"; {count // 2 - 1} skipped before it for the same cause were not said"
+    _log.log(logging.INFO if told else logging.WARNING, line)
+
+
+def _is_first(stack: Watched) -> bool:
+    """Whether no rank with a lower number is known to have the same verdict."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    alike = [ranks for part in stack.chained_optimizers for ranks in _ranks_alike(part)]
+    return not alike or min(set.intersection(*alike)) == dist.get_rank()
+
+
+def _ranks_alike(part: Any) -> Iterator[set[int]]:
+    """Of each kind of a part's parameters, the ranks that have its sums of squares in common."""
+    keys: list[NormKey] = list(map(part.norm_key, part.slots()))
+    for shard_groups in dict.fromkeys(key.shard_groups for key in keys):
+        ranks = {dist.get_rank()}
+        for group in (*shard_groups, *part.norm_ranks()):
+            ranks.update(dist.get_process_group_ranks(group))
+        yield ranks
 
 
 def _first_gradient(stack: Watched) -> Tensor | None:
@@ -148,11 +223,12 @@ def _first_gradient(stack: Watched) -> Tensor | None:
 
 
 def _culprit(stack: Watched) -> str:
-    """Which gradient is not finite now; looks at them one by one, and waits for the device."""
+    """Which gradient is not finite now, if one is; looks at them one by one, and waits for the
+    device."""
     for name, grad in stack.named_gradients():
         if grad.layout == torch.strided and not bool(torch.isfinite(grad).all()):
             return f"the gradient of {name} holds an inf or nan"
-    return "a gradient held an inf or nan (it is cleared by now, or on another rank)"
+    return ""
 
 
 def _sharing_ranks(stack: Watched) -> ProcessGroup | None:

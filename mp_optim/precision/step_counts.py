@@ -2,8 +2,8 @@
 
 A skipped step leaves no trace but in counts of skips. The counts, and who writes them:
 
-``steps`` and ``skipped_steps`` of a stack: :class:`StepCounts`, here. Each part of a composite has
-its own; ``metrics`` shows the first part's.
+``steps`` and ``skipped_steps`` of a stack, and the latter by cause: :class:`StepCounts`, here. Each
+part of a composite has its own; ``metrics`` shows the first part's.
 
 A slot's ``step``, from which bias corrections and random numbers are made: ``GroupState.count``,
 which ``RuleOptimizer`` (``update/rule.py``) alone calls.
@@ -28,6 +28,7 @@ for a threshold is clean. Skips in a row are the ``StandstillWatch``'s, outcomes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from mp_optim.precision.device_verdict import DeviceVerdict
@@ -39,12 +40,16 @@ class StepCounts:
 
     Args:
         refuse: raises what a step ends in on which ranks disagree.
+
+    Attributes:
+        steps: all of them. skipped: those of them, by cause, that the host knows to be skipped.
     """
 
     def __init__(self, refuse: Callable[[], object]) -> None:
         self._refuse = refuse
         self._last: Verdict | DeviceVerdict = Verdict()
-        self.steps = self.skipped = 0
+        self.steps = 0
+        self.skipped = Counter(not_finite=0, over_threshold=0)
 
     def record(self, verdict: Verdict | DeviceVerdict) -> None:
         """Take a verdict as the last one, after the one before it is settled, and count its step;
@@ -52,7 +57,10 @@ class StepCounts:
         self.settle()
         self._last = verdict
         self.steps += 1
-        self.skipped += verdict.skip
+        verdict.when_settled(self._see)
+
+    def _see(self, verdict: Verdict) -> None:
+        self.skipped[verdict.cause] += verdict.skip
 
     def settle(self) -> Verdict:
         """The last verdict, and its step in the counts; waits for the device, once.
@@ -62,11 +70,12 @@ class StepCounts:
         """
         if isinstance(self._last, DeviceVerdict):
             self._last = self._last.settle()
-            self.skipped += self._last.skip
             if self._last.disagrees:
                 self._refuse()
         return self._last
 
     def metrics(self) -> dict[str, float]:
         """The counts by name."""
-        return {"steps": self.steps, "skipped_steps": self.skipped}
+        causes = {f"skipped_steps/{name}": n for name, n in self.skipped.items()}
+        skipped = sum(self.skipped.values())
+        return {"steps": self.steps, "skipped_steps": skipped, **causes}

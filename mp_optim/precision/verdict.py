@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ class Verdict:
         norms: unscaled norm of each norm group.
         num_zeros: zero gradient elements, if counted.
         disagrees: ranks that share split parameters would step them otherwise; nothing is stepped.
+        reason: why the step is skipped, in words; empty for one that is taken.
+        scaling: the inverse loss scale, and the grad scaler's trackers, as they were before this
+            step; empty without a scaler.
     """
 
     multipliers: dict[str, float] = field(default_factory=dict)
@@ -34,6 +37,8 @@ class Verdict:
     norms: dict[str, float] = field(default_factory=dict)
     num_zeros: int | None = None
     disagrees: bool = False
+    reason: str = ""
+    scaling: tuple[float, ...] = ()
 
     @property
     def grad_norm(self) -> float | None:
@@ -41,9 +46,17 @@ class Verdict:
         return None if self.found_inf else self.norms.get(MAIN, 0.0)
 
     @property
-    def values(self) -> tuple[bool, float | None, int | None]:
+    def values(self) -> tuple[bool, float | None, int | None, str]:
         """What ``step`` reports."""
-        return not self.skip, self.grad_norm, None if self.found_inf else self.num_zeros
+        zeros = None if self.found_inf else self.num_zeros
+        return not self.skip, self.grad_norm, zeros, self.reason
+
+    @property
+    def cause(self) -> str:
+        """Of a skipped step, as metrics have it."""
+        if self.disagrees:
+            return "disagreement"
+        return "not_finite" if self.found_inf else "over_threshold"
 
     @property
     def result(self) -> StepResult:
@@ -55,7 +68,34 @@ class Verdict:
         tell(self)
 
 
-def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> Verdict:
+def not_finite(groups: Iterable[str], scaling: tuple[float, ...]) -> Verdict:
+    """The verdict on gradients of some norm groups that are not finite."""
+    reason = f"the gradients of norm group {', '.join(groups)} hold an inf or nan"
+    return Verdict(skip=True, found_inf=True, reason=reason, scaling=scaling)
+
+
+def finite(
+    multipliers: dict[str, float],
+    norms: dict[str, float],
+    threshold: float,
+    num_zeros: int | None,
+    scaling: tuple[float, ...],
+) -> Verdict:
+    """The verdict on finite gradients: the step is taken if the norm is not above a threshold."""
+    norm, reason = norms.get(MAIN, 0.0), ""
+    if norm > threshold:
+        reason = f"the gradient norm is {norm:g}, over grad_norm_skip_threshold={threshold:g}"
+    return Verdict(
+        multipliers, bool(reason), False, norms, num_zeros, False, reason, scaling
+    )
+
+
+def decide(
+    measurement: Measurement,
+    inv_scale: Tensor | None,
+    config: Any,
+    trackers: Sequence[Tensor] = (),
+) -> Verdict:
     """The step's verdict, formed in double; reads the device once.
 
     Args:
@@ -63,25 +103,29 @@ def decide(measurement: Measurement, inv_scale: Tensor | None, config: Any) -> V
         inv_scale: reciprocal of the scale that was used in backward, shape (1,) FP64, or None for
             1.
         config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
+        trackers: the grad scaler's.
     """
-    optional = inv_scale, measurement.disagreement, measurement.zeros
-    scalars = [value for value in optional if value is not None]
+    scaled = [] if inv_scale is None else [inv_scale, *trackers]
+    optional = measurement.disagreement, measurement.zeros
+    scalars = [*scaled, *(value for value in optional if value is not None)]
     values = iter(_read([*measurement.sums.values(), *scalars]))
     sums = {name: next(values) for name in measurement.sums}
-    inverse = 1.0 if inv_scale is None else next(values)
+    scaling = tuple(next(values) for _ in scaled)
+    inverse = scaling[0] if scaling else 1.0
     if measurement.disagreement is not None and next(values) != 0.0:
         return Verdict(skip=True, disagrees=True)
     num_zeros = None if measurement.zeros is None else int(next(values))
-    if not all(math.isfinite(value) for value in sums.values()):
-        return Verdict(skip=True, found_inf=True)
+    if bad := [name for name, value in sums.items() if not math.isfinite(value)]:
+        return not_finite(bad, scaling)
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
     multipliers = {
         name: fp32(inverse * _clip_coefficient(norm, config.clip_grad))
         for name, norm in norms.items()
     }
     multipliers[EXCLUDED] = multipliers.get(MAIN, fp32(inverse))
-    too_large = norms.get(MAIN, 0.0) > config.grad_norm_skip_threshold
-    return Verdict(multipliers, too_large, False, norms, num_zeros)
+    return finite(
+        multipliers, norms, config.grad_norm_skip_threshold, num_zeros, scaling
+    )
 
 
 def _read(scalars: Sequence[Tensor]) -> list[float]:
@@ -90,7 +134,7 @@ def _read(scalars: Sequence[Tensor]) -> list[float]:
         return []
     device = scalars[0].device
     values: list[float] = torch.cat(
-        [value.to(device).reshape(1) for value in scalars]
+        [value.to(device, torch.float64).reshape(1) for value in scalars]
     ).tolist()
     return values
 
