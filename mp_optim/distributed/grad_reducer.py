@@ -52,7 +52,7 @@ class GradReducer:
     Attributes:
         has_gradients: whether a parameter had a gradient since the last :meth:`zero`.
         on_reduced: called with a bucket's index when its owned shard is complete; perhaps during
-            backward.
+            backward, which then has at most two reductions under way.
         order: of the reductions; perhaps with those of other reducers.
         rounds: how many passes were reduced since :meth:`zero`.
     """
@@ -157,6 +157,11 @@ class GradReducer:
         """Whether a bucket may be reduced now: those that keep their gradients are, once a step."""
         return not (self._keeps_grads and self._reduced[index])
 
+    @property
+    def _announces(self) -> bool:
+        """Whether complete shards are told of; where all is gathered, they are no whole."""
+        return self.on_reduced is not None and not self._replicates
+
     # -- reducing -------------------------------------------------------------------------------
 
     @in_own_modes
@@ -165,7 +170,7 @@ class GradReducer:
         bucket, config = self.buckets[index], self._config
         in_fp32 = config.reduce_scatter_with_fp32_accumulation
         exchange = uses_exchange(self.group, bucket.params.device, in_fp32)
-        if exchange or not self._keeps_grads:
+        if exchange or not self._keeps_grads or self._announces:
             self.order.make_room()
         grads = bucket.local_grads()
         self.bytes_reduced += grads.nbytes
@@ -198,7 +203,7 @@ class GradReducer:
     def complete(self, index: int, work: Reduction) -> None:
         """Wait for a reduction that was started, and tell who wants to know."""
         self.wait_for(index, work)
-        if self.on_reduced is not None and not self._replicates:
+        if self._announces and self.on_reduced is not None:
             self.on_reduced(index)
 
     @in_own_modes

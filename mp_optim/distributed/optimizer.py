@@ -102,9 +102,11 @@ class DistributedOptimizer(CompositeOptimizer):
         self.shards = build(self._model.groups())
         self.take_parts([self.shards])
         _show_settings(self, sharded=not self._model.steps_everything)
-        self.grad_reducer.on_reduced = lambda bucket: self.shards.gradients_ready(
-            self._model.tensors_in(bucket)
-        )
+        # a listener makes backward wait for earlier reductions
+        if self.early_work.hosts:
+            self.grad_reducer.on_reduced = lambda bucket: self.shards.gradients_ready(
+                self._model.tensors_in(bucket)
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before the buckets are made.

@@ -20,8 +20,8 @@ from mp_optim.distributed.collectives import Reduction
 from mp_optim.ranks.agreement import check_agreement
 
 _IN_FLIGHT = 2
-"""Buckets whose reduction may be under way while their gradients are not kept: so much memory
-ZeRO-2 takes."""
+"""Buckets whose reduction may be under way while their gradients are not kept, which is the memory
+that ZeRO-2 takes, or while their completion is to be told during backward."""
 
 
 class Member(Protocol):
@@ -130,7 +130,7 @@ class LaunchOrder:
     # -- what is under way ----------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Wait until one more reduction may hold memory of its own."""
+        """Wait until one more reduction may be under way."""
         while len(self._under_way) >= _IN_FLIGHT:
             self.wait_for_one()
 
