@@ -80,6 +80,9 @@ class ShardedParams:
             for slot, param in iter_slots(param_groups)
         }
         self._index = {slot: index for index, slot in enumerate(self.shards)}
+        self._tensors: list[list[Tensor]] = [[] for _ in self.transport.buckets]
+        for slot, (index, _) in self._entries.items():
+            self._tensors[index].append(self.shards[slot].tensor)
         self._seen = SeenParams(self._params())
 
     def _shard(
@@ -148,9 +151,8 @@ class ShardedParams:
         return self.transport.buckets[index].owned_grad(entry)
 
     def tensors_in(self, bucket: int) -> list[Tensor]:
-        """The owned tensors of a bucket's parameters."""
-        slots = [slot for slot, (index, _) in self._entries.items() if index == bucket]
-        return [self.shards[slot].tensor for slot in slots]
+        """The owned tensors of a bucket's parameters, always the same ones."""
+        return self._tensors[bucket]
 
     # -- parameters -------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ they get ready."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -57,6 +58,7 @@ class BackwardOverlap:
         self.sum_of_squares = sum_of_squares
         self.push_hyperparams = push_hyperparams
         self._on_host: list[bool] = []
+        self._index: dict[int, int] = {}  # of each parameter, by id
         self._hooks = GradHooks(self._on_backward)
         self._inverse_scale: Callable[[], Tensor] | None = None
         self.host: HostPart | None = None
@@ -71,6 +73,7 @@ class BackwardOverlap:
         if len(self._on_host) != len(params):
             place_of = self._wrapper.inner.place
             self._on_host = [place_of(slot) == "host" for slot in self._wrapper.slots()]
+        self._index = {id(param): index for index, param in enumerate(params)}
         self._hooks.follow(params, self._on_host)
 
     def _on_backward(self, index: int) -> None:
@@ -97,9 +100,11 @@ class BackwardOverlap:
         """These parameters' gradients, or all, are what will be stepped."""
         if self.host is None:
             return
-        chosen = None if params is None else {id(param) for param in params}
-        for index, param in enumerate(self._table.params):
-            if self._on_host[index] and (chosen is None or id(param) in chosen):
+        now = self._table.params
+        chosen = now if params is None else params
+        known = [(self._index.get(id(param), -1), param) for param in chosen]
+        for index, param in sorted(known, key=operator.itemgetter(0)):
+            if index >= 0 and now[index] is param and self._on_host[index]:
                 self._report(index)
 
     def finish(self) -> None:
