@@ -100,7 +100,8 @@ class GradReducer:
         def arrive(tensor: Tensor) -> None:
             reducer = this()
             if reducer is not None and reducer_of(tensor) == mark:
-                reducer._arrive(index, entry)
+                with reducer.order.arrivals:
+                    reducer._arrive(index, entry)
 
         set_reducer(param, mark)
         param.register_post_accumulate_grad_hook(arrive)

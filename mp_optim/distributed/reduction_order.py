@@ -8,6 +8,7 @@ decide what is launched first.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -50,6 +51,10 @@ class LaunchOrder:
     Args:
         members: each with its buckets' places in the model, the same on all ranks.
         again: whether buckets are reduced after every backward pass, rather than once a step.
+
+    Attributes:
+        arrivals: held by the thread in which a gradient arrives; backward has one for each device
+            that has parameters, and one for the CPU.
     """
 
     def __init__(self, members: Sequence[Member], again: bool) -> None:
@@ -59,6 +64,7 @@ class LaunchOrder:
             for index, place in enumerate(member.first_used)
         ]
         self._members, self._again = tuple(members), again
+        self.arrivals = threading.Lock()
         self._sequence = [
             (part, index)
             for _, part, index in sorted(places, key=lambda item: (-item[0], *item[1:]))

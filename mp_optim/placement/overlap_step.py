@@ -5,6 +5,7 @@ What is begun during backward, what ``step()`` takes over, and what it does agai
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,7 @@ class OverlappedHostStepper(HostStepper):
         )
         self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
         self.buckets: list[Bucket] = []
+        self._arrivals = threading.Lock()
         self._ready: Counter[Slot] = Counter()
         self._order: dict[Slot, None] = {}
         self._knows_order = False
@@ -101,6 +103,11 @@ class OverlappedHostStepper(HostStepper):
 
     @in_own_modes
     def on_grad_ready(self, update: SlotUpdate) -> None:
+        # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
+        with self._arrivals:
+            self._take(update)
+
+    def _take(self, update: SlotUpdate) -> None:
         on_host = self._owner.on_host(update)
         if on_host is None:
             return

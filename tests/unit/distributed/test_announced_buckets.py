@@ -16,6 +16,7 @@ import mp_optim
 from mp_optim import DistributedOptimizer, get_megatron_optimizer
 from mp_optim.distributed import grad_reducer
 from support.models import config_for, same_bits
+from support.two_threads import Narrow, backward_in_two_threads
 
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
@@ -167,3 +168,25 @@ def test_telling_of_a_bucket_costs_what_is_in_it(nccl: list[int], mode: str) -> 
         loss = model(torch.ones(1, 2)).sum()
         counts.append(instructions_of(loss.backward))
     assert counts[0] > 100 * 50 and counts[1] < 3.2 * counts[0]
+
+
+# -- two threads ----------------------------------------------------------------------------------
+
+
+def test_gradients_that_arrive_in_two_threads_launch_each_bucket_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, launched, start = Narrow(), list[int](), grad_reducer.start_reduction
+
+    def slow(grads: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        launched.append(grads.data_ptr())
+        place.passes()
+        return start(grads, *rest, **settings)
+
+    monkeypatch.setattr(grad_reducer, "start_reduction", slow)
+    model, optimizer = layers(8)
+    backward_in_two_threads(model[4:], model[:4])
+    buckets = optimizer.grad_reducer.buckets
+    assert place.most == 1 and len(launched) == 8
+    assert set(launched) == {bucket.local_grads().data_ptr() for bucket in buckets}
+    assert optimizer.step().success and len(launched) == 8

@@ -1,0 +1,62 @@
+"""Gradients that arrive in two threads of one backward, as they do where a model has parameters on
+the CPU and on an accelerator; and what they would collide in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class Narrow:
+    """A place where only one thread may be at a time. Each that comes stays for a while, so that
+    another one, if nothing keeps it out, is sure to be seen.
+
+    Attributes:
+        most: how many threads were there at once.
+    """
+
+    def __init__(self, seconds: float = 0.1) -> None:
+        self._seconds, self._met = seconds, threading.Condition()
+        self._inside = self.most = 0
+
+    def passes(self) -> None:
+        with self._met:
+            self._inside += 1
+            self.most = max(self.most, self._inside)
+            self._met.notify_all()
+            self._met.wait_for(lambda: self._inside > 1, self._seconds)
+            self._inside -= 1
+
+
+def backward_in_two_threads(first: nn.Sequential, second: nn.Sequential) -> None:
+    """Backward through two stacks of layers at once. It begins in the last layer of the first one,
+    and ends in the thread of the caller."""
+    failures: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        started.wait()
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    started = threading.Event()
+    loss = second(torch.ones(1, 2)).sum()
+    thread = threading.Thread(target=run, args=[loss.backward])
+    inputs = torch.ones(1, 2, requires_grad=True)
+    hidden = first[:-1](inputs)
+    hidden.register_hook(_after(started.set))
+    inputs.register_hook(_after(thread.join))
+    thread.start()
+    first[-1](hidden).sum().backward()
+    assert not failures, failures
+
+
+def _after(work: Callable[[], object]) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        work()
+
+    return hook
