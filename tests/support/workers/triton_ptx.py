@@ -1,5 +1,6 @@
 """Launches the Triton kernels for a GPU that need not be there, up to and without the launch
-itself, and prints the PTX they would have run as JSON.
+itself, and prints the PTX they would have run as JSON, with the registers that the assembler gave
+it.
 
 A program of its own, because a process either interprets Triton or compiles it: ``python
 -m support.workers.triton_ptx 90``.
@@ -9,8 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -19,7 +24,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from mp_optim.update.backends.launch_kinds import Kind
 from mp_optim.update.backends.triton import backend, piece_sums
+from mp_optim.update.backends.triton.launcher import shape_of
 from support.triton_cases import GROUP, KEYS, Case, lists_of, step_with
 
 PLAIN = Case(aligned=True)
@@ -38,6 +45,17 @@ VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
         "adam",
         Case(
             rest=torch.int8,
+            moments=(torch.int8, torch.uint8),
+            output=None,
+            noisy=True,
+            aligned=True,
+        ),
+        {},
+    ),
+    "adam, 8-bit moments, noisy": (
+        "adam",
+        Case(
+            rest=torch.int16,
             moments=(torch.int8, torch.uint8),
             output=None,
             noisy=True,
@@ -77,8 +95,31 @@ class Driver:
         return 0
 
 
-def backend_for(arch: int, compiled: list[tuple[str, str]]) -> backend.TritonBackend:
-    """A backend whose launches end with the compiler, which adds name and PTX to ``compiled``."""
+class Compiled(NamedTuple):
+    """A kernel; what ``cuobjdump`` says of its registers and of memory that they are spilled to."""
+
+    name: str
+    ptx: str
+    warps: int
+    used: dict[str, int]
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """``REG`` per thread, ``STACK`` and ``LOCAL`` in bytes."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(program), "--dump-resource-usage", file.name]
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
+    found = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)
+    return {name: int(number) for name, number in found}
+
+
+def backend_for(arch: int, compiled: list[Compiled]) -> backend.TritonBackend:
+    """A backend whose launches end with the compiler, which adds to ``compiled``."""
     driver.set_active(Driver(arch))
     run, available = triton.runtime.JITFunction.run, torch.cuda.is_available
 
@@ -86,7 +127,12 @@ def backend_for(arch: int, compiled: list[tuple[str, str]]) -> backend.TritonBac
         kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any
     ) -> Any:
         result = run(kernel, *arguments, grid=grid, warmup=True, **named)
-        compiled.append((result.metadata.name, result.asm["ptx"]))
+        if result.asm["ptx"] not in [each.ptx for each in compiled]:
+            used = resources(result.asm["cubin"])
+            warps = result.metadata.num_warps
+            compiled.append(
+                Compiled(result.metadata.name, result.asm["ptx"], warps, used)
+            )
         return result
 
     triton.runtime.JITFunction.run = compile_only
@@ -97,11 +143,10 @@ def backend_for(arch: int, compiled: list[tuple[str, str]]) -> backend.TritonBac
 
 
 def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
-    """How many accesses of 16 bytes a thread needs for its elements of an unmasked tile, or chunk
-    of a sum."""
-    elements = (
-        piece_sums.SUM_CHUNK if kernel == "chunk_sums" else backend.ROWS * 256
-    ) // (32 * 4)
+    """How many accesses of 16 bytes, and of 8 where it has no more of a tensor, a thread needs for
+    its elements of an unmasked tile, or chunk of a sum."""
+    if not case.aligned:
+        return {"ld": 0, "st": 0, "ld half": 0, "st half": 0}
     moments = list(case.moments if two_moments else case.moments[:1])
     main = [torch.bfloat16, case.rest] if case.rest else [torch.float32]
     read, written = [case.grad, *main, *moments], [*main, *moments, case.output]
@@ -113,23 +158,30 @@ def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
         read, written = [case.grad], []
     elif kernel == "run_sums":
         read, written = [], []
+    elements = elements_of(kernel, case, [*moments, None][:2])
 
-    def accesses(dtypes: list[torch.dtype | None]) -> int:
-        return (
-            sum(dtype.itemsize for dtype in dtypes if dtype is not None)
-            * elements
-            // 16
-        )
+    def accesses(dtypes: list[torch.dtype | None], verb: str) -> dict[str, int]:
+        sizes = [dtype.itemsize * elements for dtype in dtypes if dtype is not None]
+        return {
+            verb: sum(size // 16 for size in sizes),
+            f"{verb} half": sum(size % 16 == 8 for size in sizes),
+        }
 
-    return (
-        {"ld": accesses(read), "st": accesses(written)}
-        if case.aligned
-        else {"ld": 0, "st": 0}
-    )
+    return accesses(read, "ld") | accesses(written, "st")
+
+
+def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> int:
+    """Elements of a thread."""
+    if kernel == "chunk_sums":
+        return piece_sums.SUM_CHUNK // (32 * 4)
+    main = torch.float32 if case.rest is None else torch.bfloat16
+    shape = shape_of(kernel, Kind(case.grad, main, case.rest, *moments))
+    rows = backend.CHUNK // 1024 if kernel == "lamb_moments" else shape["ROWS"]
+    return int(rows * 256 // (32 * shape["num_warps"]))
 
 
 def main(arch: int) -> None:
-    compiled: list[tuple[str, str]] = []
+    compiled: list[Compiled] = []
     kernels, result = backend_for(arch, compiled), {}
     for label, (rule, case, settings) in VARIANTS.items():
         compiled.clear()
@@ -144,11 +196,14 @@ def main(arch: int) -> None:
                 kernels, rule, lists, {**GROUP, **settings, "lr": lr}, step, given
             )
         if label in ("adam", "adam, misaligned"):
-            kernels.sum_of_squares(lists.grad)
-        for kernel in dict.fromkeys(name for name, _ in compiled):
-            texts = {ptx for name, ptx in compiled if name == kernel}
+            odd = [grad for grad in lists.grad if grad.data_ptr() % 16]
+            kernels.sum_of_squares(lists.grad if case.aligned else odd)
+        for kernel in dict.fromkeys(each.name for each in compiled):
+            same = [each for each in compiled if each.name == kernel]
             result[f"{label}: {kernel}"] = {
-                "ptx": sorted(texts),
+                "ptx": sorted(each.ptx for each in same),
+                "warps": same[0].warps,
+                "used": same[0].used,
                 "kernel": kernel,
                 "wide": wide(kernel, case, rule in ("adam", "lamb")),
             }

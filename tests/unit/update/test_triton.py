@@ -33,8 +33,8 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import SIZES as PROOF_SIZES
 from mp_optim.update.backends.self_test import compare
 from mp_optim.update.backends.triton import triton_backend
-from mp_optim.update.backends.triton.backend import CHUNK, ROWS, TritonBackend
-from mp_optim.update.backends.triton.launcher import WIDTH
+from mp_optim.update.backends.triton.backend import CHUNK, TritonBackend
+from mp_optim.update.backends.triton.launcher import ROWS, WIDTH
 from mp_optim.update.backends.triton.piece_sums import SUM_CHUNK
 from mp_optim.update.backends.triton.tables import Column, Plan, Tables
 from mp_optim.update.codecs import Noise
@@ -871,6 +871,7 @@ INEXACT = re.compile(
     r"\s(\S*(?:fma|mad)\.\S*f(?:16|32|64)\S*|\S+\.(?:ftz|approx|full)\S*|(?:mul|add|sub)\.f\S+)"
 )
 WIDE = r"{}\.global[\w.:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
+HALF = r"{}\.global[\w.:]*\.v2\.[bfu]32"
 
 
 @pytest.fixture(scope="module")
@@ -918,8 +919,28 @@ def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(
 ) -> None:
     """Exactly as many wide accesses as the unmasked path of a thread has bytes."""
     for label, variant in compiled.items():
-        counts = {
-            verb: len(re.findall(WIDE.format(verb), variant["ptx"][0]))
-            for verb in ("ld", "st")
-        }
+        counts = {}
+        for verb in ("ld", "st"):
+            ptx = variant["ptx"][0]
+            counts[verb] = len(re.findall(WIDE.format(verb), ptx))
+            counts[f"{verb} half"] = len(re.findall(HALF.format(verb), ptx))
         assert counts == variant["wide"], label
+
+
+REGISTERS = 65536
+"""Of a multiprocessor of sm_90; a warp is given them in steps of 8 a thread."""
+
+
+def test_a_multiprocessor_holds_16_warps_of_a_kernel_and_nothing_is_spilled(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
+    """By what the assembler gave each thread: a step with fewer waits for memory. Sums have all
+    their loads under way at once."""
+    held = {}
+    for label, variant in compiled.items():
+        assert variant["used"]["STACK"] == variant["used"]["LOCAL"] == 0, label
+        threads, registers = 32 * variant["warps"], -(-variant["used"]["REG"] // 8) * 8
+        warps = REGISTERS // (registers * threads) * variant["warps"]
+        least = 12 if variant["kernel"] == "chunk_sums" else 16
+        held[label] = (warps >= least, variant["used"]["REG"])
+    assert all(enough for enough, _ in held.values()), held

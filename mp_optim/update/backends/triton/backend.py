@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
-from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends.launch_kinds import (
     Kind,
     Part,
@@ -27,13 +26,13 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton.kernels import lamb, rules, tiles
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launcher import (
-    OPTIONS,
     RATE,
     TYPES,
     Launcher,
     Recording,
     Rehearsal,
     row_of,
+    shape_of,
     using,
 )
 from mp_optim.update.backends.triton.piece_sums import added, joined, sum_alike
@@ -51,9 +50,6 @@ from mp_optim.update.sums import root
 CHUNK = 8192
 """Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of
 ``sums``."""
-ROWS = 8
-"""Blocks of 256 elements in a tile: 16 elements for each of 128 threads, 16 bytes of 8-bit
-states."""
 OLDEST = (3, 6)
 """The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
 ``div.rn.ftz.f32``."""
@@ -244,7 +240,7 @@ class TritonBackend(ReferenceBackend):
             )
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
         part = part._replace(kind=part.kind._replace(output=None))
-        columns, plans = self._columns(part, _ADAM)
+        columns, plans = self._tables.launch_of(part, _ADAM, CHUNK)
         total = None
         for plan, aligned in plans:
             sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
@@ -318,7 +314,7 @@ class TritonBackend(ReferenceBackend):
         *given: Any,
     ) -> None:
         """Launch a rule over a part, once or twice (:meth:`Tables.plans`)."""
-        columns, plans = self._columns(part, moments)
+        columns, plans = self._tables.launch_of(part, moments, CHUNK)
         for plan, aligned in plans:
             self._launch(_Launch(rule, flags, part, plan, aligned, columns), *given)
 
@@ -338,7 +334,7 @@ class TritonBackend(ReferenceBackend):
             return
         if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
             multiplier, skip = multiplier[:1], multiplier[1:]
-        streams = self._streams(lists, device)
+        streams = self._tables.streams(lists, device)
         tables = (plan.owners, plan.firsts, plan.sizes, streams)
 
         def run() -> None:
@@ -356,52 +352,12 @@ class TritonBackend(ReferenceBackend):
                     ON_DEVICE=isinstance(multiplier, Tensor),
                     ALIGNED=aligned,
                     CHUNK=CHUNK,
-                    ROWS=ROWS,
-                    **OPTIONS,
+                    **shape_of(rule.__name__, kind),
                 )
 
         described = (rule.__name__, kind, aligned, flags)
         places = (_place(multiplier), _place(skip))
         self.launcher.launch(run, (*described, *places, *tables, *columns))
-
-    def _columns(
-        self, part: Part, moments: tuple[str, ...]
-    ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
-        """Addresses of the parts of all tensors, in the order in which kernels take them; and the
-        plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
-        lists, kind = part.lists, part.kind
-        assert kind is not None
-        state, device = lists.state, lists.main[0].device
-        first, second = [*moments, "", ""][:2]
-        parts = [
-            lists.grad,
-            lists.main,
-            state.get(REMAINDER),
-            state.get(first),
-            state.get(second),
-            lists.output if kind.output is not None else None,
-        ]
-        columns = [
-            None if part is None else self._tables.column(part, device)  # type: ignore[arg-type]
-            for part in parts
-        ]
-        scales = [
-            None if scale is None else self._tables.column(scale, device).values
-            for scale in (state.get(scale_key(name)) for name in (first, second))
-        ]
-        addresses = [None if column is None else column.values for column in columns]
-        odd = frozenset[int]().union(*(column.odd for column in columns if column))
-        plans = self._tables.plans(lists.main, CHUNK, device, odd)
-        return [*addresses[:5], *scales, addresses[5]], plans
-
-    def _streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
-        """Streams of random numbers on the device, each with the tensor's place in its own."""
-        if not lists.noise:
-            return None
-        pairs = array("I")
-        for noise in lists.noise:
-            pairs.extend((noise.stream, noise.start & 0xFFFFFFFF))
-        return self._tables.values(pairs, device)
 
     def _index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self._tables.values(array("q", indices), device)

@@ -17,11 +17,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from mp_optim.update.backends.launch_kinds import Kind
 from mp_optim.update.backends.triton.tables import Tables
 from mp_optim.update.kernel_args import LambScalars
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Of every launch."""
+ROWS, COMPACT_ROWS = 8, 4
+"""Blocks of 256 elements in a tile: 16 elements for each of 128 threads, or 8 where state is in
+fewer bits than FP32."""
 TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -35,6 +39,18 @@ WIDTH = 16
 """Int32 values of a row: the seed, FP32 scalars as their bits, and from :data:`RATE` on LAMB's lr
 in FP64."""
 RATE = 10
+
+
+def shape_of(rule: str, kind: Kind) -> dict[str, Any]:
+    """Tile and threads of a rule's launch, chosen by what ptxas says for sm_90: at most 128
+    registers, so that a multiprocessor holds 16 warps, and no spills. Decoding and encoding in
+    tiles of 8 blocks takes up to 244 registers; the first kernel of LAMB, whose tile is that of
+    its sums, 180 in 4 warps."""
+    state = {kind.remainder, kind.moment1, kind.moment2}
+    rows = ROWS if state <= {None, torch.float32} else COMPACT_ROWS
+    return {"ROWS": rows, **OPTIONS} | (
+        {"num_warps": 8} if rule == "lamb_moments" else {}
+    )
 
 
 def row_of(scalars: Any, seed: int) -> array[int]:

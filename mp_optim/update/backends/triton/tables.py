@@ -10,12 +10,15 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
+from mp_optim.slots.state_keys import REMAINDER, scale_key
+from mp_optim.update.backends.launch_kinds import Part
+from mp_optim.update.kernel_args import TensorLists
 
 RUN = 1024
 """Sums that one program adds up."""
@@ -128,6 +131,43 @@ class Tables:
             return Column(self.values(addresses, device), frozenset(odd))
 
         return self._known(tensors, ("column", device), device, build)
+
+    def launch_of(
+        self, part: Part, moments: tuple[str, ...], chunk: int
+    ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
+        """Addresses of the parts of all tensors, in the order in which kernels take them; and the
+        plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
+        lists, state, device = part.lists, part.lists.state, part.lists.main[0].device
+        first, second = [*moments, "", ""][:2]
+        written = part.kind is not None and part.kind.output is not None
+        columns = [
+            None if tensors is None else self.column(tensors, device)
+            for tensors in (
+                lists.grad,
+                lists.main,
+                state.get(REMAINDER),
+                state.get(first),
+                state.get(second),
+                cast(Sequence[Tensor], lists.output) if written else None,
+            )
+        ]
+        scales = [
+            None if scale is None else self.column(scale, device).values
+            for scale in (state.get(scale_key(name)) for name in (first, second))
+        ]
+        addresses = [None if column is None else column.values for column in columns]
+        odd = frozenset[int]().union(*(column.odd for column in columns if column))
+        plans = self.plans(lists.main, chunk, device, odd)
+        return [*addresses[:5], *scales, addresses[5]], plans
+
+    def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
+        """Streams of random numbers on the device, each with the tensor's place in its own."""
+        if not lists.noise:
+            return None
+        pairs = array("I")
+        for noise in lists.noise:
+            pairs.extend((noise.stream, noise.start & 0xFFFFFFFF))
+        return self.values(pairs, device)
 
     def plans(
         self,
