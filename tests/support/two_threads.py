@@ -30,15 +30,24 @@ class Narrow:
             self._met.wait_for(lambda: self._inside > 1, self._seconds)
             self._inside -= 1
 
+    def wait_until_taken(self) -> None:
+        """Return when a thread has come."""
+        with self._met:
+            assert self._met.wait_for(lambda: self._inside > 0, 10.0)
 
-def backward_in_two_threads(first: nn.Sequential, second: nn.Sequential) -> None:
+
+def backward_in_two_threads(
+    first: nn.Sequential, second: nn.Sequential, place: Narrow
+) -> None:
     """Backward through two stacks of layers at once. It begins in the last layer of the first one,
-    and ends in the thread of the caller."""
+    and ends there, in the thread of the caller; the other one's gradients arrive while the caller
+    is at the place."""
     failures: list[BaseException] = []
 
     def run(work: Callable[[], None]) -> None:
         started.wait()
         try:
+            place.wait_until_taken()
             work()
         except BaseException as error:
             failures.append(error)

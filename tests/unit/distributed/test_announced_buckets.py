@@ -185,7 +185,7 @@ def test_gradients_that_arrive_in_two_threads_launch_each_bucket_once(
 
     monkeypatch.setattr(grad_reducer, "start_reduction", slow)
     model, optimizer = layers(8)
-    backward_in_two_threads(model[4:], model[:4])
+    backward_in_two_threads(model[4:], model[:4], place)
     buckets = optimizer.grad_reducer.buckets
     assert place.most == 1 and len(launched) == 8
     assert set(launched) == {bucket.local_grads().data_ptr() for bucket in buckets}
