@@ -91,10 +91,11 @@ class BucketStep:
     def __post_init__(self) -> None:
         self.staged = self.tensors.put_into(self.updates)
 
-    def start(self) -> None:
-        """Start the download of the gradients."""
+    def start(self, after: Any) -> None:
+        """Start the download of the gradients, which are complete at a mark of the transfer."""
         if not self.is_here:
-            self.ticket = self.staging.download(self.updates.grads, self.staged.grads)
+            grads = self.updates.grads
+            self.ticket = self.staging.download(grads, self.staged.grads, after)
 
     def upload(self) -> None:
         """Start the upload of the parameters."""
@@ -212,8 +213,9 @@ class HostStepper(HostPart):
         grad_norm: float | None,
         step_device: Callable[[], None],
     ) -> None:
+        gradients = self.transfer.mark()  # no download waits for the device's step
         step_device()
-        self._step_in_place(steps, grad_norm)
+        self._step_in_place(steps, grad_norm, gradients)
 
     def _bucket_steps(self, updates: SlotUpdates) -> list[BucketStep]:
         """The updates by bucket, in the plan's order."""
@@ -259,12 +261,13 @@ class HostStepper(HostPart):
         return 1 if self.settings.pipelined else 0
 
     def _step_in_place(
-        self, steps: Sequence[BucketStep], grad_norm: float | None
+        self, steps: Sequence[BucketStep], grad_norm: float | None, gradients: Any
     ) -> None:
+        """Step bucket by bucket; ``gradients`` is the mark at which they are complete."""
         started = 0
         for done, step in enumerate(steps):
             for coming in steps[started : done + 1 + self._ahead()]:
-                coming.start()
+                coming.start(gradients)
                 started += 1
             self._wait(step)
             self._run_rule(step, grad_norm, done, len(steps))

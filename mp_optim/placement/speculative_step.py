@@ -90,13 +90,13 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         step_device: Callable[[], None],
     ) -> None:
         if self._iteration is not None and self._iteration.speculates:
-            back = self._fill_back_buffers(steps, grad_norm)
+            gradients = self.transfer.mark()
+            back = self._fill_back_buffers(steps, grad_norm, gradients)
             step_device()
             for step in steps:
                 self._publish(step, back[step.bucket])
-            self._step_in_place(
-                [step for step in steps if not back[step.bucket]], grad_norm
-            )
+            left = [step for step in steps if not back[step.bucket]]
+            self._step_in_place(left, grad_norm, gradients)
         else:
             super()._step_both_places(steps, grad_norm, step_device)
         multipliers = {value for step in steps for value in step.updates.multipliers}
@@ -108,7 +108,7 @@ class SpeculativeHostStepper(OverlappedHostStepper):
             self._record(multipliers == {predicted})
 
     def _fill_back_buffers(
-        self, steps: Sequence[BucketStep], grad_norm: float | None
+        self, steps: Sequence[BucketStep], grad_norm: float | None, gradients: Any
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the back buffer of every bucket hold this step, mostly by finding that it does.
         Launches by bucket; none for one that has to be stepped in place."""
@@ -128,7 +128,7 @@ class SpeculativeHostStepper(OverlappedHostStepper):
                 bucket.distrust()  # what it holds is about to be written over
                 again.append(step)
         for step in again:
-            step.start()
+            step.start(gradients)
         for step in again:
             self._step_again(step, back[step.bucket])
         return back

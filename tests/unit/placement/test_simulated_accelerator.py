@@ -141,9 +141,10 @@ class Directly:
     """A use of the transfer without a schedule; it tells whether the values were right."""
 
     use: Callable[[Simulation], bool]
+    pace: Pace = Pace.OTHERS_FIRST
 
     def found(self):
-        with simulated_accelerator(Pace.OTHERS_FIRST) as simulation:
+        with simulated_accelerator(self.pace) as simulation:
             is_right = self.use(simulation)
         return bool(simulation.reports), not is_right
 
@@ -173,6 +174,7 @@ SCENARIOS = [
     Directly(download_of_what_is_dropped),
     Directly(upload_to_what_is_dropped),
     Directly(fetched_number),
+    Directly(fetched_number, Pace.LAZY),
     InSchedule(Schedule(mode="overlap", rounds=rounds(), pauses=LATE)),
     InSchedule(Schedule(mode="sync", rounds=rounds(), pipelined=False)),
     InSchedule(
