@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,9 +90,8 @@ class Staging:
 
     NOTE: it belongs to the worker from the moment a job is submitted until the worker is drained,
     and to the thread that calls ``step()`` otherwise. Copies that were started outlive both: the
-    owner calls :meth:`wait_until_free` before it writes to the memory, and an optimizer that goes
-    right after a step waits for its uploads. torch's pinned allocator does not wait for copies of
-    tensors that were cut from a larger one.
+    owner calls :meth:`wait_until_free` before it writes to the memory. To let go of it needs no
+    wait: the transfer holds it until they are done.
     """
 
     def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
@@ -102,8 +100,6 @@ class Staging:
         self._memory = Block(num_bytes, self._allocate)
         self._staged: dict[int, StagedTensors] = {}
         self._tickets: list[Any] = []  # of copies that may be under way
-        finalizer = weakref.finalize(self, _wait_for, transfer, self._tickets)
-        finalizer.atexit = False  # nobody else gets the memory then
 
     @property
     def capacity(self) -> int:
@@ -116,7 +112,6 @@ class Staging:
         if staged is None or not staged.fit(updates):
             needed = staging_bytes(updates)
             if needed > self.capacity:
-                self.wait_until_free()
                 self._staged.clear()
                 self._memory = Block(needed, self._allocate)
             staged = self._staged[bucket] = StagedTensors(updates, self._memory)
@@ -124,7 +119,9 @@ class Staging:
 
     def wait_until_free(self) -> None:
         """Wait until no copy reads or writes the memory any more."""
-        _wait_for(self.transfer, self._tickets)
+        while self._tickets:
+            ticket = self._tickets.pop()
+            self.transfer.wait(ticket)
 
     def download(
         self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None
@@ -141,12 +138,6 @@ class Staging:
         """Start to copy parameters to where they are wanted."""
         ticket = self.transfer.upload(_present(outputs), _present(staged))
         self._tickets.append(ticket)
-
-
-def _wait_for(transfer: Transfer, tickets: list[Any]) -> None:
-    while tickets:
-        ticket = tickets.pop()
-        transfer.wait(ticket)
 
 
 def staging_bytes(updates: SlotUpdates) -> int:

@@ -6,7 +6,12 @@ in the tests delays each copy until the caller waits for it, so a missing wait f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +25,8 @@ class Transfer(Protocol):
     """Asynchronous copies. A ticket stands for a batch of copies that may still be under way.
 
     ``to`` and ``sources`` are parallel lists (with thousands of tensors, an object for each pair
-    would cost more than the copies) of the same shapes and dtypes; on the host, contiguous.
+    would cost more than the copies) of the same shapes and dtypes; on the host, contiguous. The
+    memory of both stays until the copies are done, also if the caller drops it and the ticket.
     """
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
@@ -76,18 +82,40 @@ class MetaTransfer(ImmediateTransfer):
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
+@dataclass(eq=False)
+class _Copies:
+    """A ticket of :class:`CudaTransfer`.
+
+    Attributes:
+        done: reached when the copies are.
+        held: what they read and write.
+    """
+
+    done: torch.cuda.Event
+    held: Sequence[Tensor]
+
+
 class CudaTransfer:
     """One side stream per direction, so downloads, uploads and kernels overlap.
 
     NOTE: the thread that calls may have another current device: a new one has the first, and so
     has a caller that never set it. What torch restores there, and what the runtime does for a
     thread that only waits, would set up that device: half a gigabyte of it for every rank.
+
+    NOTE: no allocator knows of these copies. What they read and write is held here until they are
+    done, by each direction's tickets in the order of its stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = Lock()  # of what is under way: the worker copies, too
+        self._under_way: dict[torch.cuda.Stream, deque[_Copies]] = {
+            self._down: deque(),
+            self._up: deque(),
+        }
+        weakref.finalize(self, _wait_for, self._under_way.values(), device)
 
     @in_own_modes
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
@@ -102,45 +130,64 @@ class CudaTransfer:
     def _copy(
         self,
         stream: torch.cuda.Stream,
-        to: Sequence[Tensor],
-        sources: Sequence[Tensor],
+        to: list[Tensor],
+        sources: list[Tensor],
         after: torch.cuda.Event | None = None,
-    ) -> torch.cuda.Event:
+    ) -> _Copies:
+        copies = _Copies(torch.cuda.Event(), [*to, *sources])  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
+            self._let_go(self._under_way[stream])
             if after is None:
                 stream.wait_stream(torch.cuda.current_stream())
             else:
                 stream.wait_event(after)
             with torch.cuda.stream(stream):
-                for destination, source in zip(to, sources, strict=True):
-                    destination.copy_(source, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(stream)
-        # NOTE: the caller may free what lies on the accelerator while it is still being copied.
-        for tensor in sources if stream is self._down else to:
-            tensor.record_stream(stream)
-        return event
+                try:
+                    if to:
+                        torch._foreach_copy_(to, sources, non_blocking=True)
+                finally:
+                    copies.done.record(stream)
+                    self._under_way[stream].append(copies)
+        return copies
+
+    def _let_go(self, under_way: deque[_Copies]) -> None:
+        """Hold nothing of copies that are done."""
+        done = []
+        with self._lock:
+            while under_way and under_way[0].done.query():  # type: ignore[no-untyped-call]
+                done.append(under_way.popleft())
+        for copies in done:
+            copies.held = ()
 
     def download(
         self,
         to: Sequence[Tensor],
         sources: Sequence[Tensor],
         after: torch.cuda.Event | None = None,
-    ) -> torch.cuda.Event:
-        return self._copy(self._down, to, sources, after)
+    ) -> _Copies:
+        return self._copy(self._down, list(to), list(sources), after)
 
-    def upload(
-        self, to: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> torch.cuda.Event:
-        return self._copy(self._up, to, sources)
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> _Copies:
+        # other tensors over their memory, which stays if a parameter is given another (.data = ...)
+        return self._copy(self._up, list(map(Tensor.detach, to)), list(sources))
 
-    def wait(self, ticket: torch.cuda.Event) -> None:
+    def wait(self, ticket: _Copies) -> None:
         with torch.cuda.device(self._device):
-            ticket.synchronize()
+            ticket.done.synchronize()
+        ticket.held = ()
 
     def join(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().wait_stream(self._up)
+
+
+def _wait_for(under_way: Iterable[deque[_Copies]], device: torch.device) -> None:
+    """Before a transfer goes: what is on its way arrives."""
+    is_here = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_here:  # not in a forked child
+        with torch.cuda.device(device):
+            for copies in itertools.chain(*under_way):
+                copies.done.synchronize()
 
 
 def transfer_for(device: torch.device) -> Transfer:

@@ -81,7 +81,16 @@ class CudaEvent:
                 simulation.wait_for(*self._recorded)
 
     def query(self) -> bool:
-        return self._recorded is None or self._recorded[0].done >= self._recorded[1]
+        simulation = self._simulation
+        with simulation.lock:
+            if self._recorded is None:
+                return True
+            source, count, clock = self._recorded
+            simulation.check_device(source.device, "an event looked at")
+            if source.done < count:
+                return False
+            simulation.thread.learn(clock)
+            return True
 
 
 def _index(simulation: Simulation, device: Any) -> int:
@@ -135,6 +144,7 @@ def _torch_cuda(simulation: Simulation) -> dict[str, Any]:
         "stream": stream,
         "device": device,
         "set_device": set_device,
+        "is_initialized": lambda: True,
         "current_device": lambda: simulation.thread.device,
         "synchronize": lambda place=None: simulation.synchronize(),
     }

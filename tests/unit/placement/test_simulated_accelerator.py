@@ -136,6 +136,13 @@ def fetched_number(simulation):
     return optimizer.stepper.fetch(value)().item() == 3.0
 
 
+def download_of_a_transfer_that_is_dropped(simulation):
+    transfer, host, value = transfer_and_memory(simulation)
+    transfer.download([host], [value])
+    del transfer
+    return host.tolist() == [3.0] * 16
+
+
 @dataclass
 class Directly:
     """A use of the transfer without a schedule; it tells whether the values were right."""
@@ -175,6 +182,7 @@ SCENARIOS = [
     Directly(upload_to_what_is_dropped),
     Directly(fetched_number),
     Directly(fetched_number, Pace.LAZY),
+    Directly(download_of_a_transfer_that_is_dropped),
     InSchedule(Schedule(mode="overlap", rounds=rounds(), pauses=LATE)),
     InSchedule(Schedule(mode="sync", rounds=rounds(), pipelined=False)),
     InSchedule(
@@ -198,7 +206,7 @@ SITES = [site for module in MODULES for site in sites(module)]
 
 def test_sites_are_found():
     texts = {site.text for site in SITES}
-    assert {"tensor.record_stream(stream)", "ticket.synchronize()"} <= texts
+    assert {"ticket.done.synchronize()", "copies.done.synchronize()"} <= texts
     assert len(SITES) >= 15
 
 
@@ -235,6 +243,28 @@ def test_an_optimizer_may_go_while_its_parameters_are_on_their_way_up():
         gc.collect()
         transfer_and_memory(simulation)
         assert param.allclose(torch.full((8,), 0.5))
+    assert not simulation.reports
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_both_ends_of_a_copy_are_held_until_it_is_done(waits):
+    """Whatever the caller drops, and whatever memory it gives a parameter meanwhile."""
+    with simulated_accelerator() as simulation:
+        transfer, host, value = transfer_and_memory(simulation, 32)
+        source = cut(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)
+        target = torch.nn.Parameter(value[:16].clone(), requires_grad=False)
+        ends = [simulation.memory.of(source), simulation.memory.of(target)]
+        ticket = transfer.upload([target], [source])
+        target.data = torch.zeros(16)
+        del host, source, target
+        assert [end.is_let_go for end in ends] == [False, False]
+        if waits:
+            transfer.wait(ticket)
+        else:
+            del ticket
+            torch.cuda.synchronize()
+            transfer.upload([], [])  # the next copy lets go of what is done
+        assert [end.is_let_go for end in ends] == [True, True]
     assert not simulation.reports
 
 
@@ -313,9 +343,12 @@ def test_host_memory_that_was_cut_is_not_given_back_under_a_copy():
         with simulated_accelerator() as simulation:
             transfer, host, value = transfer_and_memory(simulation, 32)
             source = cut(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)
-            whole = [host] if not is_cut else [source]
-            transfer.upload([value if not is_cut else value[:16]], whole)
-            del host, source, whole
+            target = value[:16] if is_cut else value
+            side = side_stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                target.copy_(source if is_cut else host, non_blocking=True)
+            del host, source, target, transfer
             transfer_and_memory(simulation)
         assert bool(simulation.reports) is is_cut
 
