@@ -299,5 +299,8 @@ class HostStepper(HostPart):
 
         return value
 
+    def notes(self) -> tuple[str, ...]:
+        return self.transfer.notes()
+
     def metrics(self) -> dict[str, float]:
         return self.timeline.metrics()

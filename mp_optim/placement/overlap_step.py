@@ -312,6 +312,7 @@ class OverlappedHostStepper(HostStepper):
             f"host: offload_mode {self.mode}, {len(self.buckets)} buckets of at most "
             f"{self.settings.bucket_bytes:,} bytes, "
             f"{held.back_mains + held.back_state:,} bytes double buffer",
+            *super().notes(),
         )
 
     def metrics(self) -> dict[str, float]:

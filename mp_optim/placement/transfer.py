@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mp_optim.process.caller_warnings import warn
 from mp_optim.process.host_memory import zeros_host
+from mp_optim.process.page_locked import REGISTERED_FROM, PageLockError, page_locked
 from mp_optim.process.torch_modes import in_own_modes
 
 
@@ -52,6 +54,9 @@ class Transfer(Protocol):
     def join(self) -> None:
         """Make accelerator work queued from now on see every upload started so far."""
 
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the memory that was asked for so far."""
+
 
 class ImmediateTransfer:
     """Both places are host memory: copies happen at once and waiting is free."""
@@ -73,6 +78,9 @@ class ImmediateTransfer:
     def wait(self, ticket: None) -> None: ...
 
     def join(self) -> None: ...
+
+    def notes(self) -> tuple[str, ...]:
+        return ()
 
 
 class MetaTransfer(ImmediateTransfer):
@@ -110,6 +118,7 @@ class CudaTransfer:
         self._device = device
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._notes: dict[str, None] = {}
         self._lock = Lock()  # of what is under way: the worker copies, too
         self._under_way: dict[torch.cuda.Stream, deque[_Copies]] = {
             self._down: deque(),
@@ -119,7 +128,35 @@ class CudaTransfer:
 
     @in_own_modes
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        if not pin:
+            return zeros_host(num_bytes)
+        if num_bytes >= REGISTERED_FROM:
+            try:
+                return page_locked(num_bytes, self._device)
+            except PageLockError as error:
+                self._note(
+                    f"page-locked memory: could not be registered ({error}); torch's allocator "
+                    "takes it, which rounds each piece up to a power of two"
+                )
+        try:
+            return torch.empty(
+                num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            self._note(
+                f"page-locked memory: there is none ({why}); pageable memory takes its place: "
+                "copies are slower and overlap with nothing"
+            )
+            return zeros_host(num_bytes)
+
+    def _note(self, what: str) -> None:
+        if what not in self._notes:
+            self._notes[what] = None
+            warn(what)
+
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._notes)
 
     def mark(self) -> torch.cuda.Event:
         with torch.cuda.device(self._device):

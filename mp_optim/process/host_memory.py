@@ -39,13 +39,20 @@ def zeros_host(num_bytes: int) -> Tensor:
     system has them."""
     if num_bytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+    memory, start = mapped(num_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=start)
+
+
+def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
+    """Zeroed memory of its own, in huge pages where the system has them, and the byte of it from
+    which so many are for use."""
     start = next(_allocations) * _STAGGER % _HUGE_PAGE
-    memory = mmap.mmap(
-        -1, start + num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    start -= start % alignment
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, start + num_bytes, flags=flags)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=start)
+    return memory, start
 
 
 _HUGE_PAGE = 2 << 20

@@ -153,6 +153,9 @@ class AdversarialTransfer:
         self.pending.append((is_upload, list(zip(to, sources, strict=True))))
         return len(self.pending) - 1
 
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def mark(self) -> None: ...
 
     def download(

@@ -66,6 +66,9 @@ class Bus:
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def mark(self) -> None: ...
 
     def _copy(
