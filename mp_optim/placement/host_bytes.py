@@ -48,17 +48,22 @@ allowed: the last one arrives with the end of backward and is the one that canno
 
 
 class HostBytes(NamedTuple):
-    """Host memory beside main params and state, in bytes: what a stepper will hold, with gradients
-    in the model's dtype. Wider gradients let staging grow in the first step.
+    """Host memory beside main params and state: the bytes of each piece that a stepper will ask
+    for, with gradients in the model's dtype. Wider gradients let staging grow in the first step.
 
     Attributes:
         staging: for gradients and parameters on their way.
         back_mains, back_state: of the back buffer, for main params and for the rest.
     """
 
-    staging: int
-    back_mains: int = 0
-    back_state: int = 0
+    staging: tuple[int, ...]
+    back_mains: tuple[int, ...] = ()
+    back_state: tuple[int, ...] = ()
+
+    @property
+    def back(self) -> int:
+        """Bytes of the back buffer."""
+        return sum(self.back_mains) + sum(self.back_state)
 
 
 @dataclass(frozen=True)

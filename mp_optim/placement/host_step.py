@@ -185,7 +185,7 @@ class HostStepper(HostPart):
     def host_bytes(self) -> HostBytes:
         """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
         is held from then on."""
-        return HostBytes(sum(staging.capacity for staging in self._staging))
+        return HostBytes(tuple(staging.capacity for staging in self._staging))
 
     # -- in step ----------------------------------------------------------------------------------
 

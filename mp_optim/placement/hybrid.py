@@ -131,14 +131,13 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self._bound: list[Tensor] | None = None
         super().__init__(params, dict(kwargs))
         device = _only_accelerator(self.param_groups)
-        can_pin = device.type not in ("cpu", "meta")
         transfer = transfer if transfer is not None else transfer_for(device)
         self._assignments.assign(
             self.param_groups, offload_fraction, self._stepped_dtype
         )
         self._host_mains = Block(
             self._host_main_bytes(),
-            partial(transfer.empty_host, pin=pin_cpu_params and can_pin),
+            partial(transfer.empty_host, pin=pin_cpu_params),
         )
         indices = range(len(self.param_groups))
         for place, kind in classes.items():
@@ -156,8 +155,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
             partial(occupy, worker_threads(host_threads), host_cores),
             bucket_bytes,
             overlap_cpu_optimizer_d2h_h2d,
-            pin_cpu_grads and can_pin,
-            pin_cpu_params and can_pin,
+            pin_cpu_grads,
+            pin_cpu_params,
             speculation or SpeculationSettings(),
         )
         slots = self._assignments.host_slots(self.param_groups)
@@ -173,6 +172,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
                 numel, dtype = local_tensor(param).numel(), self.main_dtype(param.dtype)
                 sizes.append(aligned_bytes(numel, dtype))
         return sum(sizes)
+
+    @property
+    def host_main_bytes(self) -> int:
+        """Host memory that was asked for in one piece, for all main params there."""
+        return self._host_mains.capacity
 
     @property
     def host(self) -> HostStepper:

@@ -311,7 +311,7 @@ class OverlappedHostStepper(HostStepper):
         return (
             f"host: offload_mode {self.mode}, {len(self.buckets)} buckets of at most "
             f"{self.settings.bucket_bytes:,} bytes, "
-            f"{held.back_mains + held.back_state:,} bytes double buffer",
+            f"{held.back:,} bytes double buffer",
             *super().notes(),
         )
 

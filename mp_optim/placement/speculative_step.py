@@ -45,10 +45,8 @@ class SpeculativeHostStepper(OverlappedHostStepper):
 
     def host_bytes(self) -> HostBytes:
         self._owner.bind_tensors()
-        mains = state = 0
-        for index in range(len(self.buckets)):
-            of_mains, of_state = self._reserved(index).capacity
-            mains, state = mains + of_mains, state + of_state
+        pieces = [self._reserved(index).capacity for index in range(len(self.buckets))]
+        mains, state = zip(*pieces, strict=True) if pieces else ((), ())
         return HostBytes(super().host_bytes().staging, mains, state)
 
     def _reserved(self, index: int) -> DoubleBuffer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -21,6 +21,7 @@ from mp_optim.planner.layout import Layout, model_shard, state_shard
 from mp_optim.planner.params import ParamSpec, specs_of
 from mp_optim.planner.sharded import of_one_rank, without_sharding
 from mp_optim.precision import MegatronOptimizer, WrappedOptimizer
+from mp_optim.process.page_locked import page_locked_bytes
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import param_at
 from mp_optim.slots.state_keys import REMAINDER
@@ -45,8 +46,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one rank needs. Activations, temporary tensors, scales of float8 parameters and
-    the allocators' rounding are not in it.
+    """Bytes that one rank needs, page-locked memory as it is charged. Activations, temporary
+    tensors, scales of float8 parameters and the accelerator's rounding are not in it.
 
     Attributes:
         accelerator: memory of the device that holds the model.
@@ -187,43 +188,40 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for part in optimizer.chained_optimizers:
         assert isinstance(part, WrappedOptimizer)  # nothing is distributed here
-        for kind, what, size in (*_reserves(part, config), *_tensors(part, config)):
+        for kind, what, size in (*_reserves(part, config), *_tensors(part)):
             sizes[kind][what] += size
     device, pinned, pageable = (Memory(**of_kind) for of_kind in sizes.values())
     return MemoryPlan(device, pinned, pageable)
-
-
-def _host(is_pinned: bool) -> str:
-    return "pinned_host" if is_pinned else "pageable_host"
 
 
 def _reserves(
     part: WrappedOptimizer, config: OptimizerConfig
 ) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and how much host memory is taken when stepping begins."""
-    if isinstance(part.inner, HybridDeviceOptimizer):
-        held = part.inner.stepper.host_bytes()
-        yield _host(config.pin_cpu_grads), "staging", held.staging
-        yield _host(config.pin_cpu_params), "double_buffers", held.back_mains
-        yield _host(False), "double_buffers", held.back_state
+    if not isinstance(part.inner, HybridDeviceOptimizer):
+        return
+    held, pins_mains = part.inner.stepper.host_bytes(), config.pin_cpu_params
+    yield _taken("main_params", [part.inner.host_main_bytes], pins_mains)
+    yield _taken("staging", held.staging, config.pin_cpu_grads)
+    yield _taken("double_buffers", held.back_mains, pins_mains)
+    yield _taken("double_buffers", held.back_state, False)
 
 
-def _tensors(
-    part: WrappedOptimizer, config: OptimizerConfig
-) -> Iterator[tuple[str, str, int]]:
-    """Where, what for, and bytes of main params and state."""
+def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:
+    if is_pinned:
+        return "pinned_host", what, sum(map(page_locked_bytes, pieces))
+    return "pageable_host", what, sum(pieces)
+
+
+def _tensors(part: WrappedOptimizer) -> Iterator[tuple[str, str, int]]:
+    """Where, what for, and bytes of main params on the accelerator and of all state."""
     for slot in filter(part.has_state, part.slots()):
         on_device = part.inner.place(slot) == "device"
-        mains = "accelerator" if on_device else _host(config.pin_cpu_params)
-        if part.has_separate_main(slot):
-            yield mains, "main_params", param_at(part.inner.param_groups, slot).nbytes
+        if on_device and part.has_separate_main(slot):
+            main = param_at(part.inner.param_groups, slot)
+            yield "accelerator", "main_params", main.nbytes
         for key, value in part.inner.slot_state(slot).items():
-            if key == REMAINDER:
-                yield mains, "main_params", value.nbytes
-            else:
-                is_here = on_device and key != "step"
-                yield (
-                    "accelerator" if is_here else _host(False),
-                    "moments",
-                    value.nbytes,
-                )
+            is_here = on_device and key != "step"
+            where = "accelerator" if is_here else "pageable_host"
+            what = "main_params" if key == REMAINDER else "moments"
+            yield where, what, value.nbytes

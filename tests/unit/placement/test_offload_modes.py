@@ -45,8 +45,7 @@ WINDOW = SpeculationSettings().window
 
 
 def back_buffer_bytes(hybrid):
-    held = hybrid.stepper.host_bytes()
-    return held.back_mains + held.back_state
+    return hybrid.stepper.host_bytes().back
 
 
 def counts(optimizer, name):
