@@ -80,10 +80,30 @@ def _check_together(config: ConfigFields) -> None:
             "data_parallel_sharding_strategy",
             "contradicts use_layer_wise_distributed_optimizer=True",
         )
+    _check_release(config)
     try:
         coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
     except ValueError as error:
         raise ValueError(f"muon_{error}") from None
+
+
+def _check_release(config: ConfigFields) -> None:
+    if not config.release_gradients:
+        return
+    if config.is_distributed:
+        _fail(
+            config,
+            "release_gradients",
+            "gradients of a distributed optimizer lie in its own buckets; set it to False",
+        )
+    if config.fused_backend in ("apex", "transformer_engine"):
+        _fail(
+            config,
+            "release_gradients",
+            "released gradients are measured on the host, where sums of squares have other bits "
+            f"than those of fused_backend={config.fused_backend!r}; choose another, or set "
+            "release_gradients=False",
+        )
 
 
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -185,6 +205,10 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
     "offload_mode": (
         "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
         lambda c: c.may_offload,
+    ),
+    "release_gradients": (
+        "offload_mode='overlap' or 'speculative'",
+        lambda c: c.may_offload and c.offload_mode != "sync",
     ),
     "gpu_memory": (
         "optimizer_offload_fraction='auto'",

@@ -139,6 +139,13 @@ class ConfigFields:
     """When the host works: sync (in ``step()``), overlap (gradients come down and are measured
     during backward) or speculative (they are also stepped then, into a second half of main params
     and moments; the verdict publishes it). The same bits in all three."""
+    release_gradients: bool = False
+    """With ``offload_mode`` overlap or speculative: what is stepped on the host leaves ``.grad`` as
+    soon as its bucket is complete in backward, so that at most two buckets of such gradients lie on
+    the device; micro-batches add up on the host. ``.grad`` reads as None then, so nothing else may
+    clip or read it; ``step()`` ends with ``zero_grad()``, and a batch is given up by the
+    optimizer's ``zero_grad()``, not the model's. Off by default, as none of that can be noticed
+    (docs/settings.md)."""
     offload_bucket_bytes: int = 64 << 20
     """Staging bytes after which a bucket of host slots is closed; one larger parameter is a bucket
     by itself. With ``offload_mode`` overlap or speculative, a sixteenth of all if that is less."""

@@ -63,6 +63,11 @@ class BackwardJob:
         staged: the same on the host.
         versions: the gradients it was given, by slot.
         back: launches into the back buffer; empty if it only copies and measures.
+        measures: whether the gradients are complete; else they are only copied.
+        landing: where gradients come down that are added to those of earlier micro-batches, which
+            ``staged`` has; None where they are the first.
+        releases: ``staged`` is all that will be left of the gradients. Such a job is prepared by
+            the caller, and copies and adds even if it is cancelled.
     """
 
     label: str
@@ -73,10 +78,13 @@ class BackwardJob:
     back: Sequence[BackLaunch]
     sum_of_squares: Callable[[Sequence[Tensor]], Tensor]
     timeline: StepTimeline
+    measures: bool = True
+    landing: Sequence[Tensor] | None = None
+    releases: bool = False
     result: JobResult | None = None
 
     def __post_init__(self) -> None:
-        self._is_cancelled = False
+        self._is_cancelled = self._is_prepared = self._gave_up = False
         self._after = self.owner.transfer.mark()
         self._ticket: Any = None
 
@@ -85,18 +93,42 @@ class BackwardJob:
         self._is_cancelled = True
 
     def prepare(self) -> None:
-        if self.updates is not None and not self._is_cancelled:
-            grads = self.updates.grads
-            self._ticket = self.owner.download(grads, self.staged.grads, self._after)
+        if self.releases and self._is_prepared:
+            return
+        self._is_prepared = True
+        if self.updates is not None and (self.releases or not self._is_cancelled):
+            to = self.staged.grads if self.landing is None else self.landing
+            self._ticket = self.owner.download(self.updates.grads, to, self._after)
+
+    def let_go(self) -> None:
+        """Wait until the gradients are down, and let go of them. From the caller's thread, of a job
+        that releases them."""
+        self.owner.transfer.wait(self._ticket)
+        self.updates = None
+
+    def gave_up_grads(self) -> None:
+        """The worker was drained: from now on ``versions`` are of what is left of the gradients."""
+        if self.releases and not self._gave_up:
+            self._gave_up = True
+            slots = zip(self.versions.items(), self.staged.grads, strict=True)
+            self.versions = {
+                slot: GradVersion.of(grad, version.count)
+                for (slot, version), grad in slots
+            }
 
     @torch.no_grad()
     def run(self) -> None:
-        updates, self.updates, self._after = self.updates, None, None
-        if self._is_cancelled:
+        if self._is_cancelled and not self.releases:
+            self.updates = self._after = None
             return
         with self.timeline.stage(WAIT_COPIES, self.label):
             self.owner.transfer.wait(self._ticket)
-        del updates  # its gradients are the caller's again
+        self.updates = self._after = None  # its gradients are the caller's again
+        if self.landing is not None:
+            with self.timeline.stage("host_add", self.label):
+                torch._foreach_add_(list(self.staged.grads), list(self.landing))
+        if self._is_cancelled or not self.measures:
+            return
         with self.timeline.stage("host_measure", self.label):
             sums: list[float] = self.sum_of_squares(self.staged.grads).tolist()
         steps = len(self.back) > 0 and all(map(math.isfinite, sums))

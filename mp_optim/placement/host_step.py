@@ -78,6 +78,7 @@ class BucketStep:
         updates: gradients and outputs where they are on the device.
         staged: the same on the host.
         is_here: the gradients have been downloaded.
+        here: indices of single ones that are in place.
     """
 
     bucket: int
@@ -86,6 +87,7 @@ class BucketStep:
     updates: SlotUpdates
     tensors: StagedTensors
     is_here: bool = False
+    here: frozenset[int] = frozenset()
     ticket: Any = None
 
     def __post_init__(self) -> None:
@@ -93,9 +95,14 @@ class BucketStep:
 
     def start(self, after: Any) -> None:
         """Start the download of the gradients, which are complete at a mark of the transfer."""
-        if not self.is_here:
-            grads = self.updates.grads
-            self.ticket = self.staging.download(grads, self.staged.grads, after)
+        if self.is_here:
+            return
+        grads, staged = self.updates.grads, self.staged.grads
+        if self.here:
+            missing = [index for index in range(len(grads)) if index not in self.here]
+            grads = [grads[index] for index in missing]
+            staged = [staged[index] for index in missing]
+        self.ticket = self.staging.download(grads, staged, after)
 
     def upload(self) -> None:
         """Start the upload of the parameters."""

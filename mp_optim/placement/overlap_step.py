@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -22,11 +23,14 @@ from mp_optim.placement.host_step import (
     HostStepper,
     HostStepSettings,
 )
+from mp_optim.placement.released_grads import ReleasedGrads
 from mp_optim.placement.speculation import warn_of_written
+from mp_optim.placement.staging import Staging
 from mp_optim.placement.timeline import WAIT_WORKER
 from mp_optim.placement.worker import Worker, WorkerError
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.slots.host_part import Claim
 from mp_optim.slots.optimizer import SlotOptimizer
 
 
@@ -53,6 +57,7 @@ class OverlappedHostStepper(HostStepper):
         counts: how many buckets were published as they had been speculated on, how many were
             stepped again, in how many steps speculation paused, and of how many buckets the
             gradients were written after backward.
+        released: gradients that are here only.
     """
 
     mode: OffloadMode = "overlap"
@@ -72,6 +77,7 @@ class OverlappedHostStepper(HostStepper):
             speculation_stale=0,
         )
         self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
+        self.released = ReleasedGrads(self.worker)
         self.buckets: list[Bucket] = []
         self._arrivals = threading.Lock()
         self._ready: Counter[Slot] = Counter()
@@ -92,6 +98,19 @@ class OverlappedHostStepper(HostStepper):
     def _cut(self, slots: Sequence[HostSlot]) -> None:
         super()._cut(slots)
         self.buckets = [Bucket(bucket) for bucket in self._plan.buckets]
+        half = max((staging.capacity for staging in self._staging), default=0) // 2
+        pin = self.settings.pin_staging
+        self.released.use_landings(lambda: Staging(self.transfer, half, pin))
+
+    @property
+    def released_bytes(self) -> int:
+        sizes = [0] * len(self._plan.buckets)
+        for slot in self._slots.values():
+            # the gradient of a float8 parameter has 16 bits
+            sizes[self._plan.bucket_of[slot.slot]] += slot.numel * max(
+                2, slot.dtype.itemsize
+            )
+        return sum(sorted(sizes)[:-2])
 
     def _ahead(self) -> int:
         return len(self.buckets) if self.settings.pipelined else 0
@@ -102,12 +121,12 @@ class OverlappedHostStepper(HostStepper):
     # -- during backward --------------------------------------------------------------------------
 
     @in_own_modes
-    def on_grad_ready(self, update: SlotUpdate) -> None:
+    def on_grad_ready(self, update: SlotUpdate, claim: Claim | None = None) -> None:
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._arrivals:
-            self._take(update)
+            self._take(update, claim)
 
-    def _take(self, update: SlotUpdate) -> None:
+    def _take(self, update: SlotUpdate, claim: Claim | None) -> None:
         on_host = self._owner.on_host(update)
         if on_host is None:
             return
@@ -117,12 +136,22 @@ class OverlappedHostStepper(HostStepper):
         bucket = self._bucket_of(slot)
         if bucket.job is not None and slot in bucket.job.versions:
             bucket.cancel()  # another micro-batch: what was begun is of no use
-        if not self.is_last_microbatch or self._failure is not None:
+        if self._failure is not None:
             return
-        self._order.setdefault(slot)
+        if self.is_last_microbatch:
+            self._order.setdefault(slot)
+        elif not self.releases:
+            return
+        self.released.claims.pop(slot, None)
+        if claim is not None:
+            self.released.claims[slot] = claim
+        if bucket.add(on_host):
+            self._try(bucket, partial(self._begin_up_to, bucket))
+
+    def _try(self, bucket: Bucket, begin: Callable[[], None]) -> None:
+        """Begin work on a bucket; what goes wrong is kept for :meth:`collect`."""
         try:
-            if bucket.add(on_host):
-                self._begin_up_to(bucket)
+            begin()
         except WorkerError as error:
             self._failure = error
         except Exception as error:
@@ -140,20 +169,67 @@ class OverlappedHostStepper(HostStepper):
                 self._begin(earlier)
         self._begin(bucket)
 
-    def _begin(self, bucket: Bucket) -> None:
+    def _iteration_of_now(self) -> Iteration:
         if self._iteration is None:
             self._source.push_hyperparams()
             self._owner.bind_tensors()
             multiplier = self._source.predicted_multiplier()
             self._iteration = Iteration(self._speculates_now(), multiplier)
-        updates = SlotUpdates.of(bucket.take_waiting())
-        updates = replace(
-            updates, multipliers=[self._iteration.multiplier] * len(updates)
+        return self._iteration
+
+    def _begun_with(self, waiting: Sequence[SlotUpdate]) -> SlotUpdates:
+        """The updates as they are expected to be stepped."""
+        multiplier = self._iteration_of_now().multiplier
+        updates = SlotUpdates.of(waiting)
+        return replace(updates, multipliers=[multiplier] * len(updates))
+
+    def _begin_releasing(self, bucket: Bucket) -> None:
+        """Hand what can be released of a bucket to the worker, and release it."""
+        if not (waiting := self.released.take_from(bucket)):
+            return
+        updates = self._begun_with(waiting)
+        index, landing = self._plan.bucket_of[bucket.slots[0]], None
+        memory, in_place = self._staging[index], True
+        if self.released.has_held(bucket):
+            laid_out = memory.laid_out(index)
+            staged, in_place = self.released.where_held(updates, laid_out)
+            memory = self.released.landing()
+            landing = memory.landing_for(updates.grads)
+        else:
+            staged = memory.tensors_for(index, updates).put_into(updates)
+            memory.is_kept = True
+        is_last = self.is_last_microbatch
+        back = self._back_launches(bucket, staged) if is_last and in_place else ()
+        job = BackwardJob(
+            self._label(updates.slots),
+            memory,
+            updates,
+            staged,
+            self._versions(updates),
+            back,
+            self._source.sum_of_squares,
+            self.timeline,
+            is_last,
+            landing,
+            releases=True,
         )
-        versions = {
+        self.released.begin(job)
+        bucket.hand_over(job)
+        self.worker.submit(job)
+        self.released.release(updates.slots, staged.grads)
+
+    def _versions(self, updates: SlotUpdates) -> dict[Slot, GradVersion]:
+        return {
             slot: GradVersion.of(grad, self._ready[slot])
             for slot, grad in zip(updates.slots, updates.grads, strict=True)
         }
+
+    def _begin(self, bucket: Bucket) -> None:
+        if self.releases:
+            self._begin_releasing(bucket)
+            return
+        updates = self._begun_with(bucket.take_waiting())
+        versions = self._versions(updates)
         index = self._plan.bucket_of[bucket.slots[0]]
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
         # Nothing is written here; jobs of one bucket run one after the other.
@@ -189,12 +265,14 @@ class OverlappedHostStepper(HostStepper):
             return
         self.timeline.begin_step()
         try:
-            if self._failure is not None:
-                raise self._failure
-            with self.timeline.stage(WAIT_WORKER):
-                self.worker.drain()
-        except WorkerError:
+            if self.released.lost:
+                raise WorkerError(self.released.lost)
+            self._finish_jobs()
+        except WorkerError as error:
+            self.released.lose(error)
             self.discard()
+            if self.released.lost:
+                raise WorkerError(self.released.lost) from error
             raise
         self._sums = {}
         for bucket in self.buckets:
@@ -206,6 +284,18 @@ class OverlappedHostStepper(HostStepper):
                     self._sums[version.address] = version, slot, value
         self._is_collected = True
 
+    def _finish_jobs(self) -> None:
+        """Have all done that was begun, and added what came last to what is held."""
+        for bucket in filter(self.released.has_held, self.buckets):
+            self._try(bucket, partial(self._begin_releasing, bucket))
+        if self._failure is not None:
+            raise self._failure
+        with self.timeline.stage(WAIT_WORKER):
+            self.worker.drain()
+        for bucket in self.buckets:
+            if bucket.job is not None:
+                bucket.job.gave_up_grads()
+
     def known_sum_of_squares(self, grad: Tensor) -> float | None:
         version, slot, value = self._sums.get(grad.data_ptr(), (None, None, None))
         if version is None or slot is None or not grad.numel():
@@ -215,7 +305,21 @@ class OverlappedHostStepper(HostStepper):
     def state_exposed(self, slot: Slot) -> None:
         self._bucket_of(slot).distrust()
 
+    def forget_released(self) -> None:
+        if not self.released:
+            return
+        self.released.forget()
+        for staging in self._staging:
+            staging.is_kept = False
+        if self._iteration is not None or self._failure is not None:
+            self.discard()
+
     def discard(self) -> None:
+        if self.released.held:
+            try:
+                self._finish_jobs()
+            except WorkerError as error:
+                self.released.lose(error)
         # NOTE: a worker that is stuck keeps the staging and back buffers that it may still write
         # to, so the buckets get others.
         if not self.worker.discard():
@@ -256,15 +360,36 @@ class OverlappedHostStepper(HostStepper):
         for step in steps:
             job = self.buckets[step.bucket].job
             self.buckets[step.bucket].expect(step.updates.slots)
+            step.here = self._held_in_place(step)
             if job is None or job.result is None:
                 continue
             # Where its tensors did not fit these updates, others were made just now.
             fits = job.staged.grads is step.staged.grads
             step.is_here = fits and self._is_fresh(job, step.updates)
-            if not step.is_here and self._was_written_to(job, step.updates):
+            if step.is_here or job.releases:
+                continue
+            if self._was_written_to(job, step.updates):
                 self.counts["speculation_stale"] += 1
                 warn_of_written(self.mode, self.counts["speculation_stale"])
         return steps
+
+    def _held_in_place(self, step: BucketStep) -> frozenset[int]:
+        """Indices of the updates whose gradients were released; these are where the step reads
+        them."""
+        if not self.released.held:
+            return frozenset()
+        here = set()
+        rows = zip(
+            step.updates.slots, step.updates.grads, step.staged.grads, strict=True
+        )
+        for index, (slot, grad, staged) in enumerate(rows):
+            if self.released.is_held(slot, grad):
+                here.add(index)
+                if grad.data_ptr() != staged.data_ptr():
+                    # NOTE: no upload reads there: the memory was freed for a download since the
+                    # last step, or is new.
+                    staged.copy_(grad)
+        return frozenset(here)
 
     def _is_fresh(self, job: BackwardJob, updates: SlotUpdates) -> bool:
         """Whether a job was given just these gradients, as they are now."""
@@ -311,7 +436,8 @@ class OverlappedHostStepper(HostStepper):
         return (
             f"host: offload_mode {self.mode}, {len(self.buckets)} buckets of at most "
             f"{self.settings.bucket_bytes:,} bytes, "
-            f"{held.back:,} bytes double buffer",
+            f"{held.back:,} bytes double buffer"
+            + (", gradients released" if self.releases else ""),
             *super().notes(),
         )
 

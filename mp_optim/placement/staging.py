@@ -92,6 +92,10 @@ class Staging:
     and to the thread that calls ``step()`` otherwise. Copies that were started outlive both: the
     owner calls :meth:`wait_until_free` before it writes to the memory. To let go of it needs no
     wait: the transfer holds it until they are done.
+
+    Attributes:
+        is_kept: some tensors here are the only copy of gradients that were released; they keep
+            their memory, and other tensors get other memory.
     """
 
     def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
@@ -100,6 +104,7 @@ class Staging:
         self._memory = Block(num_bytes, self._allocate)
         self._staged: dict[int, StagedTensors] = {}
         self._tickets: list[Any] = []  # of copies that may be under way
+        self.is_kept = False
 
     @property
     def capacity(self) -> int:
@@ -111,11 +116,26 @@ class Staging:
         staged = self._staged.get(bucket)
         if staged is None or not staged.fit(updates):
             needed = staging_bytes(updates)
-            if needed > self.capacity:
-                self._staged.clear()
-                self._memory = Block(needed, self._allocate)
+            if needed > self.capacity or self.is_kept:
+                self._replace(max(needed, self.capacity))
             staged = self._staged[bucket] = StagedTensors(updates, self._memory)
         return staged
+
+    def laid_out(self, bucket: int) -> StagedTensors | None:
+        """The tensors that a bucket has here now."""
+        return self._staged.get(bucket)
+
+    def landing_for(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors like these, from the beginning of the memory; nothing else is in it."""
+        needed = sum(aligned_bytes(grad.numel(), grad.dtype) for grad in grads)
+        if needed > self.capacity:
+            self._replace(needed)
+        self._memory.reset()
+        return [self._memory.take(grad.shape, grad.dtype) for grad in grads]
+
+    def _replace(self, num_bytes: int) -> None:
+        self._staged.clear()
+        self._memory, self.is_kept = Block(num_bytes, self._allocate), False
 
     def wait_until_free(self) -> None:
         """Wait until no copy reads or writes the memory any more."""

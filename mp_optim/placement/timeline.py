@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch.profiler import record_function
 
 WAIT_COPIES, WAIT_WORKER = "wait_copies", "wait_worker"
-ARITHMETIC = ("host_measure", "host_step")
+ARITHMETIC = ("host_add", "host_measure", "host_step")
 """StepTimeline that compute on the host."""
 
 

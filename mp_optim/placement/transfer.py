@@ -49,7 +49,7 @@ class Transfer(Protocol):
         ticket."""
 
     def wait(self, ticket: Any) -> None:
-        """Block the host until the ticket's copies are done."""
+        """Block the host until the ticket's copies are done. Several threads may wait for one."""
 
     def join(self) -> None:
         """Make accelerator work queued from now on see every upload started so far."""

@@ -149,6 +149,17 @@ class Worker:
                 queue.jobs.append(job)
                 queue.changed.notify_all()
 
+    def wait_for(self, job: Job) -> None:
+        """Wait until a job is done, or will not be any more, of which :meth:`drain` tells."""
+        queue = self._queue
+
+        def is_over() -> bool:
+            waits = job is queue.running or job in queue.jobs
+            return not waits or queue.failure is not None or not self._is_alive()
+
+        while not queue.wait_until(is_over, PATIENCE):
+            pass
+
     def drain(self) -> None:
         """Wait until all jobs are done.
 

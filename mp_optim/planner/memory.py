@@ -161,8 +161,9 @@ def plan_rank(
         expert_predicate=lambda _, name: name in experts,
     )
     held = memory_of(optimizer, config)
+    grads = rank.grads - (_released(optimizer) if config.release_gradients else 0)
     accelerator = dataclasses.replace(
-        held.accelerator, model_params=rank.params, grads=rank.grads
+        held.accelerator, model_params=rank.params, grads=grads
     )
     return dataclasses.replace(
         held,
@@ -170,6 +171,17 @@ def plan_rank(
         fraction=float(config.optimizer_offload_fraction),
         params=sum(param.numel() for _, param in named if param.requires_grad),
     )
+
+
+def _released(optimizer: MegatronOptimizer) -> int:
+    """Bytes of gradients that the accelerator does without where they are released."""
+    parts = [
+        part
+        for part in optimizer.chained_optimizers
+        if isinstance(part, WrappedOptimizer)
+    ]
+    hosts = [part.inner.host for part in parts]
+    return sum(host.released_bytes for host in hosts if host is not None)
 
 
 def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:

@@ -20,6 +20,7 @@ _OFFLOADING = (
     "optimizer_offload_fraction",
     "overlap_cpu_optimizer_d2h_h2d",
     "offload_mode",
+    "release_gradients",
     "offload_bucket_bytes",
     "pin_cpu_grads",
     "pin_cpu_params",

@@ -4,20 +4,51 @@ they get ready."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.slot_table import SlotTable
+from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
 from mp_optim.slots import ParamGroups, Slot, current_grad, local_tensor, param_at
 from mp_optim.slots.host_part import HostPart
 from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.param_attributes import has_main_grad
 from mp_optim.update.kernel_args import fp32
+
+
+@dataclass(frozen=True)
+class _GradClaim:
+    """A gradient as it was reported: see :class:`~mp_optim.slots.host_part.Claim`."""
+
+    param: Tensor
+    grad: Tensor
+    index: int
+    released: dict[int, Tensor]
+
+    def is_there(self) -> bool:
+        return self.param.grad is self.grad
+
+    def release(self, held: Tensor) -> None:
+        self.released[self.index] = held
+        self.param.grad = None
+
+
+def _can_be_released(param: Tensor, grad: Tensor) -> bool:
+    """Whether a gradient is nothing but the values of ``grad`` that this rank steps with."""
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        if grad.placements != param.placements:
+            return False  # still to be redistributed
+    elif isinstance(param, DTensor) or isinstance(grad, DTensor):
+        return False
+    is_read = grad.dtype in GRADIENT_DTYPES and not grad.is_meta
+    return param.grad is grad and is_read and not grad.requires_grad
 
 
 class Wrapper(Protocol):
@@ -44,6 +75,7 @@ class BackwardOverlap:
 
     Attributes:
         host: what may begin to work during backward.
+        released: gradients that left their parameters' ``grad``, by index in the table.
     """
 
     def __init__(
@@ -52,6 +84,7 @@ class BackwardOverlap:
         table: SlotTable,
         sum_of_squares: Callable[[Sequence[Tensor]], Tensor],
         push_hyperparams: Callable[[], None],
+        releases: bool,
     ) -> None:
         self._wrapper = wrapper
         self._table = table
@@ -65,6 +98,31 @@ class BackwardOverlap:
         if (host := wrapper.inner.host) is not None:
             host.connect(self)
             self.host = host if host.works_in_backward else None
+        self.released: dict[int, Tensor] = {}
+        if releases:
+            self._release()
+
+    def _release(self) -> None:
+        """Release gradients from now on.
+
+        Raises:
+            ValueError: nothing is stepped during backward, or something gathers gradients in
+                ``main_grad``.
+        """
+        if self.host is None:
+            raise ValueError(
+                "release_gradients=True: the optimizer that steps does not work during backward; "
+                "give HybridDeviceOptimizer offload_mode='overlap' or 'speculative', or set it to "
+                "False"
+            )
+        for slot, param in zip(self._table.slots, self._table.params, strict=True):
+            if has_main_grad(param):
+                raise ValueError(
+                    f"release_gradients=True: the parameter at {slot} has a main_grad, which "
+                    "belongs to what made it (Megatron's DistributedDataParallel) and cannot be "
+                    "let go; set it to False"
+                )
+        self.host.releases = True
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Have hooks on what is in the param groups now."""
@@ -94,7 +152,10 @@ class BackwardOverlap:
         ):
             return
         if grad.layout == torch.strided:
-            self.host.on_grad_ready(table.update(index, local_tensor(grad)))
+            update, claim = table.update(index, local_tensor(grad)), None
+            if self.host.releases and _can_be_released(param, grad):
+                claim = _GradClaim(param, grad, index, self.released)
+            self.host.on_grad_ready(update, claim)
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
         """These parameters' gradients, or all, are what will be stepped."""
@@ -112,6 +173,12 @@ class BackwardOverlap:
         was stepped. Costs nothing if it was done since the last gradient."""
         if self.host is not None:
             self.host.collect()
+
+    def forget_released(self) -> None:
+        """Released gradients are of no use any more."""
+        self.released.clear()
+        if self.host is not None:
+            self.host.forget_released()
 
     def skip(self) -> None:
         """The verdict is to change nothing."""
@@ -190,6 +257,16 @@ class EarlyWork:
         except WorkerError:
             self.discard()
             raise
+
+    def released(self) -> Iterator[Tensor]:
+        """Gradients that were released; they may still be on their way."""
+        for link in self.links:
+            yield from link.released.values()
+
+    def forget_released(self) -> None:
+        """Forget gradients that were released."""
+        for link in self.links:
+            link.forget_released()
 
     def discard(self) -> None:
         """Forget what was done."""

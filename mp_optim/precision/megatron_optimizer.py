@@ -158,6 +158,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
                 self.grad_scaler.update(verdict.found_inf)
                 self.early_work.remember_scale()
         self.watch.see_verdict(self, verdict)
+        if self.config.release_gradients:
+            self.zero_grad()  # what is left, so that all of them are gone alike
         return verdict.result if closure is None else loss
 
     def _eagerly(self) -> Verdict | DeviceVerdict:
@@ -223,8 +225,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return loss * self.grad_scaler.scale.to(loss.device).reshape(())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``grad`` and ``decoupled_grad``. ``main_grad`` belongs to what made it and is
-        left alone."""
+        """Clear ``grad`` and ``decoupled_grad``, and forget gradients that were released.
+        ``main_grad`` belongs to what made it and is left alone."""
+        self.early_work.forget_released()
         super().zero_grad(set_to_none=set_to_none)
         for _, param in iter_slots(self.param_groups):
             clear_decoupled_grad(param)
@@ -232,6 +235,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The local gradients there are now, by name."""
+
+    def released_gradients(self) -> Iterator[Tensor]:
+        """Those that are on the host only (``release_gradients``), perhaps still on their way."""
+        return self.early_work.released()
 
     def finish_grad_sync(self) -> None:
         """Reduce what has not been reduced over the ranks, and wait; :meth:`step` does so

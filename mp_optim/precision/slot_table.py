@@ -124,15 +124,19 @@ class SlotTable:
         self.quantized = list(map(is_quantized, params))
 
     def grads(
-        self, name_of: Callable[[Slot], str]
+        self, name_of: Callable[[Slot], str], released: Mapping[int, Tensor]
     ) -> tuple[list[int], CachedTensorList]:
         """Which slots have a gradient now, as indices, and their local gradients.
 
+        Args:
+            released: gradients that left their parameters, by index.
+
         Raises:
             TypeError: a gradient is sparse or not floating point, naming the parameter.
-            ValueError: it has no values, because its parameter is on the meta device.
+            ValueError: it has no values, because its parameter is on the meta device; or there is
+                another one beside it that was released.
         """
-        simple = self.seen.plain and have_grad_only(self.params)
+        simple = self.seen.plain and not released and have_grad_only(self.params)
         present: list[Tensor | None] = list(
             map(_GRAD if simple else current_grad, self.params)
         )
@@ -143,7 +147,17 @@ class SlotTable:
             )
             self._check(whole.indices, grads, name_of)
             return whole.indices, grads
+        for index, grad in released.items():
+            if present[index] is not None:
+                raise ValueError(
+                    f"{name_of(self.slots[index])}: its gradient was released during backward, "
+                    "and there is another one that cannot be added to it (of another dtype, "
+                    "sparse, or put there by hand); set release_gradients=False"
+                )
+            present[index] = grad
         indices = [index for index, grad in enumerate(present) if grad is not None]
+        if released and len(indices) == len(present):
+            indices = self._everything().indices
         grads = CachedTensorList(grad for grad in present if grad is not None)
         self._check(indices, grads, name_of)
         if are_plain(grads):
@@ -170,12 +184,12 @@ class SlotTable:
                 f"{name} is on the meta device, without values: call model.to_empty(device=...) "
                 "and initialise or load the weights, then build the optimizer"
             )
-        if grads.strided and grads.dtypes <= _GRADIENT_DTYPES:
+        if grads.strided and grads.dtypes <= GRADIENT_DTYPES:
             return
         index, grad = next(
             (i, g)
             for i, g in zip(indices, grads, strict=True)
-            if g.layout != torch.strided or g.dtype not in _GRADIENT_DTYPES
+            if g.layout != torch.strided or g.dtype not in GRADIENT_DTYPES
         )
         if grad.dtype in FLOAT8_DTYPES:
             raise TypeError(
@@ -251,5 +265,5 @@ class SlotTable:
         return _Selection(indices, writable, updates)
 
 
-_GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _GRAD = operator.attrgetter("grad")

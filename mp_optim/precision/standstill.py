@@ -4,6 +4,7 @@ comparison or two for it, and never waits for the device."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,7 @@ class Watched(Protocol):
     def is_stub_optimizer(self) -> bool: ...
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
     def norm_ranks(self) -> list[ProcessGroup]: ...
+    def released_gradients(self) -> Iterator[Tensor]: ...
 
 
 class StandstillWatch:
@@ -219,7 +221,8 @@ def _ranks_alike(part: Any) -> Iterator[set[int]]:
 
 def _first_gradient(stack: Watched) -> Tensor | None:
     grads = (current_grad(param) for _, param in iter_slots(stack.param_groups))
-    return next((grad for grad in grads if grad is not None), None)
+    present = (grad for grad in grads if grad is not None)
+    return next(itertools.chain(present, stack.released_gradients()), None)
 
 
 def _culprit(stack: Watched) -> str:

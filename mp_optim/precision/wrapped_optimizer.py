@@ -97,6 +97,7 @@ class WrappedOptimizer(MegatronOptimizer):
             self._table,
             partial(_sum_of_squares, config.fused_backend),
             partial(_push_settings, self),
+            config.release_gradients,
         )
         self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
@@ -145,7 +146,8 @@ class WrappedOptimizer(MegatronOptimizer):
         self.inner.check_groups()
         self.make_current()
         self.backward_link.follow(self._table.params)
-        indices, grads = self._table.grads(self.slot_name)
+        released = self.backward_link.released
+        indices, grads = self._table.grads(self.slot_name, released)
         if not all(self._table.bound):
             self._mains.bind_trained(indices)
         return WrappedGrads(self, self._table, indices, grads)
@@ -200,8 +202,13 @@ class WrappedOptimizer(MegatronOptimizer):
         )
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for slot, param in iter_slots(self.param_groups):
-            if (grad := current_grad(param)) is not None:
+        released = self.backward_link.released
+        if released:
+            self.backward_link.finish()
+        for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
+            grad = current_grad(param)
+            grad = released.get(index) if grad is None else grad
+            if grad is not None:
                 yield self.slot_name(slot), local_tensor(grad)
 
     # -- main params and state --------------------------------------------------------------------

@@ -37,6 +37,17 @@ class GradientSource(Protocol):
         """FP64 sum of squares of each tensor of a list on the host, shape (n,)."""
 
 
+class Claim(Protocol):
+    """A gradient that may be released: its parameter need not keep it once the host has it."""
+
+    def is_there(self) -> bool:
+        """Whether it still is its parameter's gradient."""
+
+    def release(self, held: Tensor) -> None:
+        """Let go of it: from now on it is this tensor on the host, which its download may still be
+        writing."""
+
+
 class HostPart:
     """The stepping of slots on the host, part of which may be done during backward: the face that
     the layer above sees, and what it comes to where nothing is begun early.
@@ -47,6 +58,7 @@ class HostPart:
     Attributes:
         works_in_backward: whether :meth:`on_grad_ready` begins anything.
         is_last_microbatch: whether gradients that get ready are complete.
+        releases: gradients come with a claim, and are begun only if they can be released.
         transfer_bytes: of the last step.
     """
 
@@ -54,15 +66,17 @@ class HostPart:
 
     def __init__(self) -> None:
         self.is_last_microbatch = True
+        self.releases = False
         self.transfer_bytes = TransferBytes()
 
     @abstractmethod
     def connect(self, source: GradientSource) -> None:
         """Ask this source from now on; it reports gradients by :meth:`on_grad_ready`."""
 
-    def on_grad_ready(self, update: SlotUpdate) -> None:
-        """A gradient is complete; the step will be given the same update but for the multiplier.
-        Never raises: what goes wrong is reported by :meth:`collect`."""
+    def on_grad_ready(self, update: SlotUpdate, claim: Claim | None = None) -> None:
+        """A gradient is complete; the step will be given the same update but for the multiplier, or
+        what the claim was released to. Never raises: what goes wrong is reported by
+        :meth:`collect`."""
 
     def collect(self) -> None:
         """Wait for what was begun early.
@@ -78,6 +92,15 @@ class HostPart:
     def state_exposed(self, slot: Slot) -> None:
         """The caller gets live tensors of a slot of the host's optimizer, and may write to them
         without a trace."""
+
+    def forget_released(self) -> None:
+        """Released gradients are of no use any more."""
+
+    @property
+    def released_bytes(self) -> int:
+        """Bytes of gradients in the model's dtype that the device does without where they are
+        released."""
+        return 0
 
     def skip(self) -> None:
         """This step changes nothing: drop what was begun early."""

@@ -42,6 +42,11 @@ def have_grad_only(params: Sequence[Tensor]) -> bool:
     ]
 
 
+def has_main_grad(param: Tensor) -> bool:
+    """Whether something else gathers the parameter's gradient in ``main_grad``."""
+    return getattr(param, "main_grad", None) is not None
+
+
 def set_main_grad(param: Any, grad: Tensor | None) -> None:
     """Let this be the gradient that is stepped with."""
     param.main_grad = grad

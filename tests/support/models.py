@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,9 +138,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 class AdversarialTransfer:
-    """Delays every copy until somebody waits for it, and poisons the destination until then."""
+    """Delays every copy until somebody waits for it, and poisons the destination until then.
+    Several threads may wait for one."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self.pending: list[tuple[bool, list[tuple[Tensor, Tensor]]] | None] = []
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
@@ -167,10 +170,11 @@ class AdversarialTransfer:
         return self._start(True, to, sources)
 
     def wait(self, ticket: int) -> None:
-        entry = self.pending[ticket]
-        self.pending[ticket] = None
-        for destination, source in entry[1] if entry else ():
-            destination.copy_(source)
+        with self._lock:
+            entry = self.pending[ticket]
+            self.pending[ticket] = None
+            for destination, source in entry[1] if entry else ():
+                destination.copy_(source)
 
     def join(self) -> None:
         for ticket, entry in enumerate(self.pending):
