@@ -142,9 +142,11 @@ class OverlappedHostStepper(HostStepper):
             self._order.setdefault(slot)
         elif not self.releases:
             return
-        self.released.claims.pop(slot, None)
-        if claim is not None:
-            self.released.claims[slot] = claim
+        if self.released.has_waiting(
+            bucket, slot
+        ):  # further ones are added in their turn
+            self._try(bucket, partial(self._begin_releasing, bucket))
+        self.released.claim(on_host, claim)
         if bucket.add(on_host):
             self._try(bucket, partial(self._begin_up_to, bucket))
 

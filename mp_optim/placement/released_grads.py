@@ -46,6 +46,21 @@ class ReleasedGrads:
         self._landings = [(make(), None), (make(), None)]
         self._previous = None
 
+    def has_waiting(self, bucket: Bucket, slot: Slot) -> bool:
+        """Whether a gradient waits to be added to what is held of its slot."""
+        return slot in self.held and slot in self.claims and slot in bucket.waiting
+
+    def claim(self, update: SlotUpdate, claim: Claim | None) -> None:
+        """Take note of a gradient that is about to wait. Where it will be added to what is held, it
+        leaves its parameter now: another one would be added to it first, and sums round otherwise
+        in another order."""
+        self.claims.pop(update.slot, None)
+        if claim is None:
+            return
+        self.claims[update.slot] = claim
+        if self._can_add(update):
+            claim.release(self.held[update.slot])
+
     def take_from(self, bucket: Bucket) -> list[SlotUpdate]:
         """The gradients of a bucket that a job can release, which do not wait any more: those that
         can be added to what is held of it; where nothing is, all, if all can be released."""
@@ -60,7 +75,8 @@ class ReleasedGrads:
         return [bucket.waiting.pop(slot) for slot in chosen]
 
     def _is_stale(self, slot: Slot) -> bool:
-        return slot in self.claims and not self.claims[slot].is_there()
+        is_taken = slot in self.held or slot not in self.claims
+        return not is_taken and not self.claims[slot].is_there()
 
     def _can_add(self, update: SlotUpdate) -> bool:
         held = self.held.get(update.slot)

@@ -25,6 +25,7 @@ _WAITS = (
     "synchronize",
     "wait",
     "wait_event",
+    "wait_for",
     "wait_stream",
     "wait_until_free",
 )

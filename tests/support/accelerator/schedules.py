@@ -22,6 +22,8 @@ from support.offload import delays, differing, hybrids, params_of, state_of
 
 DEVICE = 1
 EVENTS = ("", "offload", "abandon", "overflow", "read", "wider", "write")
+WRITES_GRADIENTS = ("overflow", "wider", "write")
+"""Events that find no gradient where it was released."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Schedule:
             (HybridDeviceOptimizer as it is, which never waits for the device).
         pauses: seconds that jobs of the worker take longer, in turn.
         sets_device: whether the caller's current device is that of the model.
+        releases: ``release_gradients``, of a stack that works during backward.
     """
 
     owner: str = "stack"
@@ -67,6 +70,7 @@ class Schedule:
     pace: Pace = Pace.LAZY
     seed: int = 0
     sets_device: bool = True
+    releases: bool = False
 
     @property
     def tears(self) -> bool:
@@ -75,7 +79,7 @@ class Schedule:
         return any(
             round.event in ("overflow", "write")
             or (round.event == "abandon" and self.owner == "zero")
-            or (round.micro > 1 and not round.says_last)
+            or (round.micro > 1 and not round.says_last and not self.releases)
             for round in self.rounds
         )
 
@@ -83,7 +87,13 @@ class Schedule:
     def plain(self) -> Schedule:
         """The same arithmetic, on the host alone and without haste."""
         return replace(
-            self, mode="sync", bucket_bytes=1 << 20, pauses=(), pace=Pace.LAZY, seed=0
+            self,
+            mode="sync",
+            bucket_bytes=1 << 20,
+            pauses=(),
+            pace=Pace.LAZY,
+            seed=0,
+            releases=False,
         )
 
 
@@ -150,6 +160,7 @@ class _Run:
             offload_mode=schedule.mode,
             clip_grad=schedule.clip,
             overlap_cpu_optimizer_d2h_h2d=schedule.pipelined,
+            release_gradients=schedule.releases,
             **(zero if schedule.owner == "zero" else {}),
         )
         predicate = None if schedule.owner == "zero" else is_expert

@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 
 import mp_optim.placement
 from mp_optim import FusedAdam, HybridDeviceOptimizer
+from mp_optim.placement.backward_jobs import BackwardJob
+from mp_optim.placement.staging import Staging
+from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.transfer import CudaTransfer
 from mp_optim.process.host_memory import cut
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from support.accelerator.removals import sites, without
 from support.accelerator.schedules import (
     DEVICE,
     EVENTS,
+    WRITES_GRADIENTS,
     Round,
     Schedule,
     outcome,
@@ -54,7 +59,10 @@ def alone():
 @st.composite
 def schedules(draw):
     owner = draw(st.sampled_from(["stack", "zero", "hybrid"]))
+    mode = draw(st.sampled_from(MODES))
+    releases = owner == "stack" and mode != "sync" and draw(st.booleans())
     unfit = {"zero": ["wider"], "hybrid": ["overflow"], "stack": []}[owner]
+    unfit += WRITES_GRADIENTS if releases else []
     rounds = st.builds(
         Round,
         micro=st.just(1) if owner == "hybrid" else st.integers(1, 3),
@@ -64,7 +72,8 @@ def schedules(draw):
     )
     return Schedule(
         owner=owner,
-        mode=draw(st.sampled_from(MODES)),
+        mode=mode,
+        releases=releases,
         precision=draw(st.sampled_from(["bf16", "fp32"])),
         fraction=draw(st.sampled_from([0.3, 0.7, 1.0])),
         clip=draw(st.sampled_from([0.0, 0.16, 1.0])),
@@ -143,6 +152,20 @@ def download_of_a_transfer_that_is_dropped(simulation):
     return host.tolist() == [3.0] * 16
 
 
+def release_of_what_is_on_its_way(simulation):
+    transfer, _, value = transfer_and_memory(simulation)
+    staging = Staging(transfer, 1024, True)
+    updates = SlotUpdates.of([SlotUpdate(Slot(0, 0), value)])
+    staged = staging.tensors_for(0, updates).put_into(updates)
+    timeline = StepTimeline()
+    job = BackwardJob(
+        "", staging, updates, staged, {}, (), torch.stack, timeline, releases=True
+    )
+    job.prepare()
+    job.let_go()
+    return job.updates is None and staged.grads[0].tolist() == [3.0] * 16
+
+
 @dataclass
 class Directly:
     """A use of the transfer without a schedule; it tells whether the values were right."""
@@ -183,6 +206,7 @@ SCENARIOS = [
     Directly(fetched_number),
     Directly(fetched_number, Pace.LAZY),
     Directly(download_of_a_transfer_that_is_dropped),
+    Directly(release_of_what_is_on_its_way),
     InSchedule(Schedule(mode="overlap", rounds=rounds(), pauses=LATE)),
     InSchedule(Schedule(mode="sync", rounds=rounds(), pipelined=False)),
     InSchedule(
@@ -191,6 +215,15 @@ SCENARIOS = [
     InSchedule(Schedule("hybrid", "sync", rounds=rounds("wider"))),
     InSchedule(Schedule(mode="speculative", clip=0.0, rounds=rounds("write"))),
     InSchedule(Schedule(mode="speculative", rounds=rounds(), pauses=LATE)),
+    InSchedule(
+        Schedule(
+            fraction=1.0,
+            bucket_bytes=64,
+            rounds=(Round(micro=2),) * 2,
+            pauses=LATE,
+            releases=True,
+        )
+    ),  # what is added lands in memory of other buckets
 ]
 NEVER_WRONG = ("drain", "collect", "torch.cuda.device")
 """Without these the bits are right, if by luck: what the worker has not finished is not used."""
