@@ -150,3 +150,4 @@ class ReleasedGrads:
     def forget(self) -> None:
         """They are of no use any more."""
         self.held, self.claims, self.lost = {}, {}, ""
+        self._previous = None
