@@ -123,7 +123,8 @@ class BackwardJob:
             return
         with self.timeline.stage(WAIT_COPIES, self.label):
             self.owner.transfer.wait(self._ticket)
-        self.updates = self._after = None  # its gradients are the caller's again
+        if not self.releases:  # else the caller lets go, and knows when they are gone
+            self.updates = self._after = None  # its gradients are the caller's again
         if self.landing is not None:
             with self.timeline.stage("host_add", self.label):
                 torch._foreach_add_(list(self.staged.grads), list(self.landing))

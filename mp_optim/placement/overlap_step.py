@@ -294,6 +294,7 @@ class OverlappedHostStepper(HostStepper):
             raise self._failure
         with self.timeline.stage(WAIT_WORKER):
             self.worker.drain()
+        self.released.finish()
         for bucket in self.buckets:
             if bucket.job is not None:
                 bucket.job.gave_up_grads()

@@ -125,6 +125,12 @@ class ReleasedGrads:
         if job.landing is not None:
             self._landings = [self._landings[1], (self._landings[0][0], job)]
 
+    def finish(self) -> None:
+        """The worker was drained."""
+        if self._previous is not None:
+            self._previous.let_go()
+        self._previous = None
+
     def release(self, slots: Sequence[Slot], grads: Iterable[Tensor]) -> None:
         """The worker has the job that brings these gradients down to these tensors."""
         for slot, grad in zip(slots, grads, strict=True):
