@@ -171,7 +171,9 @@ class CudaTransfer:
         sources: list[Tensor],
         after: torch.cuda.Event | None = None,
     ) -> _Copies:
-        copies = _Copies(torch.cuda.Event(), [*to, *sources])  # type: ignore[no-untyped-call]
+        # A thread that waits for a copy sleeps: by default it would spin, and keep a core busy.
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copies = _Copies(done, [*to, *sources])
         with torch.cuda.device(self._device):
             self._let_go(self._under_way[stream])
             if after is None:

@@ -28,7 +28,7 @@ from mp_optim.update.backends.torch_fused import TorchBackend
 
 _SAME_BITS = "auto: the bits are the same in every place"
 _ON_HOST = ("native", "torch", "reference")
-_ON_ACCELERATOR = ("apex", "transformer_engine", "triton", "torch", "reference")
+_ON_ACCELERATOR = ("triton", "apex", "transformer_engine", "torch", "reference")
 
 
 class _NotHereError(Exception):

@@ -91,9 +91,11 @@ def test_auto_takes_the_first_with_the_bits_of_reference(
     found = ModuleType("mp_optim.update.backends.triton")
     found.triton_backend = lambda: (Exact(), "a test")  # type: ignore[attr-defined]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for library in LIBRARIES:  # takes seconds to import, and is never exact
+        monkeypatch.setitem(sys.modules, f"mp_optim.update.backends.{library}", None)
     install(monkeypatch, "mp_optim.update.backends.triton", found)
     backend, why = choose_backend("auto", CPU)
-    assert isinstance(backend, Exact) and "not torch" not in why and "not apex" in why
+    assert isinstance(backend, Exact) and "not " not in why
     assert choose_backend("triton", CPU)[1] == "fused_backend='triton'"
     found.triton_backend = lambda: (None, "ImportError: no triton")  # type: ignore[attr-defined]
     forget()
@@ -128,9 +130,9 @@ def test_a_triton_that_is_too_old_is_said_where_auto_is_described(
 def test_on_the_host_native_comes_first() -> None:
     assert selection.candidates(CPU)[0] == "native"
     assert selection.candidates(torch.device("cuda")) == (
+        "triton",
         "apex",
         "transformer_engine",
-        "triton",
         "torch",
         "reference",
     )
