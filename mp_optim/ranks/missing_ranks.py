@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
 from mp_optim.process.background_calls import in_background
+from mp_optim.ranks import last_works
 from mp_optim.ranks.presence import Address, exists, own_address
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ def _present(rank: int) -> str:
 
 def announce() -> None:
     """Let other ranks ask whether this process exists. Not collective; cheap when repeated."""
+    last_works.finish_at_exit()
     if not dist.is_initialized():  # a stand-in for a group has no store
         return
     store = _get_default_store()
