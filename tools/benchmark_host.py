@@ -14,7 +14,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from benchmarks import allocator, report, sections
+from benchmarks import allocator, probe, report, sections
 
 
 @dataclass
@@ -35,9 +35,9 @@ def main(options: Options) -> None:
     allocator.keep_freed()
     numel = int(options.params)
     most = torch.get_num_threads()
-    memory, limit = sections.memory_limit(numel, options.rounds)
+    memory, limit = probe.memory_limit(numel, options.rounds)
     report.show(console, memory)
-    regime = f"{limit / 1e9 / most:.0f} GB/s a thread"
+    regime = f"{limit.rate / 1e9 / most:.0f} GB/s a thread"
     found = [memory]
     measures = {
         "update": lambda: sections.update_kernels(numel, options.rounds, limit),
@@ -54,7 +54,7 @@ def main(options: Options) -> None:
             gc.collect()
             allocator.release()
     if options.output is not None:
-        report.write(options.output, found, limit, regime)
+        report.write(options.output, found, limit.rate, regime)
         console.print(f"written to {options.output}")
 
 

@@ -16,7 +16,7 @@ from mp_optim.config.capabilities import BACKENDS, CAPABILITIES, Capability
 from mp_optim.precision.description import columns
 from mp_optim.process.host_share import use_accelerator
 from mp_optim.update import choose_backend, proof_of
-from mp_optim.update.backends.native import describe_threads
+from mp_optim.update.backends.native import access_choice, describe_threads
 from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
 
 __all__ = ["Report", "examine", "main"]
@@ -102,6 +102,7 @@ def _host() -> Table:
         [ENVIRONMENT, os.environ.get(ENVIRONMENT) or "not set"],
         ["cores for this process", f"{_cores()} of {os.cpu_count()}"],
         ["threads", describe_threads()],
+        ["access to memory", access_choice().describe()],
         ["threads of torch", str(torch.get_num_threads())],
         ["memory", _memory()],
     ]

@@ -13,7 +13,7 @@ from mp_optim.precision.slot_table import SlotTable
 from mp_optim.slots import ParamGroups, iter_slots, param_at
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import SlotOptimizer
-from mp_optim.update.backends.native import describe_threads
+from mp_optim.update.backends.native import describe_access, describe_threads
 from mp_optim.update.foreign import ForeignOptimizer
 
 
@@ -97,7 +97,7 @@ def describe(
         rows.append(replace(kind, slots=slots, params=params, bytes=size))
     notes = () if inner.host is None else inner.host.notes()
     if any(row.backend == "native" for row in rows):
-        notes = (*notes, describe_threads())
+        notes = (*notes, describe_threads(), describe_access())
     return Description(tuple(rows), notes)
 
 

@@ -58,10 +58,14 @@ def form(
     waits."""
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
-    inverse: Tensor | float = 1.0 if inv_scale is None else inv_scale.reshape(())
-    norms = root(sums) * inverse
-    multipliers = (clip_coefficients(norms, config.clip_grad) * inverse).float()
-    overflow = ~sums.isfinite().all()
+    norms = root(sums)
+    if inv_scale is not None:
+        norms = norms * inv_scale.reshape(())
+    multipliers = clip_coefficients(norms, config.clip_grad)
+    if inv_scale is not None:
+        multipliers = multipliers * inv_scale.reshape(())
+    multipliers = multipliers.float()
+    overflow = ~(sums.amax() < math.inf)  # sums of squares: none is below 0
     skip = overflow
     if MAIN in measurement.sums:
         rows = dict(zip(names, multipliers.unbind(), strict=True))
@@ -101,7 +105,7 @@ def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
         return torch.ones_like(norms)
     # not `limit / ...`, which torch computes as a reciprocal times limit: two roundings
     coefficients = torch.full_like(norms, limit) / (norms + 1e-6)
-    return torch.where(coefficients < 1.0, coefficients, 1.0)
+    return torch.fmin(coefficients, torch.ones_like(coefficients))
 
 
 class DeviceVerdict:

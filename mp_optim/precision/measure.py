@@ -131,9 +131,14 @@ def count_zeros(
     zeros = {
         key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys
     }
+    counted: dict[NormKey, list[Tensor]] = {}
     for grad, key in zip(grads, keys, strict=True):
         if key.group != EXCLUDED:
-            zeros[key] += (grad.numel() - torch.count_nonzero(grad)).to(device)
+            counted.setdefault(key, []).append(grad)
+    for key, members in counted.items():
+        numel = sum(grad.numel() for grad in members)
+        others = [torch.count_nonzero(grad).to(device) for grad in members]
+        zeros[key] += numel - torch.stack(others).sum()
     return zeros
 
 

@@ -21,7 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 import mp_optim
-from benchmarks.sections import OURS, Section
+from benchmarks.section import Section
+from benchmarks.sections import OURS
+from mp_optim.update.backends.native import access_choice
 from mp_optim.update.backends.native_library import native_library
 
 _FORMATS = {
@@ -83,6 +85,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "mp_optim": mp_optim.__version__,
         "level": native_library().level,
+        "memory_access": access_choice().describe(),
         "opponents": _installed(),
         "date": date.today().isoformat(),
     }
@@ -123,7 +126,8 @@ def markdown(sections: list[Section], limit: float, regime: str) -> str:
         f"{name} {version}, " for name, version in where["opponents"].items()
     )
     return (
-        f"{where['cpu']}, {where['threads']} threads, {where['level']}, torch {where['torch']}, "
+        f"{where['cpu']}, {where['threads']} threads, {where['level']}, "
+        f"{where['memory_access']}, torch {where['torch']}, "
         f"{others}"
         f"{where['date']}. Memory limit {limit / 1e9:.1f} GB/s ({regime}).\n\n{tables(sections)}"
     )

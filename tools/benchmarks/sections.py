@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from benchmarks import megatron, opponents
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Composite
+from benchmarks.probe import Probe
+from benchmarks.section import Section
 from benchmarks.timing import Timing, alternate, ratio
 from mp_optim import (
     FusedAdam,
-    Lion,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
@@ -36,31 +37,6 @@ TORCH_BYTES = 28
 STEP_BYTES = 30
 FEW = 4
 """Pieces for contenders that are slow, and for those compared with them."""
-
-
-@dataclass
-class Section:
-    """One table.
-
-    Attributes:
-        rows: contender to its columns: ``ms``, ``spread`` and what the section adds.
-        missing: contenders that could not be run, and why.
-    """
-
-    title: str
-    rows: dict[str, dict[str, float]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def take(
-        self, timings: Mapping[str, Timing], **columns: Callable[[str, Timing], float]
-    ) -> None:
-        """Add rows from timings, with further columns computed from name and timing."""
-        for name, timing in timings.items():
-            self.rows[name] = {
-                "ms": timing.median * 1e3,
-                "spread": timing.spread,
-                **{key: column(name, timing) for key, column in columns.items()},
-            }
 
 
 @dataclass
@@ -165,32 +141,7 @@ def our_step(
     return our_optimizer(params, grads, **settings).step
 
 
-def memory_limit(numel: int, rounds: int) -> tuple[Section, float]:
-    """The best rate seen for reading and writing in place, bytes per second: the pattern that
-    optimizers have."""
-    flat, other = torch.zeros(2 * numel), torch.zeros(numel)
-    lion = Lion([torch.zeros(numel)])
-    update = [SlotUpdate(Slot(0, 0), other)]
-    probes: dict[str, tuple[Callable[[], object], int]] = {
-        "x *= c": (lambda: flat.mul_(1.0001), 2 * flat.nbytes),
-        "x += y": (lambda: flat[:numel].add_(other), 3 * other.nbytes),
-        "copy": (lambda: other.copy_(flat[:numel]), 2 * other.nbytes),
-        "p, m updated from g (our Lion kernel: no division, no root)": (
-            lambda: lion.step_slots(update),
-            5 * other.nbytes,
-        ),
-    }
-    timings = alternate(
-        {name: run for name, (run, _) in probes.items()}, rounds, "memory"
-    )
-    section = Section("Memory: GB/s of bytes asked for")
-    section.take(
-        timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9
-    )
-    return section, max(row["gbs"] for row in section.rows.values()) * 1e9
-
-
-def update_kernels(numel: int, rounds: int, limit: float) -> Section:
+def update_kernels(numel: int, rounds: int, probe: Probe) -> Section:
     """FP32 states, the update alone."""
     count = numel // PIECE
     mains, grads = (
@@ -222,18 +173,18 @@ def update_kernels(numel: int, rounds: int, limit: float) -> Section:
         "DeepSpeedCPUAdam",
         lambda: opponents.deepspeed_cpu_adam([m.clone() for m in mains], grads),
     )
-    timings = alternate(field_.steps, rounds, "update")
+    timings = probe.alternate(field_.steps, rounds, "update")
     section = Section("Update kernels alone, FP32 states", missing=field_.missing)
     total = count * PIECE
     section.take(
         timings,
-        of_limit=lambda name, t: ADAM_BYTES * total / t.median / limit,
+        of_limit=lambda name, t: t.share(ADAM_BYTES * total),
         gparams=lambda name, t: total / t.median / 1e9,
     )
     return section
 
 
-def full_step(numel: int, rounds: int, limit: float) -> Section:
+def full_step(numel: int, rounds: int, probe: Probe) -> Section:
     """From 16-bit gradients to 16-bit params, clipping active, non-finite gradients noticed."""
     count = numel // PIECE
     section = Section("Full mixed-precision step, clipping on")
@@ -248,10 +199,10 @@ def full_step(numel: int, rounds: int, limit: float) -> Section:
             ours: our_step(params, grads),
             **{f"torch, {name}": getattr(composite, name) for name in names},
         }
-        timings = alternate(steps, rounds, "full step")
+        timings = probe.alternate(steps, rounds, "full step")
         section.take(
             timings,
-            of_limit=lambda name, t: STEP_BYTES * count * PIECE / t.median / limit,
+            of_limit=lambda name, t: t.share(STEP_BYTES * count * PIECE),
             times_ours=lambda name, t, ours=ours, timings=timings: ratio(
                 t, timings[ours]
             ),
@@ -259,11 +210,11 @@ def full_step(numel: int, rounds: int, limit: float) -> Section:
         del composite, params, grads, steps
         gc.collect()
     with megatron.job_ended():
-        _add_megatron(section, numel, rounds, limit)
+        _add_megatron(section, numel, rounds, probe)
     return section
 
 
-def _add_megatron(section: Section, numel: int, rounds: int, limit: float) -> None:
+def _add_megatron(section: Section, numel: int, rounds: int, probe: Probe) -> None:
     """Rows of Megatron-core: each variant in turn with our step, as memory would not hold all of
     them at once."""
     count = numel // PIECE
@@ -285,11 +236,12 @@ def _add_megatron(section: Section, numel: int, rounds: int, limit: float) -> No
         )
         section.missing |= field_.missing
         if field_.steps:
-            timings = alternate({OURS: ours, **field_.steps}, rounds, "Megatron-core")
+            steps = {OURS: ours, **field_.steps}
+            timings = probe.alternate(steps, rounds, "Megatron-core")
             first = timings.pop(OURS)
             section.take(
                 timings,
-                of_limit=lambda _, t: STEP_BYTES * count * PIECE / t.median / limit,
+                of_limit=lambda _, t: t.share(STEP_BYTES * count * PIECE),
                 times_ours=lambda _, t, first=first: ratio(t, first),
             )  # type: ignore[misc]
         del field_

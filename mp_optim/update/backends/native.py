@@ -14,6 +14,7 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.launch_kinds import FLOATS, Kind, parts_of
+from mp_optim.update.backends.memory_access import LARGE, AccessChoice
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import mark_written
 from mp_optim.update.codecs import Noise
@@ -191,6 +193,22 @@ class _Table:
             count=len(steady["grad"]), seed=seed, **addresses, **dtypes
         )
 
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(self._arrays["numel"])
+
+
+@cache
+def access_choice() -> AccessChoice:
+    """How this process's kernels go through memory."""
+    return AccessChoice(lib.native_library())
+
+
+def describe_access() -> str:
+    """How the kernels go through memory, and why so."""
+    return f"access to memory: {access_choice().describe()}"
+
 
 class NativeBackend(ReferenceBackend):
     """Calls the library; ``reference`` does what it cannot."""
@@ -201,6 +219,7 @@ class NativeBackend(ReferenceBackend):
 
     def __init__(self, library: lib.NativeLibrary) -> None:
         self.library = library
+        self.access = access_choice()
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         values = lib.Adam(multiplier=multiplier, **_fields(scalars))
@@ -312,7 +331,10 @@ class NativeBackend(ReferenceBackend):
         given = [
             ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments
         ]
-        self.library.call(name, ctypes.byref(table.tensors), *given, thread_count())
+        threads = thread_count()
+        if not self.access.is_settled and table.numel >= LARGE:
+            self.access.settle(threads)
+        self.library.call(name, ctypes.byref(table.tensors), *given, threads)
 
 
 def _fields(scalars: Any, *without: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 6
+_ABI = 7
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -170,6 +170,8 @@ _SIGNATURES = {
     "mp_descend": [_P, _P, _N, _F, _F, _I],
     "mp_set_level": [ctypes.c_char_p],
     "mp_set_cores": [_P, _I],
+    "mp_set_access": [_P],
+    "mp_access": [_P],
 }
 
 

@@ -37,6 +37,11 @@ const Level* best_level() {
 
 std::atomic<const Level*> chosen{nullptr};
 
+// The one in use; a call under way may take it up in its middle.
+struct {
+    std::atomic<int32_t> prefetch{512}, streaming{1}, measure_prefetch{8192};
+} access;
+
 constexpr int64_t kLargeLaunch = 4 << 20;  // elements: well beyond the caches with main params and two moments
 
 bool is_one_of(int32_t dtype, std::initializer_list<int32_t> dtypes) {
@@ -137,7 +142,9 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.start = uint32_t(start);
     run.noisy = t.stream != nullptr;
     run.key = run.noisy ? mix(t.seed ^ t.stream[index]) : 0;
-    run.stream = stream;
+    run.stream = stream && access.streaming;
+    run.prefetch = access.prefetch;
+    run.measure_prefetch = access.measure_prefetch;
     return run;
 }
 
@@ -347,4 +354,18 @@ int32_t mp_set_cores(const int32_t* cores, int32_t count) {
     return guarded([&] { set_cores(std::vector<int>(cores, cores + count)); });
 }
 
-int32_t mp_abi() { return 6; }
+int32_t mp_set_access(const MpAccess* given) {
+    if (!given || given->prefetch < 0 || given->measure_prefetch < 0) return MP_BAD_ARGUMENT;
+    access.prefetch = given->prefetch;
+    access.streaming = given->streaming;
+    access.measure_prefetch = given->measure_prefetch;
+    return MP_OK;
+}
+
+int32_t mp_access(MpAccess* given) {
+    if (!given) return MP_BAD_ARGUMENT;
+    *given = MpAccess{access.prefetch, access.streaming, access.measure_prefetch};
+    return MP_OK;
+}
+
+int32_t mp_abi() { return 7; }

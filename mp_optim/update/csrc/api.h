@@ -74,6 +74,13 @@ struct MpMatrices {
     int64_t matrices, rows, columns, matrix, row, column, all_matrices, all_rows, all_columns;
 };
 
+// How the kernels go through memory. No result depends on it, only the time.
+struct MpAccess {
+    int32_t prefetch;          // elements from what an update uses to what it fetches; 0: the processor alone prefetches
+    int32_t streaming;         // whether the output of a large launch goes past the caches
+    int32_t measure_prefetch;  // bytes from what a measurement reads to what it fetches; 0 as above
+};
+
 // All functions return an MpStatus. `threads` >= 1 is an upper bound; results do not depend on it.
 MP_EXPORT int32_t mp_adam(const MpTensors* tensors, const MpAdam* scalars, int32_t threads);
 MP_EXPORT int32_t mp_sgd(const MpTensors* tensors, const MpSgd* scalars, int32_t threads);
@@ -104,4 +111,6 @@ MP_EXPORT int32_t mp_set_level(const char* name);
 MP_EXPORT void mp_set_parallel(void* gomp_parallel);
 // Use our own threads, pinned to these cores; count 0 unpins them.
 MP_EXPORT int32_t mp_set_cores(const int32_t* cores, int32_t count);
+MP_EXPORT int32_t mp_set_access(const MpAccess* access);
+MP_EXPORT int32_t mp_access(MpAccess* access);  // the one in use
 MP_EXPORT int32_t mp_abi();  // changes whenever a struct or a signature does

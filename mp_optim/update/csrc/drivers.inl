@@ -67,12 +67,10 @@ MP_INLINE void for_whole_chunks(const Run& run, Body body) {
     tail.write_back(run, whole);
 }
 
-// Elements ahead of use that are fetched: with four or five streams the hardware's own prefetching falls behind.
-constexpr int64_t kAhead = 512;
-
+// With four or five streams the processor's own prefetching falls behind, on some makes.
 template <bool to_write>
 MP_INLINE void fetch_ahead(const Stream& stream, int32_t dtype, int64_t i) {
-    const char* from = stream.data + (i + kAhead) * size_of(dtype);
+    const char* from = stream.data + i * size_of(dtype);
     for (int64_t line = 0; line < kChunk * size_of(dtype); line += 64) __builtin_prefetch(from + line, to_write, 3);
 }
 
@@ -171,7 +169,7 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
         for (int64_t at = 0; at < n; at += kChunk) {
             const int64_t i = start + at;
             alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
-            fetch_ahead<F>(run, i);
+            if (run.prefetch) fetch_ahead<F>(run, i + run.prefetch);
             Chunk chunk = {};
             chunk.main = read_main<F>(run, i, p);
             chunk.new_main = run.past ? p : place_of_main<F>(run, i, p);

@@ -18,6 +18,10 @@ MP_INLINE f64x8 add_square(f64x8 acc, f64x8 x) {
 
 MP_INLINE f64x8 read_as_f64(const float* p) { return as<f64x8>(_mm512_cvtps_pd(_mm256_loadu_ps(p))); }
 
+// The first and the last eight lanes.
+MP_INLINE f64x8 low_as_f64(f32x16 x) { return as<f64x8>(_mm512_cvtps_pd(_mm512_castps512_ps256(as<__m512>(x)))); }
+MP_INLINE f64x8 high_as_f64(f32x16 x) { return as<f64x8>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(as<__m512>(x), 1))); }
+
 // -- reading fewer bits -------------------------------------------------------------------------------
 
 // Sixteen whole numbers of 16 bits as the upper halves of lanes.

@@ -187,6 +187,19 @@ MP_INLINE f64x8 read_as_f64(const float* p) {
     return r;
 }
 
+// The first and the last eight lanes.
+MP_INLINE f64x8 low_as_f64(f32x16 x) {
+    float lanes[kLanes];
+    store(lanes, x);
+    return read_as_f64(lanes);
+}
+
+MP_INLINE f64x8 high_as_f64(f32x16 x) {
+    float lanes[kLanes];
+    store(lanes, x);
+    return read_as_f64(lanes + 8);
+}
+
 // -- narrowing ----------------------------------------------------------------------------------------
 
 #if defined(MP_AVX2)

@@ -38,6 +38,7 @@ struct Run {
     bool noisy;      // round stochastically
     bool stream;     // write the output past the caches: the launch is much larger than they are
     bool past;       // so FP32 main params and moments, which are not read there either
+    int32_t prefetch, measure_prefetch;  // as in MpAccess
 };
 
 struct Level {

@@ -5,11 +5,17 @@
 constexpr int kRow = 128;
 constexpr int kSums = kRow / 8;
 
-MP_INLINE double block_sum(const float* x) {
+// `ahead`: bytes from what is read to what is fetched meanwhile, into the second-level cache, or 0.
+MP_INLINE double block_sum(const float* x, int64_t ahead = 0) {
     f64x8 sums[kSums] = {};
+#pragma GCC unroll 1
     for (int row = 0; row < kBlock; row += kRow)
 #pragma GCC unroll 16
-        for (int k = 0; k < kSums; ++k) sums[k] = add_square(sums[k], read_as_f64(x + row + 8 * k));
+        for (int k = 0; k < kSums; ++k) {
+            const float* from = x + row + 8 * k;
+            if (ahead && k % 2 == 0) __builtin_prefetch((const char*)from + ahead, 0, 2);
+            sums[k] = add_square(sums[k], read_as_f64(from));
+        }
 #pragma GCC unroll 4
     for (int half = kSums / 2; half >= 1; half /= 2)
 #pragma GCC unroll 8
@@ -44,11 +50,59 @@ struct PairSum {
     }
 };
 
+// The same of bfloat16 values. Elements of even and of odd index come apart by a shift and a mask, so vector 4 j + 2 h + q
+// of a row has its elements 32 j + 16 q + 2 i + h: what is added to what is the same, only where it stands differs.
+template <bool zeros>
+MP_INLINE double block_sum_bf16(const char* p, int64_t ahead, i32x16& here) {
+    constexpr int kPairs = 32;
+    f64x8 sums[kSums] = {};
+#pragma GCC unroll 1
+    for (int row = 0; row < kBlock; row += kRow)
+#pragma GCC unroll 4
+        for (int j = 0; j < kRow / kPairs; ++j) {
+            const char* from = p + 2 * (row + kPairs * j);
+            if (ahead) __builtin_prefetch(from + ahead, 0, 2);
+            const u32x16 pairs = load<u32x16>(from);
+            const f32x16 parts[2] = {as<f32x16>(pairs << 16), as<f32x16>(pairs & 0xffff0000u)};
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; ++h) {
+                f64x8* const to = sums + 4 * j + 2 * h;
+                to[0] = add_square(to[0], low_as_f64(parts[h]));
+                to[1] = add_square(to[1], high_as_f64(parts[h]));
+                if (zeros) here = here - (parts[h] == 0.0f);  // a true lane is -1
+            }
+        }
+#pragma GCC unroll 2
+    for (int half = kSums / 2; half >= 4; half /= 2)
+#pragma GCC unroll 8
+        for (int k = 0; k < half; ++k) sums[k] = sums[k] + sums[k + half];
+    double even[8], odd[8];
+    store(even, sums[0] + sums[1]);
+    store(odd, sums[2] + sums[3]);
+    for (int i = 0; i < 4; ++i) even[i] += even[i + 4], odd[i] += odd[i + 4];
+    double a = even[0] + even[2], b = odd[0] + odd[2], c = even[1] + even[3], d = odd[1] + odd[3];
+    return (a + c) + (b + d);
+}
+
+template <int dtype, bool zeros>
+MP_INLINE double block_sum_in(const char* p, int64_t ahead, i32x16& here) {
+    if constexpr (dtype == MP_BF16) return block_sum_bf16<zeros>(p, ahead, here);
+    if (dtype == MP_F32 && !zeros) return block_sum((const float*)p, ahead);
+    alignas(64) float values[kBlock];
+    for (int i = 0; i < kBlock; i += kLanes) {
+        const char* from = p + size_of(dtype) * i;
+        if (ahead && (size_of(dtype) == 4 || i % 32 == 0)) __builtin_prefetch(from + ahead, 0, 2);
+        f32x16 x = read_as_f32<dtype>(from);
+        if (dtype != MP_F32) store(values + i, x);
+        if (zeros) here = here - (x == 0.0f);
+    }
+    return block_sum(dtype == MP_F32 ? (const float*)p : values);
+}
+
 template <int dtype, bool zeros>
 static double sum_of_squares_in(const Run& run, int64_t* zero_count) {
     PairSum pairs;
     int64_t found = 0;
-    alignas(64) float values[kBlock];
     for (int64_t start = 0; start < run.numel; start += kBlock) {
         const char* p = run.grad.at(start);
         alignas(64) char padded[kBlock * 4];
@@ -60,21 +114,12 @@ static double sum_of_squares_in(const Run& run, int64_t* zero_count) {
             if (zeros) found -= kBlock - left;
         }
         i32x16 here = {};
-        // One stream: far ahead, and only into the second-level cache.
-        constexpr int64_t bytes = kBlock * size_of(dtype);
-        for (int64_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(p + 8192 + ahead, 0, 2);
-        if (dtype != MP_F32 || zeros)
-            for (int i = 0; i < kBlock; i += kLanes) {
-                f32x16 x = read_as_f32<dtype>(p + size_of(dtype) * i);
-                if (dtype != MP_F32) store(values + i, x);
-                if (zeros) here = here - (x == 0.0f);  // a true lane is -1
-            }
+        pairs.add(block_sum_in<dtype, zeros>(p, run.measure_prefetch, here));
         if (zeros) {
             int32_t counts[kLanes];
             store(counts, here);
             for (int32_t count : counts) found += count;
         }
-        pairs.add(block_sum(dtype == MP_F32 ? (const float*)p : values));
     }
     if (zeros) *zero_count = found;
     return pairs.total();

@@ -24,10 +24,18 @@ from mp_optim import (
 )
 from mp_optim.precision import MegatronOptimizer, device_verdict
 from mp_optim.precision.device_verdict import decide_on_device
-from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+from mp_optim.precision.measure import (
+    EXCLUDED,
+    MAIN,
+    Measurement,
+    NormKey,
+    agree,
+    count_zeros,
+)
 from mp_optim.precision.verdict import decide
 from mp_optim.slots import Slot
 from mp_optim.update import choose_backend
+from support.kernel_launches import KernelLaunches
 from support.models import (
     AdversarialTransfer,
     build,
@@ -466,3 +474,25 @@ def test_a_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
         result.success = False
     with pytest.raises(AttributeError, match="cannot be changed"):
         del result.success
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_verdict_takes_few_launches(scaled: bool) -> None:
+    key, sums = NormKey(), torch.ones((), dtype=torch.float64)
+    scale = torch.full((1,), 0.5, dtype=torch.float64) if scaled else None
+    config = config_for("fp16" if scaled else "bf16")
+    with KernelLaunches() as launches:
+        measurement = agree({key: sums}, None, None, [EXCLUDED, MAIN])
+        device_verdict.form(measurement, scale, config)
+    assert len(launches.names) <= (25 if scaled else 22), launches.names
+
+
+def test_counting_zeros_takes_a_launch_a_gradient() -> None:
+    key, other = NormKey(), NormKey(EXCLUDED)
+    grads = [torch.eye(3).bfloat16() for _ in range(20)]
+    keys = [key, other] * 10
+    with KernelLaunches() as launches:
+        zeros = count_zeros(grads, keys, [key, other], torch.device("cpu"))
+    assert zeros[key] == 60.0
+    assert zeros[other] == 0.0
+    assert len(launches.names) <= 10 + 7, launches.names

@@ -1,0 +1,294 @@
+"""How the native kernels go through memory: how far ahead they fetch, and whether what they do not
+read again goes past the caches.
+
+No result depends on it. Makes of CPU differ in what is fastest: those in :data:`KNOWN` are looked
+up, on others the first large launch tries a few settings on memory of its own, once a process, and
+keeps the default unless another one is faster by more than :data:`MARGIN`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mp_optim.update.backends import native_library as lib
+
+ENVIRONMENT = "MP_OPTIM_MEMORY_ACCESS"
+"""``trial``, ``default``, or settings such as ``prefetch=1024,streaming=0``; else as said above."""
+LARGE = 1 << 23
+"""Elements of a launch that is worth a trial, and of the trial: far more than caches hold."""
+MARGIN = 0.02
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class MemoryAccess:
+    """Settings of the kernels.
+
+    Attributes:
+        prefetch: elements from what an update uses to what it fetches; 0 leaves it to the CPU.
+        streaming: whether 16-bit params of large launches are written past the caches.
+        measure_prefetch: bytes from what a measurement reads to what it fetches; 0 as above.
+    """
+
+    prefetch: int = 512
+    streaming: bool = True
+    measure_prefetch: int = 8192
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryAccess:
+        """The inverse of ``str``; what is left out is as by default.
+
+        Raises:
+            ValueError: a name is none of the fields, or a value no whole number from 0.
+        """
+        names = [spec.name for spec in dataclasses.fields(cls)]
+        settings: dict[str, int] = {}
+        for item in text.split(","):
+            name, _, value = item.strip().partition("=")
+            if name not in names or not value.isdecimal():
+                raise ValueError(
+                    f"{ENVIRONMENT}={text!r}: {item.strip()!r} is none of trial, default, "
+                    + ", ".join(f"{known}=NUMBER" for known in names)
+                )
+            settings[name] = int(value)
+        streaming = bool(settings.pop("streaming", True))
+        return cls(**settings, streaming=streaming)
+
+    def __str__(self) -> str:
+        return (
+            f"prefetch={self.prefetch},streaming={int(self.streaming)},"
+            f"measure_prefetch={self.measure_prefetch}"
+        )
+
+
+KNOWN = {("GenuineIntel", "avx512"): MemoryAccess()}
+"""By maker of the CPU and level of instructions: measured with :func:`try_out` on 50 million
+elements, and nothing was faster by more than the margin."""
+
+
+class _Access(ctypes.Structure):
+    """``MpAccess``."""
+
+    _fields_ = [
+        ("prefetch", ctypes.c_int32),
+        ("streaming", ctypes.c_int32),
+        ("measure_prefetch", ctypes.c_int32),
+    ]
+
+
+def set_access(library: lib.NativeLibrary, access: MemoryAccess) -> None:
+    """Use these settings from now on, in this process."""
+    values = _Access(access.prefetch, access.streaming, access.measure_prefetch)
+    library.call("mp_set_access", ctypes.byref(values))
+
+
+def get_access(library: lib.NativeLibrary) -> MemoryAccess:
+    """The settings in use."""
+    values = _Access()
+    library.call("mp_access", ctypes.byref(values))
+    return MemoryAccess(
+        values.prefetch, bool(values.streaming), values.measure_prefetch
+    )
+
+
+# -- the choice -----------------------------------------------------------------------------------
+
+
+class AccessChoice:
+    """Settles once what the kernels of a process use.
+
+    Attributes:
+        reason: why it is what it is, in words.
+        is_settled: whether nothing is left to find out.
+    """
+
+    def __init__(self, library: lib.NativeLibrary) -> None:
+        self._library = library
+        self._lock = threading.Lock()
+        self.is_settled = True
+        if library.handle is None:
+            self.reason = "no native kernels"
+        elif wanted := os.environ.get(ENVIRONMENT, ""):
+            self._obey(wanted)
+        else:
+            self._look_up()
+
+    def _obey(self, wanted: str) -> None:
+        self.reason = f"{ENVIRONMENT}={wanted}"
+        if wanted == "trial":
+            self.is_settled = False
+        elif wanted != "default":
+            set_access(self._library, MemoryAccess.parse(wanted))
+
+    def _look_up(self) -> None:
+        maker = cpu_maker()
+        known = KNOWN.get((maker, self._library.level))
+        self.reason = f"known for {maker} with {self._library.level}"
+        if known is None:
+            self.reason = f"default; {maker} with {self._library.level} is tried at the first step"
+            self.is_settled = False
+        else:
+            set_access(self._library, known)
+
+    def settle(self, threads: int) -> None:
+        """Try what is fastest here, with so many threads, unless that is settled.
+
+        Threads that come meanwhile wait; a process that has no memory for it keeps the default.
+        """
+        with self._lock:
+            if self.is_settled:
+                return
+            self.is_settled = True
+            try:
+                set_access(self._library, try_out(self._library, threads))
+                self.reason = f"tried on {cpu_maker()}"
+            except MemoryError:
+                self.reason = "default; there was no memory for a trial"
+
+    def describe(self) -> str:
+        """The settings in use and why."""
+        if self._library.handle is None:
+            return self.reason
+        return f"{get_access(self._library)} ({self.reason})"
+
+
+def cpu_maker() -> str:
+    """``GenuineIntel``, ``AuthenticAMD``, ``ARM 0x41``, or what the system says otherwise."""
+    for line in _cpuinfo():
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id":
+            return value.strip()
+        if name.strip() == "CPU implementer":
+            return f"ARM {value.strip()}"
+    return platform.processor() or platform.machine()
+
+
+def _cpuinfo() -> Iterator[str]:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        yield from path.read_text().splitlines()
+
+
+# -- the trial ------------------------------------------------------------------------------------
+
+_UPDATES: list[dict[str, Any]] = [
+    {"prefetch": 0},
+    {"prefetch": 256},
+    {"prefetch": 1024},
+    {"prefetch": 2048},
+]
+_STREAMS: list[dict[str, Any]] = [{"streaming": False}]
+_MEASURES: list[dict[str, Any]] = [{"measure_prefetch": 0}, {"measure_prefetch": 2048}]
+
+
+def try_out(
+    library: lib.NativeLibrary, threads: int, numel: int = LARGE
+) -> MemoryAccess:
+    """The fastest settings for Adam's update and for measuring, one field after the other.
+
+    Args:
+        numel: elements of the scratch memory, 16 bytes each.
+
+    Raises:
+        MemoryError: there is not that much.
+    """
+    before = get_access(library)
+    scratch = _Scratch(library, threads, numel)
+    best = MemoryAccess()
+    try:
+        for changes, run in (
+            (_UPDATES, scratch.update),
+            (_STREAMS, scratch.update),
+            (_MEASURES, scratch.measure),
+        ):
+            contenders = [best, *(replace(best, **change) for change in changes)]
+            best = _fastest(library, contenders, run)
+    finally:
+        set_access(library, before)
+    return best
+
+
+def _fastest(
+    library: lib.NativeLibrary,
+    contenders: Sequence[MemoryAccess],
+    run: Callable[[], None],
+) -> MemoryAccess:
+    """The best of several, tried in turn; the first one if none is better by :data:`MARGIN`."""
+    seconds: dict[MemoryAccess, list[float]] = {access: [] for access in contenders}
+    run()
+    for _ in range(_ROUNDS):
+        for access in contenders:
+            set_access(library, access)
+            started = time.perf_counter()
+            run()
+            seconds[access].append(time.perf_counter() - started)
+    medians = {access: statistics.median(times) for access, times in seconds.items()}
+    fastest = min(contenders, key=medians.__getitem__)
+    limit = (1.0 - MARGIN) * medians[contenders[0]]
+    return fastest if medians[fastest] < limit else contenders[0]
+
+
+class _Scratch:
+    """Memory to try on: an FP32 param and two moments, a bf16 gradient and a bf16 output."""
+
+    def __init__(self, library: lib.NativeLibrary, threads: int, numel: int) -> None:
+        self._library, self._threads = library, threads
+        try:
+            fp32 = [_zeros(numel, torch.float32) for _ in range(3)]
+            bf16 = [_zeros(numel, torch.bfloat16) for _ in range(2)]
+        except RuntimeError as error:  # torch's word for no memory
+            raise MemoryError(str(error)) from error
+        self._tensors = (*fp32, *bf16)
+        self._sizes = (ctypes.c_int64 * 1)(numel)
+        self._tables = [(ctypes.c_void_p * 1)(x.data_ptr()) for x in self._tensors]
+        self._sums = (ctypes.c_double * 1)()
+
+    def update(self) -> None:
+        """One step of Adam, of zeros."""
+        names = ("main", "moment1", "moment2", "grad", "output")
+        columns: dict[str, Any] = {
+            name: ctypes.addressof(table)
+            for name, table in zip(names, self._tables, strict=True)
+        }
+        dtypes = dict.fromkeys(("main_dtype", "moment1_dtype", "moment2_dtype"), 1)
+        self._call(
+            "mp_adam",
+            lib.Adam(eps=1e-8),
+            grad_dtype=2,
+            output_dtype=2,
+            **columns,
+            **dtypes,
+        )
+
+    def measure(self) -> None:
+        """Sum of squares of the gradient."""
+        self._call(
+            "mp_measure",
+            self._sums,
+            None,
+            grad_dtype=2,
+            grad=ctypes.addressof(self._tables[3]),
+        )
+
+    def _call(self, name: str, *arguments: Any, **columns: Any) -> None:
+        tensors = lib.Tensors(count=1, numel=ctypes.addressof(self._sizes), **columns)
+        given = [
+            ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments
+        ]
+        self._library.call(name, ctypes.byref(tensors), *given, self._threads)
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device="cpu")
