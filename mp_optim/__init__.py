@@ -26,6 +26,7 @@ from mp_optim.precision import (
     StepResult,
 )
 from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon
 from mp_optim.update.adafactor import Adafactor
 
@@ -46,6 +47,7 @@ __all__ = [
     "HybridDeviceOptimizer",
     "Lion",
     "MegatronOptimizer",
+    "ModelParallel",
     "Muon",
     "OptimizerConfig",
     "OptimizerParamScheduler",

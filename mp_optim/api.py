@@ -20,6 +20,7 @@ from mp_optim.planner.auto import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import ModelParams
 
 
@@ -32,6 +33,7 @@ def get_megatron_optimizer(
     process_groups: ProcessGroups | None = None,
     expert_predicate: Callable[..., bool] | None = None,
     param_groups: Sequence[dict[str, Any]] | None = None,
+    global_names: Callable[[str], str] | None = None,
     **settings: Any,
 ) -> MegatronOptimizer:
     """Build the optimizer stack for a model.
@@ -44,6 +46,10 @@ def get_megatron_optimizer(
             bring their own mesh.
         expert_predicate: ``(param, name) -> bool``, which parameters are experts.
         param_groups: groups to use instead of those made from the overrides.
+        global_names: what a parameter or buffer is called in the whole model, from its name here:
+            for state dicts and checkpoints, where ranks count layers or experts from 0. By default
+            ``process_groups.ep`` and ``pp`` say so, for names like Megatron's; see
+            :meth:`mp_optim.ModelParallel.of`.
         settings: none; whatever comes here is named as a field of the config.
 
     Returns:
@@ -86,6 +92,8 @@ def get_megatron_optimizer(
         config, chunks, config_overrides, groups, expert_predicate, param_groups
     )
     params = ModelParams(chunks)
+    parallel = ModelParallel.of(chunks, groups, global_names, expert_predicate)
     for stack in (optimizer, *optimizer.chained_optimizers):
         stack.watch.params = stack.model_params = params
+        stack.model_parallel = parallel
     return optimizer

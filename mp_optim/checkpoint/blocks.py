@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.checkpoint.partitioned import PartitionShard
 from mp_optim.slots.tensor_layout import is_split
 
 BLOCK = 256
@@ -20,6 +21,8 @@ BLOCK = 256
 
 def is_cut(tensor: Tensor) -> bool:
     """Whether a rank holds only a part of a tensor, in a layout that is not its own blocks'."""
+    if isinstance(tensor, PartitionShard):
+        return True
     if isinstance(tensor, FlatShard):
         return tensor.local.numel() != tensor.numel()
     return is_split(tensor)
@@ -30,7 +33,7 @@ def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
     dimension of 1 (by which it is told from the scales of blocks).
 
     Args:
-        tensor: a DTensor or a FlatShard.
+        tensor: a DTensor, a FlatShard or a PartitionShard.
         scale: the whole tensor's scales, shape (ceil(numel / 256),).
     """
     return scale[_flat_index(tensor).to(scale.device) // BLOCK][..., None]
@@ -38,11 +41,15 @@ def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
 
 def _flat_index(tensor: Tensor) -> Tensor:
     """Row-major index in the whole tensor of each element of a rank's part."""
+    if isinstance(tensor, PartitionShard):
+        inside = _flat_index(tensor.held)
+        return tensor.partition.whole_index(inside, tensor.held.shape)
     if isinstance(tensor, FlatShard):
         return torch.arange(
             tensor.start, tensor.start + tensor.local.numel(), device="cpu"
         )
-    assert isinstance(tensor, DTensor)
+    if not isinstance(tensor, DTensor):
+        return torch.arange(tensor.numel(), device="cpu").view(tensor.shape)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     shape, offset = chunk.sizes, chunk.offsets
     index, stride = torch.zeros(tuple(shape), dtype=torch.int64, device="cpu"), 1

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Saved
+from mp_optim.checkpoint.partitioned import (
+    PartitionShard,
+    PartitionState,
+    as_partition,
+)
+from mp_optim.slots import Slot, param_at
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
+from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import canonical_names, prefixed
+from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import with_params
 from mp_optim.slots.state_keys import SCALE, is_scale, scale_key
 
@@ -61,20 +69,32 @@ def _state(models: Models) -> Iterator[tuple[str, Any]]:
     return _canonical(models, lambda chunk: chunk.state_dict())
 
 
-def params_of(models: Models) -> dict[str, Tensor]:
-    """The parameters under the names they have in a checkpoint."""
-    params = _canonical(models, lambda chunk: dict(chunk.named_parameters()))
-    return {MODEL + name: param for name, param in params}
+def params_of(models: Models, parallel: ModelParallel) -> dict[str, Tensor]:
+    """What this rank has of the parameters, under the names they have in a checkpoint; of one that
+    is cut, which part this is comes after the name."""
+    params = {}
+    for name, param in _canonical(models, lambda chunk: dict(chunk.named_parameters())):
+        label, part = MODEL + parallel.names[name], parallel.partitions.get(name)
+        if part is not None:
+            label += f" (part {part.rank} of {part.size})"
+        params[label] = param
+    return params
 
 
-def plain_of(models: Models) -> dict[str, Any]:
+def plain_of(models: Models, parallel: ModelParallel) -> dict[str, Any]:
     """What a model's state dict holds beside tensors (``get_extra_state``), by name."""
-    state = _state(models)
-    return {name: value for name, value in state if not isinstance(value, Tensor)}
+    return {
+        parallel.names[name]: value
+        for name, value in _state(models)
+        if not isinstance(value, Tensor)
+    }
 
 
 def load_model(
-    models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
+    models: Models,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+    parallel: ModelParallel,
 ) -> None:
     """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
     names = [name for name in tensors if name.startswith(MODEL)]
@@ -83,8 +103,9 @@ def load_model(
     for prefix, chunk in _chunks(models):
         given = {}
         for name, short in canonical_names(chunk, chunk.state_dict()).items():
-            if prefix + short in state:
-                given[name] = state[prefix + short]
+            whole = parallel.names[prefix + short]
+            if whole in state:
+                given[name] = state[whole]
         chunk.load_state_dict(given, strict=False)
 
 
@@ -93,20 +114,44 @@ def load_model(
 
 @uncollected()
 def entries_of(
-    models: Models, optimizer: SlotKeyedOptimizer | None, full_precision: bool = False
+    models: Models,
+    optimizer: SlotKeyedOptimizer | None,
+    parallel: ModelParallel,
+    *,
+    full_precision: bool = False,
+    left_out: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Every tensor under its name. The tensors are the live ones where that is possible."""
-    state = _state(models)
-    entries = {
-        MODEL + name: value for name, value in state if isinstance(value, Tensor)
-    }
+    """Every tensor under its name. The tensors are the live ones where that is possible.
+
+    Args:
+        left_out: parameters, by their names here.
+    """
+    entries: dict[str, Tensor] = {}
+    for name, value in _state(models):
+        if isinstance(value, Tensor) and name not in left_out:
+            part = as_partition(value, parallel.partitions.get(name))
+            entries[MODEL + parallel.names[name]] = part
     if optimizer is None:
         return entries
-    read = optimizer.full_slot_state if full_precision else optimizer.slot_state
     for slot in optimizer.slots():
-        for key, value in read(slot).items():
-            entries[_entry(key, optimizer.slot_name(slot))] = value
+        name = optimizer.slot_name(slot)
+        if name not in left_out:
+            for key, value in _slot_state(optimizer, slot, full_precision).items():
+                entries[_entry(key, parallel.names[name])] = value
     return entries
+
+
+def _slot_state(
+    optimizer: SlotKeyedOptimizer, slot: Slot, full_precision: bool
+) -> State:
+    read = optimizer.full_slot_state if full_precision else optimizer.slot_state
+    partition = optimizer.model_parallel.partitions.get(optimizer.slot_name(slot))
+    if partition is None:
+        return read(slot)
+    optimizer.make_current(slot)
+    shape = param_at(optimizer.param_groups, slot).shape
+    parts = PartitionState(optimizer.state_of(slot), partition, shape)
+    return parts.full_precision() if full_precision else parts.tensors()
 
 
 def unallocated(
@@ -118,14 +163,25 @@ def unallocated(
     if optimizer is None:
         return {}
     slots = [slot for slot in optimizer.slots() if optimizer.state_of(slot).takes_any()]
-    names = {optimizer.slot_name(slot) for slot in slots}
-    return {
-        name: _new(entry)
-        for name, entry in saved.items()
-        if name.startswith(STATE)
-        and name not in present
-        and _key_and_fqn(name)[1] in names
-    }
+    names = optimizer.model_parallel.names
+    slot_of = {names[optimizer.slot_name(slot)]: slot for slot in slots}
+    new: dict[str, Tensor] = {}
+    for name, entry in saved.items():
+        slot = slot_of.get(_key_and_fqn(name)[1])
+        if slot is not None and name.startswith(STATE) and name not in present:
+            new[name] = _unallocated(optimizer, slot, entry)
+    return new
+
+
+def _unallocated(optimizer: SlotKeyedOptimizer, slot: Slot, saved: Saved) -> Tensor:
+    """A new tensor for state of a slot: a part, if that of the parameter is one and the state is of
+    its shape."""
+    param = param_at(optimizer.param_groups, slot)
+    partition = optimizer.model_parallel.partitions.get(optimizer.slot_name(slot))
+    if partition is None or saved.shape != partition.whole_shape(param.shape):
+        return _new(saved)
+    local = torch.empty(param.shape, dtype=saved.dtype, device="cpu")
+    return PartitionShard(local, partition)
 
 
 def in_saved_form(
@@ -179,20 +235,25 @@ def _new(saved: Saved) -> Tensor:
 
 
 def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Entries after reading, with the scales of a tensor of which this rank has a part cut to that
-    part."""
+    """Entries after reading, as the model and the optimizer take them, with the scales of a tensor
+    of which this rank has a part cut to that part."""
     result = dict(tensors)
     for name, value in tensors.items():
         key, fqn = _key_and_fqn(name)
         scale = _entry(scale_key(key), fqn)
         if name.startswith(STATE) and is_cut(value) and scale in tensors:
             result[scale] = scales_of_elements(value, tensors[scale])
+        if isinstance(value, PartitionShard):
+            result[name] = value.local
     return result
 
 
 def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
     """A tensor to read an entry into, of the layout of ``own`` and the dtype that was saved."""
-    return torch.empty_like(own, dtype=_dtype(saved, own.dtype))
+    dtype = _dtype(saved, own.dtype)
+    if isinstance(own, PartitionShard):
+        return own.with_held(torch.empty_like(own.held, dtype=dtype))
+    return torch.empty_like(own, dtype=dtype)
 
 
 def _dtype(saved: Saved | None, default: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.flat import FlatShard, boxes
+from mp_optim.checkpoint.partitioned import PartitionShard
 
 
 class Place(NamedTuple):
@@ -36,6 +37,8 @@ def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
     Raises:
         TypeError: it is a ShardedTensor, which torch has given up for DTensor.
     """
+    if isinstance(tensor, PartitionShard):
+        return _partition_places(tensor)
     if isinstance(tensor, FlatShard):
         return _flat_places(tuple(tensor.shape), tensor.start, tensor.local.numel())
     if isinstance(tensor, ShardedTensor):
@@ -59,8 +62,33 @@ def _flat_places(shape: tuple[int, ...], start: int, count: int) -> tuple[Place,
     return tuple(Place(box.offsets, box.sizes) for box in boxes(shape, start, count))
 
 
+def _partition_places(shard: PartitionShard) -> tuple[Place, ...]:
+    if not shard.numel():
+        return (whole_place(tuple(shard.shape)),)
+    cuts = (shard.partition.cuts(*inside) for inside in _inside(shard))
+    return tuple(Place(cut.offsets, cut.sizes) for some in cuts for cut in some)
+
+
+def _inside(shard: PartitionShard) -> tuple[Place, ...]:
+    """What the rank has of its part."""
+    places = places_of(shard.held)
+    return (whole_place(tuple(shard.held.shape)),) if places is None else places
+
+
+def _partition_piece(shard: PartitionShard, place: Place) -> Tensor:
+    for inside in _inside(shard):
+        for cut in shard.partition.cuts(*inside):
+            if (cut.offsets, cut.sizes) == place:
+                dim = shard.partition.dim
+                box = piece(shard.held, inside)
+                return box.narrow(dim, cut.begin, cut.sizes[dim])
+    return torch.empty(place.sizes, dtype=shard.dtype, device="cpu")
+
+
 def piece(tensor: Tensor, place: Place) -> Tensor:
     """The live elements of one of the boxes of :func:`places_of`, or of the whole."""
+    if isinstance(tensor, PartitionShard):
+        return _partition_piece(tensor, place)
     if isinstance(tensor, FlatShard):
         if place.sizes == tensor.shape:
             return tensor.local.view(place.sizes)

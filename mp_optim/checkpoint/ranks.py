@@ -71,6 +71,11 @@ class Ranks:
         """Whether this rank does what is done once."""
         return self.rank == 0
 
+    def has(self, rank: int) -> bool:
+        """Whether another process, of this global rank, is one of these."""
+        group = self.group
+        return group is not None and rank in dist.get_process_group_ranks(group)
+
     def _first(self) -> int:
         assert self.group is not None
         return dist.get_global_rank(self.group, 0)

@@ -111,7 +111,11 @@ def _compare(digests_of_ranks: Sequence[Mapping[str, bytes]]) -> None:
             if digest != expected:
                 raise ValueError(
                     f"{name}: ranks {other} and {rank} hold different values under this name, of "
-                    "which one would be lost. Give experts names of their own on every rank; save "
-                    "parts of tensors (tensor parallelism without DTensor) with process_group= the "
-                    "ranks that hold copies, each under a path of its own"
+                    "which one would be lost. If they are parts of one tensor, set Megatron's "
+                    "tensor_model_parallel, partition_dim and partition_stride on it, and "
+                    "process_groups.tp (of experts: expert_tp); if they are experts or layers that "
+                    "every rank counts from 0, set process_groups.ep or pp, for names like "
+                    "Megatron's; else say with global_names= what each is called in the whole "
+                    "model. All of these are arguments of get_megatron_optimizer (without an "
+                    "optimizer, of ModelParallel.of, for model_parallel=)"
                 )

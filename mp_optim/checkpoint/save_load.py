@@ -29,7 +29,7 @@ from mp_optim.checkpoint.commit import (
     publish,
     staging_of,
 )
-from mp_optim.checkpoint.common import COMMON, packed, read_common, without_state
+from mp_optim.checkpoint.common import COMMON, packed, read_common
 from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.entries import (
     MODEL,
@@ -58,10 +58,17 @@ from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.reading import Reading, plan_reading, read_index
 from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entries
 from mp_optim.checkpoint.replicas import check_replicas
+from mp_optim.checkpoint.shared_model import (
+    parallel_of,
+    saved_elsewhere,
+    settings_of,
+    without_checksums,
+)
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.loading import check_plain
+from mp_optim.slots.model_parallel import ModelParallel
 
 StrPath = str | os.PathLike[str]
 
@@ -78,6 +85,7 @@ def save(
     keep: int | None = ...,
     asynchronous: Literal[False] = ...,
     process_group: ProcessGroup | None = ...,
+    model_parallel: ModelParallel | None = ...,
 ) -> Path: ...
 @overload
 def save(
@@ -91,6 +99,7 @@ def save(
     keep: int | None = ...,
     asynchronous: Literal[True],
     process_group: ProcessGroup | None = ...,
+    model_parallel: ModelParallel | None = ...,
 ) -> SaveHandle: ...
 @in_own_modes
 def save(
@@ -104,6 +113,7 @@ def save(
     keep: int | None = 1,
     asynchronous: bool = False,
     process_group: ProcessGroup | None = None,
+    model_parallel: ModelParallel | None = None,
 ) -> Path | SaveHandle:
     """Save model, optimizer and whatever else is needed to go on. Every rank calls it.
 
@@ -121,14 +131,16 @@ def save(
             save that is still going on is waited for first, and raises here if it failed.
         process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one
             that nothing else uses meanwhile (all by default is).
+        model_parallel: what this rank has of the model, where there is no optimizer that knows
+            (:meth:`mp_optim.ModelParallel.of`).
 
     Returns:
         The directory of the version written; or, if ``asynchronous``, a handle to wait for it.
 
     Raises:
         ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, or ranks
-            hold different things under one name (of whole parameters 64 elements are compared);
-            nothing was replaced.
+            hold different things under one name (64 elements of each parameter are compared);
+            nothing was replaced. Or ``model_parallel`` beside an optimizer.
         RuntimeError: an earlier save in the background failed, or this one failed on another rank,
             naming it.
     """
@@ -136,23 +148,30 @@ def save(
         raise ValueError(
             f"keep={keep}: at least the version that is saved has to stay; None keeps all"
         )
+    parallel = parallel_of(optimizer, model_parallel)
     ranks = Ranks.of(process_group)
     ranks.agree("an earlier save", background.finish_previous)
     common = {
-        "optimizer": optimizer and without_state(optimizer.state_dict()),
+        "optimizer": optimizer and settings_of(optimizer),
         "extra": dict(extra or {}),
-        "model": plain_of(model),
+        "model": plain_of(model, parallel),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     content = packed(common, ranks)
     target = Path(ranks.first("preparing a checkpoint", lambda: str(begin(Path(path)))))
     writing = plan_writing(
-        entries_of(model, optimizer, full_precision),
+        entries_of(
+            model,
+            optimizer,
+            parallel,
+            full_precision=full_precision,
+            left_out=saved_elsewhere(parallel, ranks),
+        ),
         staging_of(target),
         ranks,
         snapshot=asynchronous,
     )
-    check_replicas(params_of(model), ranks)
+    check_replicas(params_of(model, parallel), ranks)
 
     def work() -> Path:
         return _write(writing, content, target, keep, ranks)
@@ -220,6 +239,7 @@ def load(
     convert: bool = False,
     verify: bool = False,
     process_group: ProcessGroup | None = None,
+    model_parallel: ModelParallel | None = None,
 ) -> dict[str, Any]:
     """Load the newest complete version into objects that exist, whatever their placement. Every
     rank calls it.
@@ -233,6 +253,7 @@ def load(
         verify: compare the checksums of all files first; each rank reads a share of them. Without
             it, what this rank reads is compared, in blocks of 1 MiB.
         process_group: the ranks that load; all by default.
+        model_parallel: as for :func:`save`.
 
     Returns:
         What was passed to :func:`save` as ``extra``.
@@ -243,11 +264,12 @@ def load(
             be lost; or files are damaged or hold something else than data. Nothing was replaced.
     """
     background.wait_for_previous()
+    parallel = parallel_of(optimizer, model_parallel)
     ranks = Ranks.of(process_group)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"
     index, common = ranks.each(loading, lambda: _open(version, verify, ranks))
-    own = entries_of(model, optimizer)
+    own = entries_of(model, optimizer, parallel)
     renamed = renamed_entries(index.entries, own)
     index, common = index_under(renamed, index), common_under(renamed, common)
     saved = {
@@ -268,7 +290,7 @@ def load(
         return reading
 
     def hand_over() -> None:
-        _hand_over(as_read(tensors), common, model, optimizer, convert)
+        _hand_over(as_read(tensors), common, model, optimizer, parallel, convert)
 
     reading = ranks.each(loading, checked)
     ranks.agree(loading, reading.read)
@@ -327,9 +349,13 @@ def _own_groups(
     optimizer: SlotKeyedOptimizer, common: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The saved state dict without state, and without parameters that this rank does not have."""
-    names = {optimizer.slot_name(slot) for slot in optimizer.slots()}
+    parallel = optimizer.model_parallel
+    names = {parallel.names[optimizer.slot_name(slot)] for slot in optimizer.slots()}
     groups = wanted_groups(common["optimizer"]["param_groups"], names)
-    return {**common["optimizer"], "param_groups": groups}
+    return {
+        **common["optimizer"],
+        "param_groups": without_checksums(groups, parallel),
+    }
 
 
 @uncollected()
@@ -338,9 +364,10 @@ def _hand_over(
     common: dict[str, Any],
     model: Models,
     optimizer: SlotKeyedOptimizer | None,
+    parallel: ModelParallel,
     convert: bool,
 ) -> None:
-    load_model(model, tensors, common["model"])
+    load_model(model, tensors, common["model"], parallel)
     if optimizer is None:
         return
     state_dict = _own_groups(optimizer, common)

@@ -14,7 +14,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.groups.group_settings import OF_THE_STACK, checked_override
 from mp_optim.groups.muon import MuonAssignment, is_embedding_or_output
 from mp_optim.slots.names import named_params
-from mp_optim.slots.param_attributes import is_dense_in_megatron
+from mp_optim.slots.param_attributes import is_expert_param
 
 _log = logging.getLogger(__name__)
 
@@ -195,14 +195,6 @@ def check_config_overrides_consistency(
                     f"{getattr(config, name)!r}; "
                     "it is one setting for the whole stack"
                 )
-
-
-def is_expert_param(param: Tensor, name: str) -> bool:
-    """Megatron's ``allreduce=False``, or Hugging Face's ``.experts.`` (shared experts are
-    dense)."""
-    if not is_dense_in_megatron(param):
-        return True
-    return ".experts." in f".{name}" and "shared_experts" not in name
 
 
 def _named_params(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:

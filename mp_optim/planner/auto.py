@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory import device_of, with_data_parallel
-from mp_optim.groups.overrides import ParamKey, is_expert_param
+from mp_optim.groups.overrides import ParamKey
 from mp_optim.planner.memory import MemoryPlan, plan_rank
 from mp_optim.planner.sweep import least, with_fraction
 from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor
 from mp_optim.slots.names import named_params
+from mp_optim.slots.param_attributes import is_expert_param
 
 SHARE = 0.75
 """What parameters, gradients and optimizer may take of an accelerator whose ``gpu_memory`` is not

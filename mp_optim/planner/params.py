@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mp_optim.groups.overrides import is_expert_param
 from mp_optim.slots.names import named_params
-from mp_optim.slots.param_attributes import is_copied_in_tensor_parallel
+from mp_optim.slots.param_attributes import (
+    is_copied_in_tensor_parallel,
+    is_expert_param,
+)
 
 
 @dataclass(frozen=True)

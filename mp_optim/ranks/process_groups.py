@@ -22,6 +22,9 @@ class ProcessGroups:
         dp, expert_dp: ranks that hold copies of dense and of expert parameters; a distributed
             optimizer reduces over them. With ``use_distributed_optimizer``, dp is by default all
             ranks, expert_dp the same as dp.
+        ep: ranks that hold different experts of one layer, which each counts from 0.
+        pp: the stages of a pipeline, which each count their layers from 0. With several, building
+            an optimizer is a collective of theirs.
     """
 
     grad_stats: ProcessGroup | None = None
@@ -30,6 +33,8 @@ class ProcessGroups:
     expert_tp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
     expert_dp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    pp: ProcessGroup | None = None
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessGroups:
@@ -69,6 +74,8 @@ class ProcessGroups:
             expert_tp=over("tp"),
             dp=over(*copies, "ep"),
             expert_dp=expert_dp,
+            ep=over("ep"),
+            pp=over("pp"),
         )
 
     @classmethod
@@ -89,4 +96,6 @@ class ProcessGroups:
             expert_tp=first("expt_tp"),
             dp=first("dp_cp", "dp"),
             expert_dp=first("expt_dp"),
+            ep=first("ep"),
+            pp=first("pp"),
         )

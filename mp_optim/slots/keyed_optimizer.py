@@ -17,6 +17,7 @@ from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, slot_name
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.loading import restore
+from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.state_dict import CHECKSUMS, names_in_words, plain_groups
 
@@ -33,6 +34,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     param_groups: ParamGroups
     grad_scaler: Any = None
     """The loss scale, of an optimizer that has one."""
+    model_parallel: ModelParallel = ModelParallel()
+    """What of the model this rank has. What leaves (state dicts, checkpoints) has the names of the
+    whole model; groups and messages have those here."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._state_view = SlotStateView(
@@ -131,7 +135,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.step_mark.check("state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        groups = plain_groups(self.param_groups)
+        groups = self.model_parallel.names.groups_out(plain_groups(self.param_groups))
         self.init_state()
         read = self.full_slot_state if full_precision else self.slot_state
         states = (read(slot) for slot in self.slots())

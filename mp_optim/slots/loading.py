@@ -10,6 +10,7 @@ from torch import Tensor
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.identity import ParamGroups, Slot
 from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.state_dict import (
     GroupMatch,
@@ -29,6 +30,7 @@ class Loadable(Protocol):
     param_groups: ParamGroups
     grad_scaler: Any
     step_mark: StepMark
+    model_parallel: ModelParallel
     _optimizer_load_state_dict_pre_hooks: Any
     _optimizer_load_state_dict_post_hooks: Any
 
@@ -79,7 +81,8 @@ def check_plain(
         ValueError: parameters are missing on either side, or a setting or the loss scale is out of
             range.
     """
-    match = match_groups(optimizer.param_groups, state_dict["param_groups"])
+    groups = optimizer.model_parallel.names.groups_in(state_dict["param_groups"])
+    match = match_groups(optimizer.param_groups, groups)
     pairs = zip(optimizer.param_groups, match.settings, strict=True)
     for index, (group, saved) in enumerate(pairs):
         try:

@@ -115,9 +115,34 @@ def has_partition_dim(param: Tensor) -> bool:
     return hasattr(param, "partition_dim")
 
 
+def partition_stride(param: Tensor) -> int:
+    """``partition_stride``: how many equal blocks that dimension consists of, each of which is
+    cut."""
+    return int(getattr(param, "partition_stride", 1))
+
+
+def partition_sizes(param: Tensor) -> tuple[int, ...] | None:
+    """``partition_sizes``: what a rank has of blocks that are not equal; None if they are."""
+    sizes = getattr(param, "partition_sizes", None)
+    return None if sizes is None else tuple(map(int, sizes))
+
+
 def is_dense_in_megatron(param: Tensor) -> bool:
     """``allreduce``: false on the parameters of experts."""
     return bool(getattr(param, "allreduce", True))
+
+
+def is_expert_param(param: Tensor, name: str) -> bool:
+    """Megatron's ``allreduce=False``, or Hugging Face's ``.experts.`` (shared experts are
+    dense)."""
+    if not is_dense_in_megatron(param):
+        return True
+    return ".experts." in f".{name}" and "shared_experts" not in name
+
+
+def is_tied_embedding(param: Tensor) -> bool:
+    """``shared_embedding``: stages of a pipeline have copies of this, the first and the last."""
+    return bool(getattr(param, "shared_embedding", False))
 
 
 def is_embedding_or_output(param: Tensor) -> bool | None:

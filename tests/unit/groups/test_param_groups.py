@@ -15,7 +15,8 @@ from mp_optim import (
     get_mup_config_overrides,
     get_standard_config_overrides,
 )
-from mp_optim.groups.overrides import check_claims, get_param_groups, is_expert_param
+from mp_optim.groups.overrides import check_claims, get_param_groups
+from mp_optim.slots.param_attributes import is_expert_param
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 

@@ -1,0 +1,253 @@
+"""ModelParallel: what of the whole model this rank has, and what it is called there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
+from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.slots.global_names import (
+    Chunks,
+    GlobalNames,
+    Layer,
+    Numbering,
+    expert_counts,
+    layer_indices,
+    layer_of,
+)
+from mp_optim.slots.module_attributes import has_gated_first_layer, layer_number
+from mp_optim.slots.names import canonical_name, canonical_names, prefixed
+from mp_optim.slots.param_attributes import (
+    is_expert_param,
+    is_shared,
+    is_tensor_parallel,
+    is_tied_embedding,
+    partition_dim,
+    partition_sizes,
+    partition_stride,
+)
+from mp_optim.slots.partition import Partition, partition
+
+NameOf = Callable[[str], str]
+_NamedChunks = Sequence[tuple[str, nn.Module]]
+_UNPARTED = (".experts.weight1", ".experts.weight2")
+"""Megatron's weights of all experts in one matrix: its attributes do not tell their parts."""
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """How ranks share a model out, where its tensors do not say so themselves (as DTensors do).
+
+    Attributes:
+        names: of this rank's parameters in the whole model.
+        partitions: of the parameters that tensor parallelism cuts, by name here.
+        copies: parameters here whose original another stage of the pipeline has: by name, the
+            global rank of that stage.
+    """
+
+    names: GlobalNames = field(default_factory=GlobalNames)
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
+    copies: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module | Sequence[nn.Module],
+        process_groups: ProcessGroups | None = None,
+        global_names: NameOf | None = None,
+        expert_predicate: Callable[..., bool] | None = None,
+    ) -> ModelParallel:
+        """Of a model. Collective over ``process_groups.pp``, if there are several stages.
+
+        Args:
+            model: a module or a list of chunks.
+            process_groups: ``tp``, ``expert_tp``, ``ep`` and ``pp`` are read.
+            global_names: what a parameter or buffer is called in the whole model, from its name
+                here. By default layers and experts are counted through where they are named as
+                Megatron does: ``layers.N``, ``local_experts.N``, ``experts.linear_fc1.weightN``.
+            expert_predicate: ``(param, name) -> bool``, which parameters are experts.
+
+        Raises:
+            ValueError: ``global_names`` makes one name of two, or a parameter does not consist of
+                the blocks that its attributes speak of; naming it.
+        """
+        chunks = prefixed([model] if isinstance(model, nn.Module) else list(model))
+        groups = process_groups or ProcessGroups()
+        params = dict(_params(chunks))
+        is_expert = expert_predicate or is_expert_param
+        partitions = dict(_partitions(params, chunks, groups, is_expert))
+        own = Stage(_layers(chunks), *_original(params, chunks, global_names))
+        stages, place = _told(own, groups.pp)
+        tied = next((stage for stage in stages if stage.original is not None), own)
+        copies = {
+            name: tied.rank
+            for name, param in params.items()
+            if tied is not stages[place]
+            and is_tied_embedding(param)
+            and is_shared(param)
+        }
+        known = [*params, *_buffers(chunks)]
+        if global_names is not None:
+            names = GlobalNames(global_names, known)
+            names.check()
+            same = (name for name in copies if names[name] == tied.original)
+            return cls(names, partitions, {name: copies[name] for name in same})
+        numbering = _numbering(params, chunks, groups.ep, stages, place)
+        called = {name: tied.original or name for name in copies}
+        name_of = _Either(called, numbering)
+        return cls(GlobalNames(name_of, known), partitions, copies)
+
+
+class Stage(NamedTuple):
+    """What a stage of a pipeline tells the others.
+
+    Attributes:
+        layers: by chunk. original: of tied embeddings, the whole model's name of the one that
+            counts, if it is here. rank: global.
+    """
+
+    layers: Chunks
+    original: str | None = None
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class _Either:
+    """A name that is given, or else made."""
+
+    given: Mapping[str, str]
+    make: NameOf
+
+    def __call__(self, name: str) -> str:
+        return self.given.get(name) or self.make(name)
+
+
+def _told(own: Stage, pp: ProcessGroup | None) -> tuple[list[Stage], int]:
+    """What all stages tell, and which of them this is."""
+    if pp is None or pp.size() == 1:
+        return [own], 0
+    told: list[Stage] = [own] * pp.size()
+    with naming_missing_ranks(pp)("counting the layers of the pipeline's stages"):
+        call(pp, lambda: dist.all_gather_object(told, own, group=pp))
+    return told, pp.rank()
+
+
+def _numbering(
+    params: Iterable[str],
+    chunks: _NamedChunks,
+    ep: ProcessGroup | None,
+    stages: Sequence[Stage],
+    place: int,
+) -> Numbering:
+    experts: dict[str, int] = {}
+    if ep is not None and ep.size() > 1:
+        counts = expert_counts(params)
+        experts = {path: ep.rank() * counts[path] for path in counts}
+    if len(stages) == 1:
+        return Numbering(first_experts=experts)
+    indices = layer_indices([stage.layers for stage in stages])[place]
+    layers: dict[tuple[str, int], tuple[str, int]] = {}
+    for (prefix, _), of_chunk in zip(chunks, indices, strict=True):
+        for (path, index), there in of_chunk.items():
+            layers[prefix + path, index] = path, there
+    return Numbering(layers, tuple(prefix for prefix, _ in chunks if prefix), experts)
+
+
+# -- what a model says of itself ------------------------------------------------------------------
+
+
+def _params(chunks: _NamedChunks) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under every canonical name it has."""
+    for prefix, chunk in chunks:
+        named = dict(chunk.named_parameters(remove_duplicate=False))
+        for name, short in canonical_names(chunk, named).items():
+            yield prefix + short, named[name]
+
+
+def _buffers(chunks: _NamedChunks) -> Iterator[str]:
+    for prefix, chunk in chunks:
+        named = dict(chunk.named_buffers(remove_duplicate=False))
+        yield from (prefix + name for name in canonical_names(chunk, named).values())
+
+
+def _modules(chunks: _NamedChunks) -> Iterator[tuple[int, str, nn.Module]]:
+    """Every module with its chunk's index and its canonical name."""
+    for index, (prefix, chunk) in enumerate(chunks):
+        for name, module in chunk.named_modules(remove_duplicate=False):
+            yield index, prefix + canonical_name(chunk, name), module
+
+
+def _layers(chunks: _NamedChunks) -> Chunks:
+    layers: list[dict[tuple[str, int], Layer]] = [{} for _ in chunks]
+    for chunk, name, module in _modules(chunks):
+        path, index = layer_of(name.removeprefix(chunks[chunk][0])) or ("", 0)
+        if name == f"{chunks[chunk][0]}{path}.{index}":
+            number = layer_number(module)
+            said = None if number is None else number - 1
+            layers[chunk][path, index] = Layer(path, index, said)
+    return [list(of_chunk.values()) for of_chunk in layers]
+
+
+def _original(
+    params: Mapping[str, Tensor], chunks: _NamedChunks, global_names: NameOf | None
+) -> tuple[str | None, int]:
+    """The name of the tied embedding that counts, if it is here, and this rank's number."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for name, param in params.items():
+        if is_tied_embedding(param) and not is_shared(param):
+            prefixes = tuple(prefix for prefix, _ in chunks if prefix)
+            return (global_names or Numbering(prefixes=prefixes))(name), rank
+    return None, rank
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------
+
+
+def _partitions(
+    params: Mapping[str, Tensor],
+    chunks: _NamedChunks,
+    groups: ProcessGroups,
+    is_expert: Callable[..., bool],
+) -> Iterator[tuple[str, Partition]]:
+    gated = {
+        f"{name}.linear_fc1"
+        for _, name, module in _modules(chunks)
+        if has_gated_first_layer(module)
+    }
+    for name, param in params.items():
+        ranks = groups.expert_tp if is_expert(param, name) else groups.tp
+        dim = partition_dim(param)
+        if ranks is None or ranks.size() == 1 or not is_tensor_parallel(param):
+            continue
+        if dim is None or name.endswith(_UNPARTED) or _says_itself(param, ranks):
+            continue
+        stride = partition_stride(param)
+        if name.rpartition(".")[0] in gated:
+            stride = max(stride, 2)  # some of Megatron's layers leave it at 1
+        yield (
+            name,
+            partition(
+                name,
+                param.shape,
+                dim,
+                stride=stride,
+                sizes=partition_sizes(param),
+                rank=ranks.rank(),
+                size=ranks.size(),
+            ),
+        )
+
+
+def _says_itself(param: Tensor, ranks: ProcessGroup) -> bool:
+    """Whether a tensor is a DTensor over these ranks."""
+    if not isinstance(param, DTensor):
+        return False
+    mesh = {*param.device_mesh.mesh.flatten().tolist()}
+    return mesh.issuperset(dist.get_process_group_ranks(ranks))
