@@ -88,11 +88,11 @@ def get_megatron_optimizer(
         config = with_chosen_fraction(
             config, chunks, config_overrides, groups, expert_predicate
         )
+    parallel = ModelParallel.of(chunks, groups, global_names, expert_predicate)
     optimizer = build(
         config, chunks, config_overrides, groups, expert_predicate, param_groups
     )
     params = ModelParams(chunks)
-    parallel = ModelParallel.of(chunks, groups, global_names, expert_predicate)
     for stack in (optimizer, *optimizer.chained_optimizers):
         stack.watch.params = stack.model_params = params
         stack.model_parallel = parallel

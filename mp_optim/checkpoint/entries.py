@@ -318,6 +318,8 @@ def check_entries(
         there, here = saved[name], wanted[name]
         if there.shape != here.shape:
             text = f"{name}: saved {there.shape}, expected {tuple(here.shape)}"
+            if _is_of_each_rank(name, there, here):
+                text += " (one for each tensor-parallel rank: load it with as many)"
             problems["mis-shaped"].append(text)
         if there.dtype != here.dtype:
             text = f"{name}: saved {there.dtype}, expected {here.dtype}"
@@ -326,6 +328,13 @@ def check_entries(
     if present:
         listed = ", ".join(present)
         raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
+
+
+def _is_of_each_rank(name: str, there: Saved, here: Tensor) -> bool:
+    """Whether state of another shape was, or is, none of the whole's parameter, but each rank's."""
+    if isinstance(here, PartitionShard):
+        return here.is_stacked
+    return name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,434 @@
+"""Two gloo processes that have parts of parameters, experts and layers as Megatron has them: plain
+tensors with attributes, and names that each rank counts from 0.
+
+The whole model is stepped beside them. Gradients are a function of each element, so parts and whole
+are stepped alike, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mp_optim import (
+    ModelParallel,
+    OptimizerConfig,
+    ProcessGroups,
+    checkpoint,
+    get_megatron_optimizer,
+)
+from mp_optim.checkpoint import FlatShard
+from mp_optim.checkpoint.contents import open_checkpoint
+
+warnings.filterwarnings("ignore")
+
+CUTS: dict[str, tuple[tuple[int, ...], int | None, int]] = {
+    "fused": ((16, 6), 0, 2),
+    "second": (
+        (5, 8),
+        1,
+        1,
+    ),
+    "inside": ((3, 12, 2), 1, 3),
+    "vector": ((512,), 0, 1),
+    "copied": ((7,), None, 1),
+}
+"""Shape of the whole, the dimension that is cut, and blocks."""
+COMPACT = {"use_precision_aware_optimizer": True}
+EIGHT_BITS = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
+SIXTEEN_BITS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+REMAINDERS = {"store_param_remainders": True}
+HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "host": {"bf16": True, **HOST},
+    "lion": {"optimizer": "lion"},
+    "sixteen bits": {"bf16": True, **COMPACT, **SIXTEEN_BITS},
+    "remainders": {"bf16": True, **COMPACT, **REMAINDERS},
+}
+
+
+def part_of(
+    whole: Tensor, dim: int | None, stride: int, rank: int, size: int
+) -> Tensor:
+    """What a rank has: its part of each block, behind each other."""
+    if dim is None:
+        return whole
+    blocks = whole.chunk(stride, dim)
+    return torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)
+
+
+def wholes(dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((name, CUTS[name][0]) for name in CUTS)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes}
+    return {name: values[name].to(dtype) for name in names}
+
+
+def model_of(values: dict[str, Tensor], rank: int, size: int) -> nn.ParameterDict:
+    """The rank's parts of some values, with Megatron's attributes."""
+    model = nn.ParameterDict()
+    for name, value in values.items():
+        _, dim, stride = CUTS[name]
+        model[name] = nn.Parameter(part_of(value, dim, stride, rank, size).clone())
+        param: Any = model[name]
+        param.tensor_model_parallel = dim is not None and size > 1
+        if param.tensor_model_parallel:
+            param.partition_dim, param.partition_stride = dim, stride
+    return model
+
+
+def build(
+    settings: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    names: tuple[str, ...] = tuple(CUTS),
+    seed: int = 0,
+) -> tuple[nn.Module, Any]:
+    """The rank's parts and their optimizer; everything without a group."""
+    dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
+    values = wholes(dtype, names)
+    if seed:
+        values = {name: value + seed for name, value in values.items()}
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0, **settings)
+    model = model_of(values, rank, size)
+    groups = ProcessGroups(tp=group, grad_stats=group)
+    return model, get_megatron_optimizer(config, model, process_groups=groups)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for param in model.parameters():
+            param.grad = torch.sin(7.0 * param.detach().float()).to(param.dtype)
+        assert optimizer.step().success
+
+
+def local(value: Any) -> Any:
+    return value.local if isinstance(value, FlatShard) else value
+
+
+def snapshot(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Parameters and state by name, copied."""
+    result = {}
+    for name, param in model.named_parameters():
+        result[name] = param.detach().clone()
+        for key, value in optimizer.state[param].items():
+            result[f"{name}.{key}"] = local(value).clone()
+    return result
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def message(work: Any) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def parts_are_of(whole: dict[str, Tensor], parts: dict[str, Tensor], rank: int) -> bool:
+    """Whether a rank's snapshot is its part of the whole model's."""
+    for label, value in whole.items():
+        name, _, key = label.partition(".")
+        _, dim, stride = CUTS[name]
+        cut = value if key == "step" else part_of(value, dim, stride, rank, 2)
+        if not torch.equal(cut, parts[label]):
+            return False
+    return whole.keys() == parts.keys()
+
+
+def sizes(root: Path, rank: int, tp: dist.ProcessGroup) -> dict[str, list[bool]]:
+    """Two parts to the same two, to one, and from one to two."""
+    found: dict[str, list[bool]] = {}
+    for name, settings in SETTINGS.items():
+        folder = root / name
+        parts, whole = build(settings, tp), build(settings, None)
+        train(*parts)
+        train(*whole)
+        alike = parts_are_of(snapshot(*whole), snapshot(*parts), rank)
+        checkpoint.save(folder / "parts", *parts)
+        checkpoint.save(folder / "whole", *whole)
+        again = build(settings, tp, seed=1)
+        checkpoint.load(folder / "parts", *again, verify=True)
+        resumed = same(snapshot(*again), snapshot(*parts))
+        train(*again)
+        train(*parts)
+        resumed &= same(snapshot(*again), snapshot(*parts))
+        one = build(settings, None, seed=1)
+        checkpoint.load(folder / "parts", *one)
+        joined = same(snapshot(*one), snapshot(*whole))
+        two = build(settings, tp, seed=1)
+        checkpoint.load(folder / "whole", *two)
+        cut = parts_are_of(snapshot(*whole), snapshot(*two), rank)
+        found[name] = [alike, resumed, joined, cut]
+    return found
+
+
+def compact(root: Path, tp: dist.ProcessGroup) -> dict[str, Any]:
+    """8-bit moments: their blocks are cut at their ends (``vector``) or inside."""
+    settings = {"bf16": True, **COMPACT, **EIGHT_BITS}
+    found: dict[str, Any] = {}
+    for name in ("vector", "fused"):
+        parts = build(settings, tp, (name,))
+        train(*parts)
+        checkpoint.save(root / name, *parts)
+        again = build(settings, tp, (name,), seed=1)
+        checkpoint.load(root / name, *again)
+        whole = build(settings, None, (name,), seed=1)
+        text = message(
+            lambda name=name, whole=whole: checkpoint.load(root / name, *whole)
+        )
+        found[name] = [same(snapshot(*again), snapshot(*parts)), text]
+        checkpoint.load(root / name, *whole, convert=True)
+        checkpoint.save(root / f"{name} whole", *whole)
+        checkpoint.load(root / f"{name} whole", *again, convert=name == "fused")
+        checkpoint.save(root / f"{name} again", *again)
+        found[name].append(same(snapshot(*again), snapshot(*parts)))
+    return found
+
+
+def factored(root: Path, tp: dist.ProcessGroup) -> list[Any]:
+    """Adafactor's means over the rows of a part are nobody else's."""
+    settings = {"optimizer": "adafactor"}
+    parts = build(settings, tp)
+    train(*parts)
+    checkpoint.save(root, *parts)
+    again, whole = build(settings, tp, seed=1), build(settings, None)
+    checkpoint.load(root, *again)
+    resumed = same(snapshot(*again), snapshot(*parts))
+    train(*again)
+    train(*parts)
+    resumed &= same(snapshot(*again), snapshot(*parts))
+    return [resumed, message(lambda: checkpoint.load(root, *whole))]
+
+
+def foreign(root: Path, tp: dist.ProcessGroup) -> bool:
+    """Of torch's AdamW, which has no state before its first step."""
+
+    def wrapped(seed: int = 0) -> tuple[nn.Module, Any]:
+        model, ours = build({"bf16": True}, tp, seed=seed)
+        inner = torch.optim.AdamW(list(model.named_parameters()), lr=1e-2)
+        from mp_optim import Float16OptimizerWithFloat16Params
+
+        config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
+        optimizer = Float16OptimizerWithFloat16Params(inner, config)
+        optimizer.model_parallel = ours.model_parallel
+        return model, optimizer
+
+    parts, again = wrapped(), wrapped(seed=1)
+    train(*parts)
+    checkpoint.save(root, *parts)
+    checkpoint.load(root, *again)
+    return same(snapshot(*again), snapshot(*parts))
+
+
+def without_optimizer(root: Path, tp: dist.ProcessGroup) -> list[Any]:
+    parts, _ = build({}, tp)
+    whole, _ = build({}, None)
+    groups = ProcessGroups(tp=tp)
+    parallel = ModelParallel.of(parts, groups)
+    checkpoint.save(root, parts, None, model_parallel=parallel)
+    other, optimizer = build({}, None, seed=1)
+    checkpoint.load(root, other, None)
+    joined = all(map(torch.equal, other.parameters(), whole.parameters()))
+    twice = message(
+        lambda: checkpoint.load(root, other, optimizer, model_parallel=parallel)
+    )
+    return [joined, twice]
+
+
+def refused(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, str]:
+    """What cannot be told apart, and attributes that cannot be."""
+    values = wholes(torch.float32, ("fused", "copied"))
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0)
+    found = {}
+    parts = model_of(values, rank, 2)
+    unknown = parts, get_megatron_optimizer(config, parts)
+    found["no group"] = message(lambda: checkpoint.save(root, *unknown))
+    layers = Stage(rank, 2)
+    unnamed = layers, get_megatron_optimizer(config, layers)
+    found["no stages"] = message(lambda: checkpoint.save(root, *unnamed))
+    for field, value in (("dim", 2), ("stride", 5), ("sizes", (3, 3))):
+        other = model_of(values, rank, 2)
+        setattr(other["fused"], f"partition_{field}", value)
+        groups = ProcessGroups(tp=world)
+        found[field] = message(
+            lambda model=other, groups=groups: get_megatron_optimizer(
+                config, model, process_groups=groups
+            )
+        )
+    found["one name"] = message(
+        lambda: get_megatron_optimizer(config, layers, global_names=lambda name: "x")
+    )
+    return found
+
+
+class Stage(nn.Module):
+    """A stage that has some layers of a model, which it counts from 0, with experts in them."""
+
+    def __init__(self, rank: int, size: int, layers: int = 3, experts: int = 4) -> None:
+        super().__init__()
+        first, last = (0, 2) if rank == 0 else (2, layers)
+        first, last = (first, last) if size == 2 else (0, layers)
+        self.layers = nn.ModuleList(
+            Layer(number, range(experts)) for number in range(first, last)
+        )
+        if last == layers:
+            self.norm = numbered(99)
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int, experts: range) -> None:
+        super().__init__()
+        self.local_experts = nn.ModuleList(
+            numbered(10 * number + expert) for expert in experts
+        )
+
+
+class Experts(nn.Module):
+    """A rank's experts, in both ways in which Megatron names them."""
+
+    def __init__(self, rank: int, size: int, count: int = 4) -> None:
+        super().__init__()
+        here = range(count // size * rank, count // size * (rank + 1))
+        self.local_experts = nn.ModuleList(map(numbered, here))
+        self.experts = nn.Module()
+        self.experts.linear_fc1 = nn.Module()
+        for index, expert in enumerate(here):
+            weight = numbered(20 + expert).weight
+            self.experts.linear_fc1.register_parameter(f"weight{index}", weight)
+        self.router = numbered(50)
+
+
+def numbered(number: int) -> nn.Module:
+    linear = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        linear.weight.fill_(float(number))
+        linear.register_buffer("seen", torch.tensor(number))
+    return linear
+
+
+def blank(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.zero_()
+    return model
+
+
+def names(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, Any]:
+    """Experts and layers, shared out and whole, there and back; names in state dicts."""
+
+    def of_stage(name: str) -> str:
+        layer = name.removeprefix("layers.")
+        return (
+            f"layers.{int(layer[0]) + 2 * rank}{layer[1:]}" if layer != name else name
+        )
+
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0)
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "ep": (Experts, {"process_groups": ProcessGroups(ep=world)}),
+        "pp": (Stage, {"process_groups": ProcessGroups(pp=world)}),
+        "given": (Stage, {"global_names": of_stage}),
+    }
+    found: dict[str, Any] = {}
+    for kind, (make, arguments) in kinds.items():
+        model = make(rank, 2)
+        optimizer = get_megatron_optimizer(config, model, **arguments)
+        train(model, optimizer)
+        checkpoint.save(root / kind, model, optimizer)
+        whole = blank(make(0, 1))
+        one = get_megatron_optimizer(config, whole)
+        checkpoint.load(root / kind, whole, one)
+        checkpoint.save(root / f"{kind} whole", whole, one)
+        again = blank(make(rank, 2))
+        other = get_megatron_optimizer(config, again, **arguments)
+        checkpoint.load(root / f"{kind} whole", again, other)
+        returned = same(snapshot(again, other), snapshot(model, optimizer))
+        buffers = dict(again.named_buffers())
+        returned &= all(map(torch.equal, buffers.values(), model.buffers()))
+        saved = optimizer.state_dict()
+        other.load_state_dict(saved)
+        for group, live in zip(saved["param_groups"], other.param_groups, strict=True):
+            called, group["param_names"] = group["param_names"], live["param_names"]
+        other.load_state_dict(saved)  # as one of before: with the names here
+        found[kind] = [returned, called, sorted(open_checkpoint(root / kind).entries)]
+    return found
+
+
+def sharded_too(root: Path, rank: int) -> list[bool]:
+    """Four ranks: two parts, of which two ranks each own a part in turn."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups, tp = ProcessGroups.from_device_mesh(mesh), mesh["tp"].get_group()
+    settings = {"bf16": True, "use_distributed_optimizer": True}
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0, **settings)
+
+    def parts(seed: int) -> tuple[nn.Module, Any]:
+        values = wholes(torch.bfloat16, tuple(CUTS))
+        values = {name: value + seed for name, value in values.items()}
+        model = model_of(values, tp.rank(), 2)
+        return model, get_megatron_optimizer(config, model, process_groups=groups)
+
+    sharded, again = parts(0), parts(1)
+    whole, plain = build({"bf16": True}, None), build({"bf16": True}, tp, seed=1)
+    train(*sharded)
+    train(*whole)
+    checkpoint.save(root / "sharded", *sharded)
+    checkpoint.load(root / "sharded", *again)
+    resumed = same(snapshot(*again), snapshot(*sharded))
+    checkpoint.load(root / "sharded", *plain)
+    found = [resumed, parts_are_of(snapshot(*whole), snapshot(*plain), tp.rank())]
+    checkpoint.save(root / "plain", *plain)
+    four = build({"bf16": True}, dist.group.WORLD, seed=1)
+    checkpoint.load(root / "plain", *four)
+    checkpoint.save(root / "four", *four)
+    again = parts(1)
+    checkpoint.load(root / "four", *again)
+    found.append(same(snapshot(*again), snapshot(*sharded)))
+    mixed = message(lambda: checkpoint.save(root / "mixed", *unlike(sharded, rank)))
+    return [*found, "part 0 of 2): ranks 0 and 2 hold different values" in mixed]
+
+
+def unlike(pair: tuple[nn.Module, Any], rank: int) -> tuple[nn.Module, Any]:
+    """Copies of a part that differ."""
+    with torch.no_grad():
+        next(pair[0].parameters()).add_(rank // 2)
+    return pair
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank, root, world = dist.get_rank(), Path(folder), dist.group.WORLD
+    assert world is not None
+    if dist.get_world_size() == 4:
+        result: dict[str, Any] = {"sharded": sharded_too(root / "sharded", rank)}
+    else:
+        result = {
+            "sizes": sizes(root / "sizes", rank, world),
+            "compact": compact(root / "compact", world),
+            "factored": factored(root / "factored", world),
+            "foreign": foreign(root / "foreign", world),
+            "model": without_optimizer(root / "model", world),
+            "refused": refused(root / "refused", rank, world),
+            "names": names(root / "names", rank, world),
+        }
+    (root / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

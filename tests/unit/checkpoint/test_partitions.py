@@ -1,0 +1,220 @@
+"""Plain tensor parallelism, experts and layers that ranks count from 0: saved whole, loaded in any
+layout."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mp_optim.slots.global_names import GlobalNames, Layer, Numbering, layer_indices
+from mp_optim.slots.partition import partition
+from support.launch import run_ranks
+from support.workers.partitions import SETTINGS, part_of
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("partitions")
+    run_ranks("partitions", 2, str(folder), timeout=120)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("at", "what"),
+    enumerate(["parts step as the whole", "resumed to the bit", "joined", "cut again"]),
+)
+def test_two_parts_are_saved_whole(ranks, name, at, what):
+    assert [rank["sizes"][name][at] for rank in ranks] == [True, True]
+
+
+def test_moments_in_blocks_are_cut_where_blocks_end(ranks):
+    for rank in ranks:
+        assert rank["compact"]["vector"] == [True, "nothing was raised", True]
+        resumed, text, _ = rank["compact"]["fused"]
+        assert resumed and "fused.exp_avg" in text and "convert=True" in text
+
+
+def test_means_over_the_rows_of_a_part_are_its_own(ranks):
+    for rank in ranks:
+        resumed, text = rank["factored"]
+        assert resumed
+        assert "state.col_var.fused: saved (2, 1, 6), expected (1, 6) (one for" in text
+        assert "row_var.fused" not in text and "col_var.second" not in text
+        assert "tensor-parallel rank: load it with as many" in text
+
+
+def test_a_foreign_optimizers_state_is_cut_before_its_first_step(ranks):
+    assert [rank["foreign"] for rank in ranks] == [True, True]
+
+
+def test_a_model_without_an_optimizer(ranks):
+    for rank in ranks:
+        joined, text = rank["model"]
+        assert joined and "model_parallel= beside an optimizer" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("no group", "model.fused: ranks 0 and 1 hold different values"),
+        ("no stages", "model.layers.0.local_experts.0.weight: ranks 0 and 1 hold"),
+        ("dim", "fused.partition_dim=2: its shape is (8, 6)"),
+        ("stride", "fused.partition_stride=5: dimension 0 of (8, 6)"),
+        ("sizes", "fused.partition_sizes=[3, 3]: they add up to 6"),
+        ("one name", "global_names makes one name of layers.0.local_experts.0"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused_with_the_ways_out(ranks, what, text):
+    for rank in ranks:
+        assert rank["refused"][what].startswith("ValueError: ")
+        assert text in rank["refused"][what]
+        if what.startswith("no "):
+            for way in ("partition_dim", "process_groups.ep or pp", "global_names="):
+                assert way in rank["refused"][what]
+
+
+@pytest.mark.parametrize("kind", ["ep", "pp", "given"])
+def test_experts_and_layers_are_counted_through(ranks, kind):
+    assert [rank["names"][kind][0] for rank in ranks] == [True, True]
+    whole = set()
+    for rank in ranks:
+        _, called, entries = rank["names"][kind]
+        whole |= {*called}
+    saved = {name.removeprefix("model.") for name in entries if name.endswith("seen")}
+    numbers = {name.removesuffix(".seen") for name in saved}
+    assert numbers >= {
+        name.removesuffix(".weight") for name in whole if "fc1" not in name
+    }
+    if kind == "ep":
+        fused = {f"experts.linear_fc1.weight{expert}" for expert in range(4)}
+        assert numbers == {f"local_experts.{expert}" for expert in range(4)} | {
+            "router"
+        }
+        assert fused <= whole and {f"model.{name}" for name in fused} <= {*entries}
+    else:
+        experts = [(layer, expert) for layer in range(3) for expert in range(4)]
+        assert numbers - {"norm"} == {
+            f"layers.{a}.local_experts.{b}" for a, b in experts
+        }
+
+
+def test_parts_that_a_distributed_optimizer_shares_out(tmp_path):
+    run_ranks("partitions", 4, str(tmp_path), timeout=120)
+    for rank in range(4):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["sharded"] == [True] * 4
+
+
+# -- the mapping, as functions --------------------------------------------------------------------
+
+
+@given(
+    before=st.lists(st.integers(1, 3), max_size=2),
+    blocks=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    after=st.lists(st.integers(1, 3), max_size=2),
+    size=st.integers(1, 5),
+    data=st.data(),
+)
+def test_parts_make_up_the_whole_once(before, blocks, after, size, data):
+    """Against blocks that are cut and put together one by one."""
+    dim, local = len(before), [*before, sum(blocks), *after]
+    shape = [*before, sum(blocks) * size, *after]
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    rebuilt = torch.full_like(whole, -1)
+    for rank in range(size):
+        cut = partition("p", local, dim, sizes=blocks, rank=rank, size=size)
+        assert cut.whole_shape(local) == tuple(shape)
+        fused = whole.split([size * block for block in blocks], dim)
+        own = [
+            each.narrow(dim, rank * block, block)
+            for each, block in zip(fused, blocks, strict=True)
+        ]
+        expected = torch.cat(own, dim)
+        index = torch.arange(expected.numel()).view(local)
+        assert torch.equal(cut.whole_index(index, local), expected)
+        sizes = [data.draw(st.integers(0, length)) for length in local]
+        offsets = [
+            data.draw(st.integers(0, length - some))
+            for length, some in zip(local, sizes, strict=True)
+        ]
+        box = expected
+        for axis, (first, count) in enumerate(zip(offsets, sizes, strict=True)):
+            box = box.narrow(axis, first, count)
+        for piece in cut.cuts(offsets, sizes):
+            there = whole
+            for axis, (first, count) in enumerate(
+                zip(piece.offsets, piece.sizes, strict=True)
+            ):
+                there = there.narrow(axis, first, count)
+            assert torch.equal(there, box.narrow(dim, piece.begin, piece.sizes[dim]))
+        found = cut.cuts([0] * len(local), local)
+        assert (
+            sum(torch.Size(piece.sizes).numel() for piece in found) == expected.numel()
+        )
+        for piece in found:
+            there = rebuilt
+            for axis, (first, count) in enumerate(
+                zip(piece.offsets, piece.sizes, strict=True)
+            ):
+                there = there.narrow(axis, first, count)
+            assert (there == -1).all()
+            there.copy_(expected.narrow(dim, piece.begin, piece.sizes[dim]))
+    assert torch.equal(rebuilt, whole)
+
+
+@given(
+    blocks=st.integers(1, 4), length=st.integers(1, 4), size=st.sampled_from([1, 2, 4])
+)
+def test_a_stride_is_a_number_of_equal_blocks(blocks, length, size):
+    whole = torch.arange(blocks * length * size * 3).view(-1, 3)
+    for rank in range(size):
+        part = part_of(whole, 0, blocks, rank, size)
+        cut = partition("p", part.shape, 0, stride=blocks, rank=rank, size=size)
+        index = torch.arange(part.numel()).view(part.shape)
+        assert torch.equal(cut.whole_index(index, part.shape), part)
+
+
+@given(
+    counts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=1),
+    said=st.booleans(),
+)
+def test_layers_follow_each_other_chunk_by_chunk(counts, said):
+    """All stages' first chunks, then their second ones; or as the layers say."""
+    number, stages, expected = 0, [[[], []] for _ in counts], {}
+    for chunk in range(2):
+        for stage, of_stage in enumerate(counts):
+            for index in range(of_stage[chunk]):
+                layer = Layer("layers", index, 2 * number if said else None)
+                stages[stage][chunk].append(layer)
+                expected[stage, chunk, index] = 2 * number if said else number
+                number += 1
+    placed = layer_indices(stages)
+    differ = len({index for _, _, index in expected}) == len(expected)
+    for (stage, chunk, index), there in expected.items():
+        wanted = index if differ and not said else there
+        assert placed[stage][chunk]["layers", index] == wanted
+
+
+def test_indices_that_differ_already_stay():
+    stages = [[[Layer("layers", 0)]], [[Layer("layers", 1)]], [[]]]
+    assert layer_indices(stages) == [
+        [{("layers", 0): 0}],
+        [{("layers", 1): 1}],
+        [{}],
+    ]
+
+
+def test_chunks_lose_their_prefix_but_where_two_names_would_become_one():
+    numbering = Numbering({("1.layers", 0): ("layers", 3)}, ("0.", "1."))
+    known = ["0.norm", "1.norm", "0.first", "1.layers.0.layers.0.w"]
+    names = GlobalNames(numbering, known)
+    assert [names[name] for name in known] == [
+        "0.norm",
+        "1.norm",
+        "first",
+        "layers.3.layers.0.w",
+    ]
+    assert names["1.layers.0.extra"] == "layers.3.extra"
