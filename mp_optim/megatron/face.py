@@ -64,8 +64,8 @@ class MegatronFace(torch.optim.Optimizer):
         """The stack's; ``is_loading`` is for Megatron's callers and changes nothing."""
         return self.stack.state_dict()
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.stack.load_state_dict(state_dict)
+    def load_state_dict(self, state_dict: Any, *, convert: bool = False) -> None:
+        self.stack.load_state_dict(state_dict, convert=convert)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.stack.add_param_group(param_group)
