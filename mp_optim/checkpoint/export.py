@@ -8,20 +8,27 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.durable import replace_durably, sync_directory, sync_file
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.checkpoint.partitioned import PartitionShard
+from mp_optim.checkpoint.pieces import narrowed, piece, places_of
+from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots.model_parallel import ModelParallel
 
 _INDEX = "model.safetensors.index.json"
 
 
 class HasMainParams(Protocol):
     """What is needed of an optimizer: full-precision tensors under their names."""
+
+    model_parallel: ModelParallel
 
     def named_main_params(self) -> Iterable[tuple[str, Tensor]]: ...
 
@@ -63,7 +70,8 @@ def export_safetensors(
     from safetensors.torch import save_file
 
     ranks, folder = Ranks.of(process_group), Path(path)
-    own = {name for name, _ in optimizer.named_main_params()}
+    names = optimizer.model_parallel.names
+    own = {names[name] for name, _ in optimizer.named_main_params()}
     every = ranks.union(own)
     written: list[tuple[Path, list[str], int]] = []
     ranks.agree("exporting", lambda: _check_names(own, every))
@@ -78,8 +86,8 @@ def export_safetensors(
 
     for tensors in _files(_whole(optimizer, ranks), max_shard_size):
         ranks.first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
-    names = ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
-    return list(map(Path, names))
+    paths = ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
+    return list(map(Path, paths))
 
 
 def _check_names(own: set[str], every: set[str]) -> None:
@@ -93,16 +101,39 @@ def _check_names(own: set[str], every: set[str]) -> None:
 def _whole(optimizer: HasMainParams, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """Every main param, whole, on the host, where this rank writes; empty ones of the same size
     elsewhere."""
+    parallel = optimizer.model_parallel
     for name, main in optimizer.named_main_params():
-        full = main.detach()
-        if isinstance(full, DTensor):
+        full, partition = main.detach(), parallel.partitions.get(name)
+        if partition is not None:
+            full = _joined(name, PartitionShard(full, partition), ranks)
+        elif isinstance(full, DTensor):
             full = full.full_tensor()
         elif isinstance(full, FlatShard):
             full = full.full_tensor(ranks.group)
         if ranks.is_first:
-            yield name, full.float().cpu().contiguous()
+            yield parallel.names[name], full.float().cpu().contiguous()
         else:
-            yield name, full.new_empty(full.shape, device="meta")
+            empty = torch.empty(full.shape, dtype=full.dtype, device="meta")
+            yield parallel.names[name], empty
+
+
+def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
+    """The whole of what ranks have parts of, where this rank writes; elsewhere nothing of its
+    size."""
+    shape, places = tuple(shard.shape), places_of(shard) or ()
+    told = ranks.gather([(place, piece(shard, place).cpu()) for place in places])
+
+    def join() -> Tensor:
+        boxes = {place: value for of_rank in told for place, value in of_rank}
+        check_cover(name, shape, boxes)
+        full = torch.empty(shape, dtype=shard.dtype, device="cpu")
+        for place, value in boxes.items():
+            narrowed(full, place.offsets, place.sizes).copy_(value)
+        return full
+
+    full = ranks.on_first("putting parts together", join)
+    empty = torch.empty(shape, dtype=shard.dtype, device="meta")
+    return empty if full is None else full
 
 
 def _files(

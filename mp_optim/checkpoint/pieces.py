@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -103,3 +104,10 @@ def piece(tensor: Tensor, place: Place) -> Tensor:
         MetadataIndex("", torch.Size(place.offsets))
     )
     return shard.detach()
+
+
+def narrowed(value: Tensor, begin: Iterable[int], sizes: Iterable[int]) -> Tensor:
+    """A box of a tensor, as a view."""
+    for dim, (first, size) in enumerate(zip(begin, sizes, strict=True)):
+        value = value.narrow(dim, first, size)
+    return value

@@ -27,7 +27,7 @@ from mp_optim.checkpoint.index import (
 from mp_optim.checkpoint.manifest import Manifest, read_checked
 from mp_optim.checkpoint.metadata import METADATA, from_metadata
 from mp_optim.checkpoint.payload import memory_of
-from mp_optim.checkpoint.pieces import Place, piece, places_of, whole_place
+from mp_optim.checkpoint.pieces import Place, narrowed, piece, places_of, whole_place
 
 _STAGING_BYTES = 64 << 20
 """Bytes that are read at a time where elements do not go to where they belong at once; at least one
@@ -146,7 +146,7 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
         ends = map(min, _ends(place), _ends(box))
         sizes = tuple(map(sub, ends, begins))
         if all(size > 0 for size in sizes):
-            view = _narrowed(target, map(sub, begins, place.offsets), sizes)
+            view = narrowed(target, map(sub, begins, place.offsets), sizes)
             inner = tuple(map(sub, begins, box.offsets))
             result.append(_Copy(box, inner, sizes, view))
     if sum(math.prod(copy.sizes) for copy in result) != target.numel():
@@ -192,14 +192,8 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
             (count, *copy.box.sizes[1:]), dtype=target.dtype, device="cpu"
         )
         _fill(file, memory_of(staged), version, copy)
-        part = _narrowed(staged, (0, *copy.begin[1:]), (count, *others))
+        part = narrowed(staged, (0, *copy.begin[1:]), (count, *others))
         target.narrow(0, start, count).copy_(part)
-
-
-def _narrowed(value: Tensor, begin: Iterable[int], sizes: Iterable[int]) -> Tensor:
-    for dim, (first, size) in enumerate(zip(begin, sizes, strict=True)):
-        value = value.narrow(dim, first, size)
-    return value
 
 
 def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> None:
@@ -231,4 +225,4 @@ def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
             f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
             f"{copy.box.start + copy.box.length} are another tensor than .metadata says"
         )
-    return _narrowed(tensor, copy.begin, copy.sizes)
+    return narrowed(tensor, copy.begin, copy.sizes)

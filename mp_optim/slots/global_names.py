@@ -164,11 +164,13 @@ class GlobalNames:
         """Param groups that leave, with the whole model's names."""
         return [self._renamed(group, self.__getitem__) for group in groups]
 
-    def groups_in(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Saved param groups with the names here, if they have the whole model's; else as they
-        are: state saved before there were any."""
-        saved = [name for group in groups for name in group.get("param_names", ())]
-        if not all(name in self._local for name in saved):
+    def groups_in(
+        self, groups: Sequence[dict[str, Any]], live: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Saved param groups with the names that live ones have, if they have the whole model's;
+        else as they are: state that was saved, or put together, with the names here."""
+        saved, here = _names(groups), _names(live)
+        if saved == here or not saved <= self._local.keys():
             return list(groups)
         return [self._renamed(group, self._local.__getitem__) for group in groups]
 
@@ -179,3 +181,7 @@ class GlobalNames:
         if "param_names" not in group:
             return group
         return {**group, "param_names": [*map(name_of, group["param_names"])]}
+
+
+def _names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {name for group in groups for name in group.get("param_names", ())}

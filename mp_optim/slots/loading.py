@@ -81,8 +81,8 @@ def check_plain(
         ValueError: parameters are missing on either side, or a setting or the loss scale is out of
             range.
     """
-    groups = optimizer.model_parallel.names.groups_in(state_dict["param_groups"])
-    match = match_groups(optimizer.param_groups, groups)
+    live, names = optimizer.param_groups, optimizer.model_parallel.names
+    match = match_groups(live, names.groups_in(state_dict["param_groups"], live))
     pairs = zip(optimizer.param_groups, match.settings, strict=True)
     for index, (group, saved) in enumerate(pairs):
         try:

@@ -80,6 +80,8 @@ class ModelParallel:
         """
         chunks = prefixed([model] if isinstance(model, nn.Module) else list(model))
         groups = process_groups or ProcessGroups()
+        if global_names is None and not _shares(groups):
+            return cls()
         params = dict(_params(chunks))
         is_expert = expert_predicate or is_expert_param
         partitions = dict(_partitions(params, chunks, groups, is_expert))
@@ -103,6 +105,11 @@ class ModelParallel:
         called = {name: tied.original or name for name in copies}
         name_of = _Either(called, numbering)
         return cls(GlobalNames(name_of, known), partitions, copies)
+
+
+def _shares(groups: ProcessGroups) -> bool:
+    of_model = groups.tp, groups.expert_tp, groups.ep, groups.pp
+    return any(ranks is not None and ranks.size() > 1 for ranks in of_model)
 
 
 class Stage(NamedTuple):

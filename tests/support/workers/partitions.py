@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mp_optim import (
     ModelParallel,
@@ -150,9 +152,14 @@ def parts_are_of(whole: dict[str, Tensor], parts: dict[str, Tensor], rank: int) 
     return whole.keys() == parts.keys()
 
 
-def sizes(root: Path, rank: int, tp: dist.ProcessGroup) -> dict[str, list[bool]]:
+def export(folder: Path, optimizer: Any) -> dict[str, list[Any]]:
+    (file,) = checkpoint.export_safetensors(folder, optimizer)
+    return {name: value.tolist() for name, value in load_file(file).items()}
+
+
+def sizes(root: Path, rank: int, tp: dist.ProcessGroup) -> dict[str, dict[str, bool]]:
     """Two parts to the same two, to one, and from one to two."""
-    found: dict[str, list[bool]] = {}
+    found: dict[str, dict[str, bool]] = {}
     for name, settings in SETTINGS.items():
         folder = root / name
         parts, whole = build(settings, tp), build(settings, None)
@@ -173,7 +180,14 @@ def sizes(root: Path, rank: int, tp: dist.ProcessGroup) -> dict[str, list[bool]]
         two = build(settings, tp, seed=1)
         checkpoint.load(folder / "whole", *two)
         cut = parts_are_of(snapshot(*whole), snapshot(*two), rank)
-        found[name] = [alike, resumed, joined, cut]
+        exported = export(folder / "one", whole[1]) == export(folder / "two", two[1])
+        found[name] = {
+            "parts step as the whole": alike,
+            "goes on to the bit": resumed,
+            "joined": joined,
+            "cut again": cut,
+            "exported whole": exported,
+        }
     return found
 
 
@@ -396,6 +410,19 @@ def sharded_too(root: Path, rank: int) -> list[bool]:
     checkpoint.save(root / "four", *four)
     again = parts(1)
     checkpoint.load(root / "four", *again)
+    found.append(same(snapshot(*again), snapshot(*sharded)))
+    both = parts(1)[0]
+    attributes = {name: vars(param) for name, param in both.named_parameters()}
+    for name in attributes:
+        spread = distribute_tensor(both[name].detach(), mesh["dp"], [Shard(0)])
+        both[name] = nn.Parameter(spread)
+        vars(both[name]).update(attributes[name])
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0, bf16=True)
+    split = both, get_megatron_optimizer(config, both, process_groups=groups)
+    checkpoint.load(root / "four", *split)
+    checkpoint.save(root / "split", *split)
+    again = parts(1)
+    checkpoint.load(root / "split", *again)
     found.append(same(snapshot(*again), snapshot(*sharded)))
     mixed = message(lambda: checkpoint.save(root / "mixed", *unlike(sharded, rank)))
     return [*found, "part 0 of 2): ranks 0 and 2 hold different values" in mixed]

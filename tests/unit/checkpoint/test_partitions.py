@@ -23,11 +23,17 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(
-    ("at", "what"),
-    enumerate(["parts step as the whole", "resumed to the bit", "joined", "cut again"]),
+    "what",
+    [
+        "parts step as the whole",
+        "goes on to the bit",
+        "joined",
+        "cut again",
+        "exported whole",
+    ],
 )
-def test_two_parts_are_saved_whole(ranks, name, at, what):
-    assert [rank["sizes"][name][at] for rank in ranks] == [True, True]
+def test_two_parts_are_saved_whole(ranks, name, what):
+    assert [rank["sizes"][name][what] for rank in ranks] == [True, True]
 
 
 def test_moments_in_blocks_are_cut_where_blocks_end(ranks):
@@ -105,7 +111,7 @@ def test_parts_that_a_distributed_optimizer_shares_out(tmp_path):
     run_ranks("partitions", 4, str(tmp_path), timeout=120)
     for rank in range(4):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found["sharded"] == [True] * 4
+        assert found["sharded"] == [True] * 5
 
 
 # -- the mapping, as functions --------------------------------------------------------------------
@@ -218,3 +224,16 @@ def test_chunks_lose_their_prefix_but_where_two_names_would_become_one():
         "layers.3.layers.0.w",
     ]
     assert names["1.layers.0.extra"] == "layers.3.extra"
+
+
+def test_saved_names_are_found_under_those_here():
+    names = GlobalNames(lambda name: f"{int(name) + 1}", ["0", "1"])
+    live = [{"params": [0, 1], "param_names": ["0", "1"]}]
+    (out,) = names.groups_out(live)
+    assert out["param_names"] == ["1", "2"]
+    assert names.groups_in([out], live) == live
+    assert names.groups_in(live, live) == live
+    frozen = [{"params": [0], "param_names": ["1"]}]
+    assert names.groups_in(frozen, frozen) == frozen
+    others = [{"params": [0, 1], "param_names": ["7", "8"]}]
+    assert names.groups_in(others, live) == others
