@@ -412,13 +412,13 @@ def sharded_too(root: Path, rank: int) -> list[bool]:
     checkpoint.load(root / "four", *again)
     found.append(same(snapshot(*again), snapshot(*sharded)))
     both = parts(1)[0]
-    attributes = {name: vars(param) for name, param in both.named_parameters()}
-    for name in attributes:
-        spread = distribute_tensor(both[name].detach(), mesh["dp"], [Shard(0)])
+    for name, part in list(both.named_parameters()):
+        spread = distribute_tensor(part.detach(), mesh["dp"], [Shard(0)])
         both[name] = nn.Parameter(spread)
-        vars(both[name]).update(attributes[name])
-    config = OptimizerConfig(lr=1e-2, clip_grad=0.0, bf16=True)
-    split = both, get_megatron_optimizer(config, both, process_groups=groups)
+        for key in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+            setattr(both[name], key, getattr(part, key, None))
+    unsharded = OptimizerConfig(lr=1e-2, clip_grad=0.0, bf16=True)
+    split = both, get_megatron_optimizer(unsharded, both, process_groups=groups)
     checkpoint.load(root / "four", *split)
     checkpoint.save(root / "split", *split)
     again = parts(1)
@@ -426,6 +426,52 @@ def sharded_too(root: Path, rank: int) -> list[bool]:
     found.append(same(snapshot(*again), snapshot(*sharded)))
     mixed = message(lambda: checkpoint.save(root / "mixed", *unlike(sharded, rank)))
     return [*found, "part 0 of 2): ranks 0 and 2 hold different values" in mixed]
+
+
+class Tied(nn.Module):
+    """A stage of a model whose output layer is its embedding, of which the last stage has a copy;
+    all of the model without a stage."""
+
+    def __init__(self, stage: int | None, fill: float = 0.5) -> None:
+        super().__init__()
+        first, last = stage in (0, None), stage in (1, None)
+        weight: Any = nn.Parameter(torch.full((40, 32), fill))
+        if first:
+            self.embedding = nn.ParameterDict({"weight": weight})
+        self.layers = nn.ModuleList(
+            numbered(7) for _ in range(2 if first and last else 1)
+        )
+        if last and not first:
+            self.tail = nn.Parameter(torch.full((20, 100), fill))
+            self.output_layer = nn.ParameterDict({"weight": weight})
+            weight.shared = True
+        elif last:
+            self.tail = nn.Parameter(torch.full((20, 100), fill))
+        weight.shared_embedding = stage is not None
+
+
+def tied(root: Path) -> list[bool]:
+    """Two stages, twice: ZeRO cuts the copy in another place than the embedding."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    groups, stage = ProcessGroups.from_device_mesh(mesh), mesh["pp"].get_local_rank()
+    sharded = OptimizerConfig(lr=1e-2, clip_grad=0.0, use_distributed_optimizer=True)
+
+    def of_stage(fill: float) -> tuple[nn.Module, Any]:
+        model = Tied(stage, fill)
+        return model, get_megatron_optimizer(sharded, model, process_groups=groups)
+
+    pair, whole = of_stage(0.5), Tied(None, 0.25)
+    train(*pair)
+    checkpoint.save(root / "stages", *pair)
+    plain = OptimizerConfig(lr=1e-2, clip_grad=0.0)
+    one = whole, get_megatron_optimizer(plain, whole)
+    checkpoint.load(root / "stages", *one)
+    held = pair[0].embedding if stage == 0 else pair[0].output_layer
+    found = [torch.equal(whole.embedding["weight"], held["weight"])]
+    checkpoint.save(root / "one", *one)
+    again = of_stage(0.25)
+    checkpoint.load(root / "one", *again)
+    return [*found, same(snapshot(*again), snapshot(*pair))]
 
 
 def unlike(pair: tuple[nn.Module, Any], rank: int) -> tuple[nn.Module, Any]:
@@ -440,7 +486,10 @@ def main(folder: str) -> None:
     rank, root, world = dist.get_rank(), Path(folder), dist.group.WORLD
     assert world is not None
     if dist.get_world_size() == 4:
-        result: dict[str, Any] = {"sharded": sharded_too(root / "sharded", rank)}
+        result: dict[str, Any] = {
+            "sharded": sharded_too(root / "sharded", rank),
+            "tied": tied(root / "tied"),
+        }
     else:
         result = {
             "sizes": sizes(root / "sizes", rank, world),

@@ -107,11 +107,19 @@ def test_experts_and_layers_are_counted_through(ranks, kind):
         }
 
 
-def test_parts_that_a_distributed_optimizer_shares_out(tmp_path):
-    run_ranks("partitions", 4, str(tmp_path), timeout=120)
-    for rank in range(4):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found["sharded"] == [True] * 5
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
+    run_ranks("partitions", 4, str(folder), timeout=120)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_parts_that_a_distributed_optimizer_shares_out(four_ranks):
+    assert [rank["sharded"] for rank in four_ranks] == [[True] * 5] * 4
+
+
+def test_stages_with_one_embedding(four_ranks):
+    assert [rank["tied"] for rank in four_ranks] == [[True, True]] * 4
 
 
 # -- the mapping, as functions --------------------------------------------------------------------
