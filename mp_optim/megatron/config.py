@@ -2,13 +2,14 @@
 
 Megatron's sets every field for every optimizer and reads those that count; ours refuses a field
 that would be ignored. So what means nothing for the optimizer at hand is left out here, and what
-ours has no use for is accepted at Megatron's default and refused by name otherwise.
+ours has no use for is accepted at Megatron's default and refused by name otherwise
+(:mod:`mp_optim.megatron.fields` says which is which).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,14 +17,19 @@ from torch import nn
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.combinations import inert_fields
 from mp_optim.config.fields import ConfigFields
-from mp_optim.config.other_names import elsewhere
+from mp_optim.megatron.fields import DDP_FIELDS, OPTIMIZER_FIELDS, SAME, Kind, Meaning
+from mp_optim.process.caller_warnings import warn
 
-OTHER_NAMES = {"muon_nesterov": "muon_use_nesterov"}
-"""Megatron's fields that have another name here."""
-WITHOUT_EFFECT = frozenset({"config_logger_dir", "fp8_recipe"})
-"""Megatron's fields that change no number: they are accepted as they are."""
 _OF_DDP = ("overlap_param_gather",)
 """Fields that Megatron's DDP config decides where the model is wrapped in its DDP."""
+_UNKNOWN = Meaning(
+    Kind.REFUSED,
+    "this version of mp_optim does not know the field; leave it at its default",
+)
+_LION = (
+    "optimizer='lion': every parameter is stepped by Lion, with lion_beta1 and lion_beta2; "
+    "Megatron's own takes adam_beta1 and adam_beta2, and steps by Adam what is no matrix"
+)
 
 
 def config_from_megatron(
@@ -40,17 +46,37 @@ def config_from_megatron(
     """
     if isinstance(config, OptimizerConfig):
         return config
-    ours = {spec.name: spec.default for spec in dataclasses.fields(ConfigFields)}
+    ours = {spec.name for spec in dataclasses.fields(ConfigFields)}
     settings: dict[str, Any] = {}
-    for spec in dataclasses.fields(config):
-        value, name = getattr(config, spec.name), OTHER_NAMES.get(spec.name, spec.name)
-        if name in ours:
-            settings[name] = value
-        elif spec.name not in WITHOUT_EFFECT and value != _default_of(spec):
-            _check_unused(config, spec.name, value)
-    if model_chunks and (ddp := getattr(model_chunks[0], "ddp_config", None)):
-        settings |= {name: getattr(ddp, name) for name in _OF_DDP if hasattr(ddp, name)}
+    for name, value in accepted_fields(config, OPTIMIZER_FIELDS):
+        meaning = OPTIMIZER_FIELDS.get(name, SAME)
+        if (meaning.name or name) in ours and meaning.kind is not Kind.WITHOUT_EFFECT:
+            settings[meaning.name or name] = meaning.values.get(value, value)
+    for chunk in model_chunks:
+        if ddp_config := getattr(chunk, "ddp_config", None):
+            settings |= _settings_of_ddp(ddp_config, config)
+    if config.optimizer == "lion":
+        warn(_LION)
     return OptimizerConfig(**without_inert(settings))
+
+
+def accepted_fields(
+    config: Any, meanings: Mapping[str, Meaning]
+) -> Iterator[tuple[str, Any]]:
+    """The fields of a dataclass of Megatron's, with their values.
+
+    Raises:
+        ValueError: one is set that is refused, or not known; naming it and what to use.
+    """
+    ours = {spec.name for spec in dataclasses.fields(ConfigFields)}
+    for spec in dataclasses.fields(config):
+        name, value = spec.name, getattr(config, spec.name)
+        meaning = meanings.get(name, SAME if name in ours else _UNKNOWN)
+        if meaning.kind is Kind.REFUSED and value != _default_of(spec):
+            raise ValueError(
+                f"{name}={value!r} of Megatron's {type(config).__name__}: {meaning.note}"
+            )
+        yield name, value
 
 
 def without_inert(settings: dict[str, Any]) -> dict[str, Any]:
@@ -62,15 +88,24 @@ def without_inert(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def _settings_of_ddp(ddp_config: Any, config: Any) -> dict[str, Any]:
+    """What the config of Megatron's DDP decides.
+
+    Raises:
+        ValueError: it does not fit, naming the field.
+    """
+    values = dict(accepted_fields(ddp_config, DDP_FIELDS))
+    shares = "use_distributed_optimizer", "use_layer_wise_distributed_optimizer"
+    wanted = any(getattr(config, name, False) for name in shares)
+    if values.get("use_distributed_optimizer") and not wanted:
+        raise ValueError(
+            "use_distributed_optimizer=True of the model's ddp_config leaves each rank only its "
+            "share of the gradients, and OptimizerConfig has False; set both alike"
+        )
+    return {name: values[name] for name in _OF_DDP if name in values}
+
+
 def _default_of(spec: Any) -> Any:
     if spec.default_factory is not dataclasses.MISSING:
         return spec.default_factory()
     return spec.default
-
-
-def _check_unused(config: Any, name: str, value: Any) -> None:
-    """Refuse a field that ours has not, unless it belongs to an optimizer that is not asked for."""
-    for optimizer in ("soap", "adaptive_muon"):
-        if name.startswith(f"{optimizer}_") and config.optimizer != optimizer:
-            return
-    raise ValueError(f"{name}={value!r} of Megatron's OptimizerConfig{elsewhere(name)}")

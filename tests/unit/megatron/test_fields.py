@@ -1,0 +1,153 @@
+"""What docs/migrate.md says of Megatron's fields is what is done with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+import megatron.core
+import megatron_fields as tool
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from mp_optim.megatron import config_from_megatron
+from mp_optim.megatron.fields import (
+    DDP_FIELDS,
+    OPTIMIZER_FIELDS,
+    Kind,
+)
+
+INSTALLED = Path(megatron.core.__file__).parents[2]
+CONFIGS = {"OptimizerConfig": OptimizerConfig}
+CONFIGS["DistributedDataParallelConfig"] = DistributedDataParallelConfig
+
+
+@pytest.mark.parametrize("owner", tool.CLASSES, ids=lambda owner: owner.name)
+def test_no_field_of_the_installed_megatron_is_unknown(owner: tool.ConfigClass) -> None:
+    read = tool.fields_in(INSTALLED, owner)
+    names = [spec.name for spec in dataclasses.fields(CONFIGS[owner.name])]
+    assert sorted(read) == sorted(names)
+    assert not set(names) - set(owner.meanings)
+
+
+def test_the_committed_tables_are_the_present_ones() -> None:
+    document = tool.DOCUMENT.read_text()
+    tables = tool.tables_in(document)
+    version = tool.version_of(INSTALLED)
+    if version in tables[0].versions:
+        for table, owner in zip(tables, tool.CLASSES, strict=True):
+            table.put(version, tool.fields_in(INSTALLED, owner))
+    assert tool.with_tables(document, tables) == document, (
+        f"run tools/megatron_fields.py --source {INSTALLED} --write"
+    )
+
+
+def other_than(value: Any) -> Any:
+    """A value that is not the default."""
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int) else "something"
+
+
+def of_kind(kind: Kind, table: dict[str, Any], config: type) -> list[str]:
+    present = {spec.name for spec in dataclasses.fields(config)}
+    return [name for name in table if table[name].kind is kind and name in present]
+
+
+@pytest.mark.parametrize(
+    "name", of_kind(Kind.REFUSED, OPTIMIZER_FIELDS, OptimizerConfig)
+)
+def test_a_refused_field_is_refused_with_what_the_table_says(name: str) -> None:
+    config = OptimizerConfig(lr=1e-3)
+    setattr(config, name, other_than(getattr(config, name)))
+    with pytest.raises(ValueError, match=rf"^{name}=.* of Megatron's") as refusal:
+        config_from_megatron(config)
+    assert OPTIMIZER_FIELDS[name].note in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "name", of_kind(Kind.WITHOUT_EFFECT, OPTIMIZER_FIELDS, OptimizerConfig)
+)
+def test_a_field_without_effect_changes_nothing(name: str) -> None:
+    config = OptimizerConfig(lr=1e-3)
+    plain = config_from_megatron(config)
+    setattr(config, name, other_than(getattr(config, name)))
+    assert config_from_megatron(config) == plain
+
+
+def in_ddp(**settings: Any) -> Any:
+    """A model in Megatron's DDP, as far as its config goes."""
+    ddp_config = DistributedDataParallelConfig()
+    for name, value in settings.items():
+        setattr(ddp_config, name, value)
+    return SimpleNamespace(ddp_config=ddp_config)
+
+
+@pytest.mark.parametrize(
+    "name", of_kind(Kind.REFUSED, DDP_FIELDS, DistributedDataParallelConfig)
+)
+def test_a_refused_field_of_ddp_is_refused(name: str) -> None:
+    value = other_than(getattr(DistributedDataParallelConfig(), name))
+    with pytest.raises(ValueError, match=rf"^{name}=.*DistributedDataParallelConfig"):
+        config_from_megatron(OptimizerConfig(lr=1e-3), [in_ddp(**{name: value})])
+
+
+@pytest.mark.parametrize(
+    "name", of_kind(Kind.DDP, DDP_FIELDS, DistributedDataParallelConfig)
+)
+def test_what_its_ddp_does_is_left_to_it(name: str) -> None:
+    value = other_than(getattr(DistributedDataParallelConfig(), name))
+    config = OptimizerConfig(lr=1e-3)
+    chunks = [in_ddp(**{name: value})]
+    assert config_from_megatron(config, chunks) == config_from_megatron(config)
+
+
+def test_shares_of_gradients_are_not_stepped_as_if_they_were_whole() -> None:
+    sharded = in_ddp(use_distributed_optimizer=True)
+    with pytest.raises(
+        ValueError, match=r"use_distributed_optimizer=True of the model"
+    ):
+        config_from_megatron(OptimizerConfig(lr=1e-3), [sharded])
+
+
+@dataclasses.dataclass
+class OfTomorrow:
+    """A config with fields that nobody knows yet."""
+
+    lr: float = 1e-3
+    optimizer: str = "adam"
+    muon_tp_mode: str = "duplicated"
+    muon_nesterov: bool = False
+    telepathy: bool = False
+
+
+def test_a_field_that_is_not_known_is_accepted_as_long_as_it_is_not_set() -> None:
+    assert config_from_megatron(OfTomorrow()).lr == 1e-3
+    with pytest.raises(ValueError, match=r"^telepathy=True .*does not know the field"):
+        config_from_megatron(OfTomorrow(telepathy=True))
+
+
+def test_names_and_values_that_are_called_otherwise_here() -> None:
+    theirs = OfTomorrow(
+        optimizer="muon", muon_tp_mode="distributed", muon_nesterov=True
+    )
+    ours = config_from_megatron(theirs)
+    assert ours.muon_use_nesterov and ours.muon_tp_mode == "duplicated"
+
+
+def test_lion_says_where_it_is_not_megatrons() -> None:
+    with pytest.warns(UserWarning, match="adam_beta1"):
+        config_from_megatron(OfTomorrow(optimizer="lion"))
+
+
+def test_main_params_in_other_dtypes_are_refused() -> None:
+    config = OptimizerConfig(lr=1e-3)
+    config.main_params_dtype = torch.float16
+    with pytest.raises(ValueError, match=r"main_params_dtype=torch\.float16"):
+        config_from_megatron(config)
