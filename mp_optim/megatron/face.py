@@ -7,10 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.megatron.full_precision import values_by_name
+from mp_optim.megatron.step_in_parts import AsksForParts
 from mp_optim.precision import MegatronOptimizer
 
+_GRAPH_WRAPPER = "OptimizerCudaGraphWrapper"
 
-class MegatronFace(torch.optim.Optimizer):
+
+class MegatronFace(AsksForParts, torch.optim.Optimizer):
     """Passes everything on to a stack, and answers what only Megatron asks.
 
     One object that forwards, so that the stacks themselves need not grow by every method that a
@@ -30,12 +34,17 @@ class MegatronFace(torch.optim.Optimizer):
         return getattr(self.stack, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            name == "step"
-        ):  # Megatron puts a CUDA graph of its own around it, and takes it away
-            self.__dict__[name] = value
-        else:
+        if name != "step":
             setattr(self.stack, name, value)
+        elif type(value).__name__ != _GRAPH_WRAPPER:
+            # with optimizer_cuda_graph the step here captures itself
+            self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name != "step":
+            delattr(self.stack, name)
+        else:  # Megatron takes its CUDA graph away
+            self.__dict__.pop(name, None)
 
     def __repr__(self) -> str:
         return repr(self.stack)
@@ -45,11 +54,12 @@ class MegatronFace(torch.optim.Optimizer):
 
     @property
     def chained_optimizers(self) -> list[Any]:
-        """The parts; of a stack without any, itself."""
-        parts = self.stack.chained_optimizers
-        return (
-            [self] if parts == [self.stack] else [MegatronFace(part) for part in parts]
-        )
+        """The parts, the same objects each time; those of a stack without any: itself."""
+        stacks = self.stack.chained_optimizers
+        parts: list[PartFace] = self.__dict__.setdefault("_parts", [])
+        if [part.stack for part in parts] != stacks:
+            parts[:] = [PartFace(stack) for stack in stacks]
+        return parts
 
     # Methods that torch's class has and the stack overrides.
 
@@ -69,6 +79,15 @@ class MegatronFace(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.stack.add_param_group(param_group)
+
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Take the model's present values into the main params.
+
+        Args:
+            state_dict: a checkpoint of Megatron's with the model's values in full precision
+                (``model``, or ``model0`` and on), or such values by name; used where given.
+        """
+        self.stack.reload_model_params(values_by_name(self.stack, state_dict or {}))
 
     # What only Megatron asks for.
 
@@ -100,3 +119,18 @@ _NO_SHARDED_STATE = (
     "--ckpt-format torch, with mp_optim.checkpoint.save(root, model, optimizer), or pass "
     "--no-save-optim"
 )
+
+
+class PartFace(MegatronFace):
+    """A part of a stack. As a part of Megatron's it has no ``chained_optimizers``: callers ask for
+    them by ``hasattr``."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "chained_optimizers":
+            raise AttributeError("a part of a chain has no chained_optimizers")
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "chained_optimizers":
+            raise AttributeError("a part of a chain has no chained_optimizers")
+        return super().__getattr__(name)

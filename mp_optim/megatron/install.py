@@ -55,6 +55,11 @@ def get_megatron_optimizer(
             f"dump_param_to_param_group_map={dump_param_to_param_group_map!r}: print "
             "optimizer.describe() instead, and leave it unset"
         )
+    if type(model_chunks[0]).__name__ == "MimoModel":
+        raise ValueError(
+            "a MimoModel's modules are stepped one by one and clipped by a norm from outside, "
+            "which is not in this version: uninstall() before it is built"
+        )
     optimizer = importlib.import_module(_HOME)
     if config_overrides is None:
         config_overrides = optimizer.get_standard_config_overrides(config)
