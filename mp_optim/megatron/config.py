@@ -54,7 +54,7 @@ def config_from_megatron(
             settings[meaning.name or name] = meaning.values.get(value, value)
     for chunk in model_chunks:
         if ddp_config := getattr(chunk, "ddp_config", None):
-            settings |= _settings_of_ddp(ddp_config, config)
+            settings |= _settings_of_ddp(ddp_config, config, _splits_gradients(chunk))
     if config.optimizer == "lion":
         warn(_LION)
     return OptimizerConfig(**without_inert(settings))
@@ -88,7 +88,16 @@ def without_inert(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _settings_of_ddp(ddp_config: Any, config: Any) -> dict[str, Any]:
+def _splits_gradients(chunk: nn.Module) -> bool:
+    """Whether Megatron's DDP leaves a rank only its share of the reduced gradients."""
+    if not chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
+        return False
+    kinds = ("buffers", "expert_parallel_buffers")
+    buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]
+    return any(buffer.data_parallel_group.size() > 1 for buffer in buffers)
+
+
+def _settings_of_ddp(ddp_config: Any, config: Any, splits: bool) -> dict[str, Any]:
     """What the config of Megatron's DDP decides.
 
     Raises:
@@ -96,8 +105,7 @@ def _settings_of_ddp(ddp_config: Any, config: Any) -> dict[str, Any]:
     """
     values = dict(accepted_fields(ddp_config, DDP_FIELDS))
     shares = "use_distributed_optimizer", "use_layer_wise_distributed_optimizer"
-    wanted = any(getattr(config, name, False) for name in shares)
-    if values.get("use_distributed_optimizer") and not wanted:
+    if splits and not any(getattr(config, name, False) for name in shares):
         raise ValueError(
             "use_distributed_optimizer=True of the model's ddp_config leaves each rank only its "
             "share of the gradients, and OptimizerConfig has False; set both alike"

@@ -63,16 +63,20 @@ class _Wrapper(MegatronFace):
     Args:
         optimizer: any torch optimizer; None on a rank that has nothing to step.
         config: Megatron's ``OptimizerConfig``, or ours.
-        init_state_fn: accepted as it comes; state is allocated here.
+        init_state_fn: kept for those who ask for it; state is allocated here.
     """
+
+    init_state_fn: Callable[..., Any] | None
 
     def __init__(
         self,
         stack: Callable[..., MegatronOptimizer],
         optimizer: torch.optim.Optimizer | None,
         config: Any,
-        grad_scaler: Any = None,
+        grad_scaler: Any,
+        init_state_fn: Callable[..., Any] | None,
     ) -> None:
+        self.__dict__["init_state_fn"] = init_state_fn
         settings = _settled(config, optimizer)
         if optimizer is None:
             optimizer = FusedAdam([{"params": []}], lr=0.0)
@@ -91,7 +95,7 @@ class Float16OptimizerWithFloat16Params(_Wrapper):
         init_state_fn: Callable[..., Any] | None = None,
     ) -> None:
         wrapper = precision.Float16OptimizerWithFloat16Params
-        super().__init__(wrapper, optimizer, config, grad_scaler)
+        super().__init__(wrapper, optimizer, config, grad_scaler, init_state_fn)
 
 
 class FP32Optimizer(_Wrapper):
@@ -103,7 +107,9 @@ class FP32Optimizer(_Wrapper):
         config: Any,
         init_state_fn: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(precision.FP32Optimizer, optimizer, config)
+        super().__init__(
+            precision.FP32Optimizer, optimizer, config, None, init_state_fn
+        )
 
 
 class ChainedOptimizer(MegatronFace):

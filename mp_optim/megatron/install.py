@@ -26,6 +26,8 @@ _ARGUMENTS = (
     "dump_param_to_param_group_map",
 )
 """What Megatron's factory takes, from core 0.16 on."""
+_REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
+"""What Megatron, too, requires in a collection of groups."""
 _theirs: Any = None
 
 
@@ -67,7 +69,7 @@ def get_megatron_optimizer(
     stack = api.get_megatron_optimizer(
         ours,
         list(model_chunks),
-        config_overrides,
+        _without_idle(config_overrides, config, model_chunks),
         process_groups=_groups(pg_collection),
     )
     for group in stack.param_groups:
@@ -75,15 +77,45 @@ def get_megatron_optimizer(
     return MegatronFace(stack)
 
 
+def _without_idle(
+    overrides: Mapping[Any, Any], config: Any, chunks: Sequence[nn.Module]
+) -> dict[Any, Any]:
+    """The overrides but for those that Megatron makes for every model and that this one has no
+    parameter for; what a caller has added has to match some."""
+    optimizer = importlib.import_module(_HOME)
+    standard = {*optimizer.get_standard_config_overrides(config)}
+    if mup := getattr(optimizer, "get_mup_config_overrides", None):
+        rules = ("adam", "sgd") if config.lr is not None else ()
+        standard |= {key for rule in rules for key in mup(config, 2.0, rule)}
+    named = [item for chunk in chunks for item in chunk.named_parameters()]
+
+    def is_idle(key: Any) -> bool:
+        return key in standard and not any(key.matches(p, name) for name, p in named)
+
+    return {key: value for key, value in overrides.items() if not is_idle(key)}
+
+
 def _groups(pg_collection: Any) -> ProcessGroups | None:
-    """Megatron's process groups in our form; None where there is one process."""
-    if pg_collection is None:
-        state = importlib.import_module("megatron.core.parallel_state")
-        if not state.model_parallel_is_initialized():
-            return None
-        config = importlib.import_module("megatron.core.process_groups_config")
-        pg_collection = config.ProcessGroupCollection.use_mpu_process_groups()
-    return ProcessGroups.from_attributes(pg_collection)
+    """Megatron's process groups in our form; None where there is one process.
+
+    Raises:
+        ValueError: one is missing in a collection that was given, naming it.
+    """
+    if pg_collection is not None:
+        for name in _REQUIRED_GROUPS:
+            if not hasattr(pg_collection, name):
+                raise ValueError(
+                    f"{name} process group is required, and pg_collection has none; set it (None "
+                    "for this process alone)"
+                )
+        return ProcessGroups.from_attributes(pg_collection)
+    state = importlib.import_module("megatron.core.parallel_state")
+    if not state.model_parallel_is_initialized():
+        return None
+    config = importlib.import_module("megatron.core.process_groups_config")
+    return ProcessGroups.from_attributes(
+        config.ProcessGroupCollection.use_mpu_process_groups()
+    )
 
 
 def _is_default(group: Mapping[str, Any], config: Any) -> bool:

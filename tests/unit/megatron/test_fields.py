@@ -108,12 +108,19 @@ def test_what_its_ddp_does_is_left_to_it(name: str) -> None:
     assert config_from_megatron(config, chunks) == config_from_megatron(config)
 
 
-def test_shares_of_gradients_are_not_stepped_as_if_they_were_whole() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shares_of_gradients_are_not_stepped_as_if_they_were_whole(ranks: int) -> None:
     sharded = in_ddp(use_distributed_optimizer=True)
+    group = SimpleNamespace(size=lambda: ranks)
+    sharded.buffers = [SimpleNamespace(data_parallel_group=group)]
+    config = OptimizerConfig(lr=1e-3)
+    if ranks == 1:  # the only share is everything
+        assert not config_from_megatron(config, [sharded]).use_distributed_optimizer
+        return
     with pytest.raises(
         ValueError, match=r"use_distributed_optimizer=True of the model"
     ):
-        config_from_megatron(OptimizerConfig(lr=1e-3), [sharded])
+        config_from_megatron(config, [sharded])
 
 
 @dataclasses.dataclass

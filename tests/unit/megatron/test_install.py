@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +175,27 @@ def test_process_groups_are_those_of_megatron() -> None:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("missing", ["dp", "expt_dp", "mp", "tp_ep_pp"])
+def test_a_collection_without_a_group_that_is_needed_is_refused(missing: str) -> None:
+    groups = dict.fromkeys({"dp", "expt_dp", "mp", "tp_ep_pp"} - {missing})
+    config = core.OptimizerConfig(lr=1e-2)
+    with pytest.raises(ValueError, match=rf"^{missing} process group is required"):
+        megatron.get_megatron_optimizer(
+            config, [nn.Linear(2, 2)], pg_collection=SimpleNamespace(**groups)
+        )
+
+
+def test_overrides_that_megatron_makes_for_every_model_need_not_match() -> None:
+    """One without biases; what a caller adds and mistypes is still named."""
+    config = core.OptimizerConfig(lr=1e-2)
+    overrides = core.get_standard_config_overrides(config)
+    model = nn.Linear(2, 2, bias=False)
+    megatron.get_megatron_optimizer(config, [model], overrides)
+    overrides[core.ParamKey(name="*.wieght")] = {"wd_mult": 0.0}
+    with pytest.raises(ValueError, match=r"wieght.* matches no parameter"):
+        megatron.get_megatron_optimizer(config, [model], overrides)
 
 
 # -- the config -----------------------------------------------------------------------------------
