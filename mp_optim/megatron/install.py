@@ -13,6 +13,7 @@ from torch import nn
 from mp_optim import api
 from mp_optim.megatron.config import config_from_megatron
 from mp_optim.megatron.face import MegatronFace
+from mp_optim.megatron.saved_groups import groups_elsewhere
 from mp_optim.ranks.process_groups import ProcessGroups
 
 _NAME = "get_megatron_optimizer"
@@ -74,7 +75,7 @@ def get_megatron_optimizer(
     )
     for group in stack.param_groups:
         group["default_config"] = _is_default(group, ours)
-    return MegatronFace(stack)
+    return MegatronFace(stack, groups_elsewhere(stack))
 
 
 def _without_idle(

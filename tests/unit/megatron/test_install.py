@@ -154,14 +154,6 @@ def test_a_state_dict_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("installed")
-def test_sharded_state_is_refused_with_what_to_use() -> None:
-    _, optimizer = build()
-    for ask in (optimizer.sharded_state_dict, optimizer.save_parameter_state):
-        with pytest.raises(NotImplementedError, match=r"--ckpt-format torch"):
-            ask("x")
-
-
-@pytest.mark.usefixtures("installed")
 def test_process_groups_are_those_of_megatron() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
