@@ -8,13 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mp_optim import api
 from mp_optim.megatron.config import config_from_megatron
 from mp_optim.megatron.face import MegatronFace
 from mp_optim.megatron.saved_groups import groups_elsewhere
 from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.slots.param_attributes import is_expert_param
 
 _NAME = "get_megatron_optimizer"
 _HOME = "megatron.core.optimizer"
@@ -72,10 +73,13 @@ def get_megatron_optimizer(
         list(model_chunks),
         _without_idle(config_overrides, config, model_chunks),
         process_groups=_groups(pg_collection),
+        expert_predicate=_is_expert,
     )
     for group in stack.param_groups:
         group["default_config"] = _is_default(group, ours)
-    return MegatronFace(stack, groups_elsewhere(stack))
+    face = MegatronFace(stack)
+    face.set_model(model_chunks, groups_elsewhere(stack))
+    return face
 
 
 def _without_idle(
@@ -117,6 +121,12 @@ def _groups(pg_collection: Any) -> ProcessGroups | None:
     return ProcessGroups.from_attributes(
         config.ProcessGroupCollection.use_mpu_process_groups()
     )
+
+
+def _is_expert(param: Tensor, name: str) -> bool:
+    """As Megatron has it: with one expert-parallel rank, experts are as dense as the rest."""
+    is_reduced: bool | None = getattr(param, "allreduce", None)
+    return is_expert_param(param, name) if is_reduced is None else not is_reduced
 
 
 def _is_default(group: Mapping[str, Any], config: Any) -> bool:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from mp_optim.megatron.bucket_space import as_shard
+from mp_optim.megatron.requested import REQUEST
 from mp_optim.megatron.saved_groups import (
     Settings,
     inner_of,
     matched_settings,
     saved_parts,
 )
-from mp_optim.megatron.sharded import ORDER, STATE
+from mp_optim.megatron.sharded import STATE
 from mp_optim.precision import MegatronOptimizer
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import plain_groups
@@ -23,7 +25,7 @@ from mp_optim.slots.state_keys import MASTER
 
 def is_loaded(state_dict: Any) -> bool:
     """Whether this is an answer to a request of ours."""
-    return isinstance(state_dict, Mapping) and ORDER in state_dict
+    return isinstance(state_dict, Mapping) and REQUEST in state_dict
 
 
 def plain_state_dict(
@@ -35,16 +37,19 @@ def plain_state_dict(
         ValueError: param groups do not match, or nothing says how many steps were taken.
     """
     parts = list(saved_parts(loaded))
-    main, step = loaded[ORDER]["main"], torch.tensor(_step(parts))
+    request, step = loaded[REQUEST], torch.tensor(_step(parts))
     state: dict[int, State] = {}
     for index, slot in enumerate(stack.slots()):
-        if "step" not in stack.slot_state(slot):
+        live = stack.full_slot_state(slot)
+        if "step" not in live:
             continue  # never trained
-        tensors = loaded.get(STATE, {}).get(index, {})
-        named = {
-            MASTER if key == main else key: value for key, value in tensors.items()
-        }
-        state[index] = {"step": step.clone(), **named}
+        tensors = dict(loaded.get(STATE, {}).get(index, {}))
+        if request["main"] in tensors:
+            tensors[MASTER] = tensors.pop(request["main"])
+        if request["in_buckets"]:
+            keys = live.keys() - {"step"}
+            tensors = {key: as_shard(live[key], tensors.get(key)) for key in keys}
+        state[index] = {"step": step.clone(), **tensors}
     plain = {
         "state": state,
         "param_groups": groups_with_settings(stack, list(_groups(parts))),

@@ -1,5 +1,4 @@
-"""Optimizer state in ``megatron.core.dist_checkpointing``: written as Megatron's own optimizers
-write it, and asked for in the form that a checkpoint says it has.
+"""Optimizer state for ``megatron.core.dist_checkpointing``, as Megatron's own optimizers write it.
 
 There are two forms. Without a sharding type in the metadata: that of Megatron's Float16 and FP32
 optimizers, ``optimizer.state.fp32_param.<name>`` beside the moments. With one: that of its
@@ -14,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from torch import Tensor
 
 from mp_optim.config.rules import is_elementwise
 from mp_optim.megatron.model_tensors import ModelTensor, model_tensors, state_tensor
@@ -31,8 +28,8 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 """In Megatron's metadata: in which form its distributed optimizer writes, or wrote."""
 RESHARDABLE = "fully_reshardable"
 _WRITTEN_AS_RESHARDABLE = (RESHARDABLE, "dp_reshardable", "fully_sharded_model_space")
-STATE, ORDER = "param_state", "mp_optim_slots"
-"""Keys of a request: the tensors by running index, and which slot each index is."""
+STATE = "param_state"
+"""Key of the tensors, by running index."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ def _saved_tensors(
     )
     pairs = zip(whole_states(part), of_model, strict=True)
     for index, (whole, model_tensor) in enumerate(pairs):
-        state = _checked(part, whole.slot, _with_main(part, whole, form))
+        state = checked(part, whole.slot, _with_main(part, whole, form))
         tensors = {
             form.key(key): state_tensor(
                 model_tensor, form.key(key), value, only_here=whole.only_here
@@ -200,7 +197,7 @@ def _with_main(part: MegatronOptimizer, whole: WholeState, form: Form) -> State:
     return state
 
 
-def _checked(part: MegatronOptimizer, slot: Slot, state: State) -> State:
+def checked(part: MegatronOptimizer, slot: Slot, state: State) -> State:
     for key in state:
         if not is_elementwise(key):
             raise ValueError(
@@ -209,72 +206,3 @@ def _checked(part: MegatronOptimizer, slot: Slot, state: State) -> State:
                 "mp_optim.checkpoint.save(root, model, optimizer)"
             )
     return state
-
-
-# -- what is asked for ----------------------------------------------------------------------------
-
-
-def requested_state_dict(
-    stack: MegatronOptimizer,
-    model_sharded_state_dict: Any,
-    elsewhere: Sequence[Sequence[Settings]],
-    metadata: Mapping[str, Any],
-    sharding_type: str | None,
-) -> dict[str, Any]:
-    """What ``dist_checkpointing.load`` fills. The tensors are new ones, on the host: the stack
-    takes them over when all have been checked.
-
-    Raises:
-        ValueError: a parameter is not in the model's state dict, or the checkpoint has a form that
-            is not read here; naming it.
-    """
-    form = Form.of(sharding_type, metadata)
-    kept = kept_parts(stack, elsewhere)
-    tensors: dict[int, dict[str, ModelTensor]] = {}
-    first = 0
-    for index, part in enumerate(stack.chained_optimizers):
-        if index in kept:
-            asked = dict(
-                _requested_tensors(part, model_sharded_state_dict, form, first)
-            )
-            if len(kept) > 1 and not form.avoids_prefix:
-                add_prefix_for_sharding(asked, f"chained_{index}.")
-            tensors.update(asked)
-        first += len(part.slots())
-    order = LocalNonpersistentObject({"main": form.main})
-    return {STATE: tensors, ORDER: order}
-
-
-def _requested_tensors(
-    part: MegatronOptimizer, model_sharded_state_dict: Any, form: Form, first: int
-) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
-    slots = part.slots()
-    of_model = model_tensors(
-        model_sharded_state_dict, [name_of(part, slot) for slot in slots]
-    )
-    for index, (slot, model_tensor) in enumerate(
-        zip(slots, of_model, strict=True), first
-    ):
-        state = _checked(part, slot, _keys(part, slot))
-        tensors = {
-            form.key(key): state_tensor(
-                model_tensor, form.key(key), _empty(part, slot, key)
-            )
-            for key in state
-        }
-        if tensors:
-            yield index, tensors
-
-
-def _keys(part: MegatronOptimizer, slot: Slot) -> State:
-    state = part.full_slot_state(slot)
-    return {key: value for key, value in state.items() if key != "step"}
-
-
-def _empty(part: MegatronOptimizer, slot: Slot, key: str) -> Tensor:
-    """Room for what is loaded. What a checkpoint has no elements for (vocabulary that is padded
-    otherwise) keeps the model's values, and moments of zero."""
-    _, param = name_of(part, slot)
-    if key == MASTER:
-        return param.detach().to("cpu", torch.float32, copy=True)
-    return torch.zeros(param.shape, dtype=torch.float32, device="cpu")

@@ -1,0 +1,169 @@
+"""A GPT of Megatron-core's, in its DistributedDataParallel, on a CPU; and training of it without a
+forward pass, which its attention refuses there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+warnings.filterwarnings("ignore", module="megatron")
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def without_cuda(patch: pytest.MonkeyPatch) -> None:
+    """Let Megatron's buffers and its checkpointing run where there is no CUDA."""
+    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Tensors that are asked for on CUDA are made on the CPU: Megatron's own optimizer steps so."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.cuda:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        result = func(*args, **kwargs)
+        if func is Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def initialize(store: Any = None, **sizes: int) -> None:
+    """Process groups of Megatron's: of this process alone with a store, else of torchrun's."""
+    alone = {} if store is None else {"rank": 0, "world_size": 1, "store": store}
+    dist.init_process_group("gloo", **alone)
+    parallel_state.initialize_model_parallel(**sizes)
+
+
+def finish() -> None:
+    """Undo :func:`initialize`."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def gpt(
+    precision: str = "bf16", *, experts: int = 0, distributed: bool = False
+) -> nn.Module:
+    """Two layers with gated MLPs (which Megatron cuts before it saves them), or with experts."""
+    dtype = DTYPES[precision]
+    moe = {"num_moe_experts": experts, "moe_ffn_hidden_size": 32} if experts else {}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        ffn_hidden_size=32,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        normalization="RMSNorm",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        **moe,
+    )
+    torch.manual_seed(1)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=experts or None, normalization="RMSNorm"),
+        vocab_size=64,
+        max_sequence_length=8,
+        share_embeddings_and_output_weights=False,
+    ).to(dtype)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    return DistributedDataParallel(config, ddp, model)
+
+
+def optimizer_config(precision: str = "bf16", **settings: Any) -> OptimizerConfig:
+    """Megatron's, with what trains the GPT."""
+    half = {} if precision == "fp32" else {precision: True}
+    return OptimizerConfig(
+        **{
+            "optimizer": "adam",
+            "lr": 1e-2,
+            "clip_grad": 0.5,
+            "initial_loss_scale": 2.0**16,
+            **half,
+            **settings,
+        }
+    )
+
+
+def train(model: nn.Module, optimizer: Any, steps: Sequence[int]) -> list[float]:
+    """Pull every parameter to noise of its own, another one at each step; returns the losses of
+    this rank. Ranks with copies of a parameter pull it to other noise."""
+    losses = []
+    for step in steps:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = _distance(model, 1000 * step + dist.get_rank())
+        optimizer.scale_loss(loss).backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _distance(model: nn.Module, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    distances = [
+        (param.float() - torch.randn(param.shape, generator=generator)).square().mean()
+        for param in model.parameters()
+    ]
+    return torch.stack(distances).sum()
+
+
+def save(
+    folder: Path, model: nn.Module, optimizer: Any, metadata: dict[str, Any]
+) -> None:
+    """As Megatron's training does it."""
+    model_state = model.module.sharded_state_dict()
+    state = {
+        "model": model_state,
+        "optimizer": optimizer.sharded_state_dict(model_state, metadata=metadata),
+    }
+    dist_checkpointing.save(state, str(folder), content_metadata=metadata)
+
+
+def load(folder: Path, model: nn.Module, optimizer: Any) -> None:
+    """As Megatron's training does it: in the form that the checkpoint says it has."""
+    metadata = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    model_state = model.module.sharded_state_dict()
+    asked = optimizer.sharded_state_dict(
+        model_state, is_loading=True, metadata=metadata
+    )
+    state = dist_checkpointing.load(
+        {"model": model_state, "optimizer": asked}, str(folder)
+    )
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
