@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -33,13 +34,16 @@ _LION = (
 
 
 def config_from_megatron(
-    config: Any, model_chunks: Sequence[nn.Module] = ()
+    config: Any,
+    model_chunks: Sequence[nn.Module] = (),
+    own_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> OptimizerConfig:
     """Our config from Megatron's.
 
     Args:
         config: ``megatron.core.optimizer.OptimizerConfig``, or any dataclass with such fields.
         model_chunks: the model; Megatron's DDP brings settings of its own.
+        own_settings: fields of our config that are set beside them.
 
     Raises:
         ValueError: a field asks for what there is none of here, naming it and what to use.
@@ -57,7 +61,8 @@ def config_from_megatron(
             settings |= _settings_of_ddp(ddp_config, config, _splits_gradients(chunk))
     if config.optimizer == "lion":
         warn(_LION)
-    return OptimizerConfig(**without_inert(settings))
+    settings = without_inert({**settings, **own_settings})
+    return OptimizerConfig(**{**settings, **own_settings})
 
 
 def accepted_fields(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mp_optim import api
+from mp_optim.config import OptimizerConfig
 from mp_optim.megatron.config import config_from_megatron
 from mp_optim.megatron.face import MegatronFace
 from mp_optim.megatron.saved_groups import groups_elsewhere
@@ -31,6 +33,8 @@ _ARGUMENTS = (
 _REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
 """What Megatron, too, requires in a collection of groups."""
 _theirs: Any = None
+_settings: dict[str, Any] = {}
+"""Fields of our config that :func:`install` was given."""
 
 
 def get_megatron_optimizer(
@@ -67,7 +71,7 @@ def get_megatron_optimizer(
     optimizer = importlib.import_module(_HOME)
     if config_overrides is None:
         config_overrides = optimizer.get_standard_config_overrides(config)
-    ours = config_from_megatron(config, model_chunks)
+    ours = config_from_megatron(config, model_chunks, _settings)
     stack = api.get_megatron_optimizer(
         ours,
         list(model_chunks),
@@ -135,22 +139,34 @@ def _is_default(group: Mapping[str, Any], config: Any) -> bool:
     return bool(highest == config.lr and lowest == config.min_lr)
 
 
-def install() -> None:
-    """Let Megatron's callers get our optimizer; call it before ``pretrain``. A second call does
-    nothing.
+def install(**settings: Any) -> None:
+    """Let Megatron's callers get our optimizer; call it before ``pretrain``. A second call changes
+    the settings alone.
+
+    Args:
+        settings: fields of :class:`mp_optim.OptimizerConfig` that Megatron's config has no word
+            for, such as ``offload_mode="speculative"``; they come on top of Megatron's.
 
     Raises:
         ImportError: Megatron is not there.
         RuntimeError: its factory takes arguments that are not known here, naming them.
+        TypeError: a setting is no field of our config, naming it.
     """
+    names = {spec.name for spec in dataclasses.fields(OptimizerConfig)}
+    if unknown := sorted(settings.keys() - names):
+        raise TypeError(
+            f"install({unknown[0]}=...): mp_optim.OptimizerConfig has no such field"
+        )
+    _settings.clear()
+    _settings.update(settings)
     global _theirs
     if _theirs is not None:
         return
     theirs = getattr(importlib.import_module(_HOME), _NAME)
     known = [*inspect.signature(theirs).parameters]
-    if unknown := [name for name in known if name not in _ARGUMENTS]:
+    if others := [name for name in known if name not in _ARGUMENTS]:
         raise RuntimeError(
-            f"Megatron's {_NAME} takes {', '.join(unknown)}, which this version of mp_optim does "
+            f"Megatron's {_NAME} takes {', '.join(others)}, which this version of mp_optim does "
             f"not know; it knows {', '.join(_ARGUMENTS)} (megatron-core 0.16 to 0.17)"
         )
     _theirs = theirs
@@ -160,6 +176,7 @@ def install() -> None:
 def uninstall() -> None:
     """Give Megatron's callers their own back."""
     global _theirs
+    _settings.clear()
     if _theirs is not None:
         _put(get_megatron_optimizer, _theirs)
         _theirs = None

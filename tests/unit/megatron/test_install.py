@@ -246,3 +246,29 @@ def test_a_program_is_run_with_it(tmp_path: Path) -> None:
     )
     said = run("-m", "mp_optim.megatron", str(script), "--bf16")
     assert said.split() == ["mp_optim.megatron.install", "__main__", "['--bf16']"]
+
+
+def test_settings_that_megatron_has_no_word_for(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_OFFLOADED)
+    fields = ("--set", "offload_mode=overlap", "--set", "offload_bucket_bytes=4096")
+    said = run("-m", "mp_optim.megatron", *fields, str(script))
+    assert said.split() == ["overlap", "4096", "host"]
+
+
+_OFFLOADED = """
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+config = OptimizerConfig(
+    lr=0.1, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0
+)
+model = torch.nn.Linear(2, 2).bfloat16()
+optimizer = get_megatron_optimizer(config, [model], {})
+ours = optimizer.stack.config
+print(ours.offload_mode, ours.offload_bucket_bytes, optimizer.describe().rows[0].place)
+"""
+
+
+def test_a_setting_that_there_is_none_of_is_named() -> None:
+    with pytest.raises(TypeError, match=r"install\(offload_modus=...\)"):
+        megatron.install(offload_modus="overlap")
