@@ -21,6 +21,7 @@ from mp_optim.slots import Slot, param_at
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import canonical_names, prefixed
+from mp_optim.slots.partition import Partition
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import with_params
 from mp_optim.slots.state_keys import SCALE, is_scale, scale_key
@@ -136,16 +137,21 @@ def entries_of(
     for slot in optimizer.slots():
         name = optimizer.slot_name(slot)
         if name not in left_out:
-            for key, value in _slot_state(optimizer, slot, full_precision).items():
+            partition = parallel.partitions.get(name)
+            for key, value in _slot_state(
+                optimizer, slot, partition, full_precision
+            ).items():
                 entries[_entry(key, parallel.names[name])] = value
     return entries
 
 
 def _slot_state(
-    optimizer: SlotKeyedOptimizer, slot: Slot, full_precision: bool
+    optimizer: SlotKeyedOptimizer,
+    slot: Slot,
+    partition: Partition | None,
+    full_precision: bool,
 ) -> State:
     read = optimizer.full_slot_state if full_precision else optimizer.slot_state
-    partition = optimizer.model_parallel.partitions.get(optimizer.slot_name(slot))
     if partition is None:
         return read(slot)
     optimizer.make_current(slot)
@@ -156,6 +162,7 @@ def _slot_state(
 
 def unallocated(
     optimizer: SlotKeyedOptimizer | None,
+    parallel: ModelParallel,
     saved: Mapping[str, Saved],
     present: Collection[str],
 ) -> dict[str, Tensor]:
@@ -163,21 +170,20 @@ def unallocated(
     if optimizer is None:
         return {}
     slots = [slot for slot in optimizer.slots() if optimizer.state_of(slot).takes_any()]
-    names = optimizer.model_parallel.names
-    slot_of = {names[optimizer.slot_name(slot)]: slot for slot in slots}
+    slot_of = {parallel.names[optimizer.slot_name(slot)]: slot for slot in slots}
     new: dict[str, Tensor] = {}
     for name, entry in saved.items():
         slot = slot_of.get(_key_and_fqn(name)[1])
         if slot is not None and name.startswith(STATE) and name not in present:
-            new[name] = _unallocated(optimizer, slot, entry)
+            partition = parallel.partitions.get(optimizer.slot_name(slot))
+            param = param_at(optimizer.param_groups, slot)
+            new[name] = _unallocated(param, partition, entry)
     return new
 
 
-def _unallocated(optimizer: SlotKeyedOptimizer, slot: Slot, saved: Saved) -> Tensor:
-    """A new tensor for state of a slot: a part, if that of the parameter is one and the state is of
-    its shape."""
-    param = param_at(optimizer.param_groups, slot)
-    partition = optimizer.model_parallel.partitions.get(optimizer.slot_name(slot))
+def _unallocated(param: Tensor, partition: Partition | None, saved: Saved) -> Tensor:
+    """A new tensor for state of a parameter: a part, if that is one and the state is of its
+    shape."""
     if partition is None or saved.shape != partition.whole_shape(param.shape):
         return _new(saved)
     local = torch.empty(param.shape, dtype=saved.dtype, device="cpu")

@@ -71,10 +71,12 @@ class Ranks:
         """Whether this rank does what is done once."""
         return self.rank == 0
 
-    def has(self, rank: int) -> bool:
-        """Whether another process, of this global rank, is one of these."""
-        group = self.group
-        return group is not None and rank in dist.get_process_group_ranks(group)
+    def members(self) -> set[int]:
+        """Global ranks."""
+        if self.group is not None:
+            return {*dist.get_process_group_ranks(self.group)}
+        is_alone = not dist.is_available() or not dist.is_initialized()
+        return {0 if is_alone else dist.get_rank()}
 
     def _first(self) -> int:
         assert self.group is not None

@@ -148,11 +148,11 @@ def save(
         raise ValueError(
             f"keep={keep}: at least the version that is saved has to stay; None keeps all"
         )
-    parallel = parallel_of(optimizer, model_parallel)
     ranks = Ranks.of(process_group)
+    parallel = parallel_of(optimizer, model_parallel, ranks)
     ranks.agree("an earlier save", background.finish_previous)
     common = {
-        "optimizer": optimizer and settings_of(optimizer),
+        "optimizer": optimizer and settings_of(optimizer, parallel),
         "extra": dict(extra or {}),
         "model": plain_of(model, parallel),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -264,8 +264,8 @@ def load(
             be lost; or files are damaged or hold something else than data. Nothing was replaced.
     """
     background.wait_for_previous()
-    parallel = parallel_of(optimizer, model_parallel)
     ranks = Ranks.of(process_group)
+    parallel = parallel_of(optimizer, model_parallel, ranks)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"
     index, common = ranks.each(loading, lambda: _open(version, verify, ranks))
@@ -277,14 +277,14 @@ def load(
         for name, entry in index.entries.items()
         if optimizer is not None or name.startswith(MODEL)
     }
-    own |= unallocated(optimizer, saved, own)
+    own |= unallocated(optimizer, parallel, saved, own)
     tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
 
     def checked() -> Reading:
         check_entries(version, saved, tensors, everybody)
         _check_scheduler(version, scheduler, common)
-        _check_groups(version, optimizer, common, convert)
+        _check_groups(version, optimizer, parallel, common, convert)
         reading = plan_reading(tensors, version, index)
         reading.check()
         return reading
@@ -332,6 +332,7 @@ def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -
 def _check_groups(
     version: Path,
     optimizer: SlotKeyedOptimizer | None,
+    parallel: ModelParallel,
     common: Mapping[str, Any],
     convert: bool,
 ) -> None:
@@ -342,14 +343,13 @@ def _check_groups(
         raise ValueError(
             f"{version} holds a model and no optimizer; load it with optimizer=None"
         )
-    check_plain(optimizer, _own_groups(optimizer, common), convert=convert)
+    check_plain(optimizer, _own_groups(optimizer, parallel, common), convert=convert)
 
 
 def _own_groups(
-    optimizer: SlotKeyedOptimizer, common: Mapping[str, Any]
+    optimizer: SlotKeyedOptimizer, parallel: ModelParallel, common: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The saved state dict without state, and without parameters that this rank does not have."""
-    parallel = optimizer.model_parallel
     names = {parallel.names[optimizer.slot_name(slot)] for slot in optimizer.slots()}
     groups = wanted_groups(common["optimizer"]["param_groups"], names)
     return {
@@ -370,6 +370,6 @@ def _hand_over(
     load_model(model, tensors, common["model"], parallel)
     if optimizer is None:
         return
-    state_dict = _own_groups(optimizer, common)
+    state_dict = _own_groups(optimizer, parallel, common)
     state_dict["state"] = state_by_index(state_dict["param_groups"], tensors)
     optimizer.load_state_dict(state_dict, convert=convert)

@@ -13,28 +13,35 @@ from mp_optim.slots.state_dict import CHECKSUMS
 
 
 def parallel_of(
-    optimizer: SlotKeyedOptimizer | None, given: ModelParallel | None
+    optimizer: SlotKeyedOptimizer | None, given: ModelParallel | None, ranks: Ranks
 ) -> ModelParallel:
-    """What an optimizer knows; without one, what is given.
+    """What an optimizer knows, or without one what is given, as far as it is between these ranks.
 
     Raises:
         ValueError: both are there.
     """
     if optimizer is None:
-        return given or ModelParallel()
+        return (given or ModelParallel()).among(ranks.members())
     if given is not None:
         raise ValueError(
             "model_parallel= beside an optimizer: it knows (optimizer.model_parallel), from the "
             "process_groups= and global_names= that get_megatron_optimizer was given"
         )
-    return optimizer.model_parallel
+    return optimizer.model_parallel.among(ranks.members())
 
 
-def settings_of(optimizer: SlotKeyedOptimizer) -> dict[str, Any]:
+def settings_of(
+    optimizer: SlotKeyedOptimizer, parallel: ModelParallel
+) -> dict[str, Any]:
     """An optimizer's state dict without state, and without checksums of what is a part here."""
-    settings = without_state(optimizer.state_dict())
-    groups = without_checksums(settings["param_groups"], optimizer.model_parallel)
-    return {**settings, "param_groups": groups}
+    settings, names = optimizer.state_dict(), optimizer.model_parallel.names
+    here = names.groups_in(settings["param_groups"], optimizer.param_groups)
+    groups = parallel.names.groups_out(here)
+    plain = without_state({**settings, "param_groups": groups})
+    return {
+        **plain,
+        "param_groups": without_checksums(plain["param_groups"], parallel),
+    }
 
 
 def without_checksums(
@@ -58,4 +65,5 @@ def _without_checksums(
 def saved_elsewhere(parallel: ModelParallel, ranks: Ranks) -> set[str]:
     """Parameters here that are copies of what another of these ranks saves: tied embeddings, which
     ZeRO may cut in other places on another stage."""
-    return {name for name, owner in parallel.copies.items() if ranks.has(owner)}
+    members = ranks.members()
+    return {name for name, owner in parallel.copies.items() if owner in members}

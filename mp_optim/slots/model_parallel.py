@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -50,11 +50,27 @@ class ModelParallel:
         partitions: of the parameters that tensor parallelism cuts, by name here.
         copies: parameters here whose original another stage of the pipeline has: by name, the
             global rank of that stage.
+        cut_over, named_over: global ranks that have the other parts; that the names tell from this.
     """
 
     names: GlobalNames = field(default_factory=GlobalNames)
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
+    cut_over: frozenset[int] = frozenset()
+    named_over: frozenset[int] = frozenset()
+
+    def among(self, ranks: Collection[int]) -> ModelParallel:
+        """The same as only some ranks have to know it. Where the others with the parts are not
+        among them, a part is all there is; where those are not that names tell apart, names are
+        those here."""
+        is_cut = self.cut_over.issubset(ranks)
+        is_named = self.named_over.issubset(ranks)
+        return replace(
+            self,
+            partitions=self.partitions if is_cut else {},
+            names=self.names if is_named else GlobalNames(),
+            copies={name: self.copies[name] for name in self.copies if is_named},
+        )
 
     @classmethod
     def of(
@@ -95,21 +111,31 @@ class ModelParallel:
             and is_tied_embedding(param)
             and is_shared(param)
         }
+        cut_over = _members(groups.tp, groups.expert_tp)
         known = [*params, *_buffers(chunks)]
         if global_names is not None:
             names = GlobalNames(global_names, known)
             names.check()
             same = (name for name in copies if names[name] == tied.original)
-            return cls(names, partitions, {name: copies[name] for name in same})
+            copies = {name: copies[name] for name in same}
+            return cls(names, partitions, copies, cut_over)
         numbering = _numbering(params, chunks, groups.ep, stages, place)
         called = {name: tied.original or name for name in copies}
         name_of = _Either(called, numbering)
-        return cls(GlobalNames(name_of, known), partitions, copies)
+        named_over = _members(groups.ep, groups.pp)
+        return cls(
+            GlobalNames(name_of, known), partitions, copies, cut_over, named_over
+        )
 
 
 def _shares(groups: ProcessGroups) -> bool:
     of_model = groups.tp, groups.expert_tp, groups.ep, groups.pp
     return any(ranks is not None and ranks.size() > 1 for ranks in of_model)
+
+
+def _members(*groups: ProcessGroup | None) -> frozenset[int]:
+    several = [ranks for ranks in groups if ranks is not None and ranks.size() > 1]
+    return frozenset().union(*map(dist.get_process_group_ranks, several))
 
 
 class Stage(NamedTuple):

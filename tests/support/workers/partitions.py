@@ -264,6 +264,29 @@ def without_optimizer(root: Path, tp: dist.ProcessGroup) -> list[Any]:
     return [joined, twice]
 
 
+def apart(root: Path, rank: int, world: dist.ProcessGroup) -> list[Any]:
+    """Each rank saves for itself, under a path of its own: what it has, under the names it has."""
+    alone = dist.new_subgroups(1)[0]
+    own, found = root / str(rank), []
+    parts, again = build({"bf16": True}, world), build({"bf16": True}, world, seed=1)
+    train(*parts)
+    checkpoint.save(own / "parts", *parts, process_group=alone)
+    checkpoint.load(own / "parts", *again, process_group=alone)
+    found.append(same(snapshot(*again), snapshot(*parts)))
+    groups = ProcessGroups(ep=world)
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0)
+    pairs = [
+        (model, get_megatron_optimizer(config, model, process_groups=groups))
+        for model in (Experts(rank, 2), blank(Experts(rank, 2)))
+    ]
+    train(*pairs[0])
+    checkpoint.save(own / "experts", *pairs[0], process_group=alone)
+    checkpoint.load(own / "experts", *pairs[1], process_group=alone)
+    found.append(same(snapshot(*pairs[1]), snapshot(*pairs[0])))
+    saved = open_checkpoint(own / "experts").entries
+    return [*found, sorted(name for name in saved if name.endswith("s.0.weight"))]
+
+
 def refused(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, str]:
     """What cannot be told apart, and attributes that cannot be."""
     values = wholes(torch.float32, ("fused", "copied"))
@@ -497,6 +520,7 @@ def main(folder: str) -> None:
             "factored": factored(root / "factored", world),
             "foreign": foreign(root / "foreign", world),
             "model": without_optimizer(root / "model", world),
+            "apart": apart(root / "apart", rank, world),
             "refused": refused(root / "refused", rank, world),
             "names": names(root / "names", rank, world),
         }

@@ -62,6 +62,13 @@ def test_a_model_without_an_optimizer(ranks):
         assert joined and "model_parallel= beside an optimizer" in text
 
 
+def test_a_rank_that_saves_for_itself_has_parts_and_names_as_they_are(ranks):
+    for rank in ranks:
+        parts, experts, names = rank["apart"]
+        assert parts and experts
+        assert names[0] == "model.local_experts.0.weight"
+
+
 @pytest.mark.parametrize(
     ("what", "text"),
     [
