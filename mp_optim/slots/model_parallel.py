@@ -60,9 +60,9 @@ class ModelParallel:
     named_over: frozenset[int] = frozenset()
 
     def among(self, ranks: Collection[int]) -> ModelParallel:
-        """The same as only some ranks have to know it. Where the others with the parts are not
-        among them, a part is all there is; where those are not that names tell apart, names are
-        those here."""
+        """What some ranks have to know of it. A part is all there is where the ranks with the
+        other parts are not among them; names are those here where the ranks are not that names
+        tell this one from."""
         is_cut = self.cut_over.issubset(ranks)
         is_named = self.named_over.issubset(ranks)
         return replace(
@@ -103,29 +103,20 @@ class ModelParallel:
         partitions = dict(_partitions(params, chunks, groups, is_expert))
         own = Stage(_layers(chunks), *_original(params, chunks, global_names))
         stages, place = _told(own, groups.pp)
-        tied = next((stage for stage in stages if stage.original is not None), own)
-        copies = {
-            name: tied.rank
-            for name, param in params.items()
-            if tied is not stages[place]
-            and is_tied_embedding(param)
-            and is_shared(param)
-        }
-        cut_over = _members(groups.tp, groups.expert_tp)
-        known = [*params, *_buffers(chunks)]
-        if global_names is not None:
-            names = GlobalNames(global_names, known)
-            names.check()
-            same = (name for name in copies if names[name] == tied.original)
-            copies = {name: copies[name] for name in same}
-            return cls(names, partitions, copies, cut_over)
-        numbering = _numbering(params, chunks, groups.ep, stages, place)
-        called = {name: tied.original or name for name in copies}
-        name_of = _Either(called, numbering)
-        named_over = _members(groups.ep, groups.pp)
-        return cls(
-            GlobalNames(name_of, known), partitions, copies, cut_over, named_over
+        tied = _tied(params, stages, place)
+        name_of = global_names or _Either(
+            {name: original for name, (original, _) in tied.items()},
+            _numbering(params, chunks, groups.ep, stages, place),
         )
+        names = GlobalNames(name_of, [*params, *_buffers(chunks)])
+        if global_names is not None:
+            names.check()
+        same = {
+            name: rank for name, (whole, rank) in tied.items() if names[name] == whole
+        }
+        named_over = () if global_names else (groups.ep, groups.pp)
+        cut_over = _members(groups.tp, groups.expert_tp)
+        return cls(names, partitions, same, cut_over, _members(*named_over))
 
 
 def _shares(groups: ProcessGroups) -> bool:
@@ -170,6 +161,22 @@ def _told(own: Stage, pp: ProcessGroup | None) -> tuple[list[Stage], int]:
     with naming_missing_ranks(pp)("counting the layers of the pipeline's stages"):
         call(pp, lambda: dist.all_gather_object(told, own, group=pp))
     return told, pp.rank()
+
+
+def _tied(
+    params: Mapping[str, Tensor], stages: Sequence[Stage], place: int
+) -> dict[str, tuple[str, int]]:
+    """Copies of another stage's embedding: by name, that one's name and rank."""
+    for stage in stages:
+        if stage.original is not None and stage is not stages[place]:
+            original = stage.original, stage.rank
+            copies = (
+                name
+                for name, param in params.items()
+                if is_tied_embedding(param) and is_shared(param)
+            )
+            return dict.fromkeys(copies, original)
+    return {}
 
 
 def _numbering(
@@ -256,6 +263,8 @@ def _partitions(
     }
     for name, param in params.items():
         ranks = groups.expert_tp if is_expert(param, name) else groups.tp
+        if is_expert_param(param, name) and groups.expert_tp is not None:
+            ranks = groups.expert_tp  # also where experts are reduced like the rest
         dim = partition_dim(param)
         if ranks is None or ranks.size() == 1 or not is_tensor_parallel(param):
             continue

@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "one": ({}, {}),
     "tp 2, zero": ({"tp": 2}, ZERO),
     "pp 2, ep 2": ({"pp": 2, "ep": 2}, HOST),
-    "tp 4": ({"tp": 4}, {}),
+    "tp 4": ({"tp": 4, "expert_tp": 1}, {}),
     "pp 2, virtual, zero": ({"pp": 2, "virtual": 2}, ZERO),
     "tp 2, ep 2": ({"tp": 2, "ep": 2, "expert_tp": 1}, ZERO),
     "one again, zero": ({}, {**ZERO, **HOST}),
@@ -88,7 +88,14 @@ def build(
     stages = range(sizes["virtual"]) if "virtual" in sizes else [None]
     chunks = [_chunk(config, stage) for stage in stages]
     ours = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0, **settings)
-    return chunks, get_megatron_optimizer(ours, chunks, process_groups=groups)
+    return chunks, get_megatron_optimizer(
+        ours, chunks, process_groups=groups, expert_predicate=is_expert
+    )
+
+
+def is_expert(param: Any, name: str) -> bool:
+    """As Megatron's optimizer has it: with one expert-parallel rank, there are none."""
+    return not getattr(param, "allreduce", True)
 
 
 def _chunk(config: TransformerConfig, stage: int | None) -> nn.Module:
