@@ -451,6 +451,32 @@ def sharded_too(root: Path, rank: int) -> list[bool]:
     return [*found, "part 0 of 2): ranks 0 and 2 hold different values" in mixed]
 
 
+def compact_too(root: Path) -> list[bool]:
+    """The same with 8-bit moments, whose blocks end where the parts do."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups, tp = ProcessGroups.from_device_mesh(mesh), mesh["tp"].get_group()
+    settings = {"bf16": True, **COMPACT, **EIGHT_BITS}
+    sharded = {**settings, "use_distributed_optimizer": True}
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0, **sharded)
+
+    def parts(seed: int) -> tuple[nn.Module, Any]:
+        values = wholes(torch.bfloat16, ("vector",))
+        model = model_of({"vector": values["vector"] + seed}, tp.rank(), 2)
+        return model, get_megatron_optimizer(config, model, process_groups=groups)
+
+    pair, again = parts(0), parts(1)
+    whole = build(settings, None, ("vector",), seed=1)
+    trained = build(settings, None, ("vector",))
+    train(*pair)
+    train(*trained)
+    checkpoint.save(root / "parts", *pair)
+    checkpoint.load(root / "parts", *whole)
+    found = [same(snapshot(*whole), snapshot(*trained))]
+    checkpoint.save(root / "whole", *whole)
+    checkpoint.load(root / "whole", *again)
+    return [*found, same(snapshot(*again), snapshot(*pair))]
+
+
 class Tied(nn.Module):
     """A stage of a model whose output layer is its embedding, of which the last stage has a copy;
     all of the model without a stage."""
@@ -511,6 +537,7 @@ def main(folder: str) -> None:
     if dist.get_world_size() == 4:
         result: dict[str, Any] = {
             "sharded": sharded_too(root / "sharded", rank),
+            "compact": compact_too(root / "compact"),
             "tied": tied(root / "tied"),
         }
     else:

@@ -125,6 +125,10 @@ def test_parts_that_a_distributed_optimizer_shares_out(four_ranks):
     assert [rank["sharded"] for rank in four_ranks] == [[True] * 5] * 4
 
 
+def test_blocks_of_parts_that_are_shared_out(four_ranks):
+    assert [rank["compact"] for rank in four_ranks] == [[True, True]] * 4
+
+
 def test_stages_with_one_embedding(four_ranks):
     assert [rank["tied"] for rank in four_ranks] == [[True, True]] * 4
 
