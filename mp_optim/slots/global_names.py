@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,38 +47,48 @@ def layer_of(name: str) -> tuple[str, int] | None:
 
 
 def layer_indices(stages: Sequence[Chunks]) -> list[list[dict[tuple[str, int], int]]]:
-    """Where each layer is in the whole model: for each stage and chunk, by path and index.
+    """Where each layer is in the whole model: for each stage and chunk, by path and position.
 
-    As the layers say themselves, if all of a list do and no two say the same. Where the indices
+    As the layers say themselves, if all of a list do and no two say the same. Where the positions
     already differ they stay. Otherwise layers follow each other: the first chunks of all stages,
     then the second ones.
     """
     placed: list[list[dict[tuple[str, int], int]]] = [
         [{} for _ in chunks] for chunks in stages
     ]
-    deepest = max(map(len, stages), default=0)
-    order = [
-        (stage, chunk)
-        for chunk in range(deepest)
-        for stage in range(len(stages))
-        if chunk < len(stages[stage])
-    ]
-    everything = [layer for chunks in stages for chunk in chunks for layer in chunk]
+    order = list(_in_order(stages))
+    everything = [layer for stage, chunk in order for layer in stages[stage][chunk]]
     for path in dict.fromkeys(layer.path for layer in everything):
-        same = [layer for layer in everything if layer.path == path]
-        said, indices = [one.number for one in same], [one.position for one in same]
-        as_said = None not in said and len(set(said)) == len(said)
-        differ = len(set(indices)) == len(indices)
-        start = 0
+        index = _index([layer for layer in everything if layer.path == path])
+        first = 0
         for stage, chunk in order:
             here = [layer for layer in stages[stage][chunk] if layer.path == path]
             for layer in here:
-                index = layer.position if differ else start + layer.position
-                if as_said and layer.number is not None:
-                    index = layer.number
-                placed[stage][chunk][path, layer.position] = index
-            start += max((layer.position + 1 for layer in here), default=0)
+                placed[stage][chunk][path, layer.position] = index(layer, first)
+            first += max((layer.position + 1 for layer in here), default=0)
     return placed
+
+
+def _in_order(stages: Sequence[Chunks]) -> Iterator[tuple[int, int]]:
+    """Stage and chunk, in the order in which forward goes through them."""
+    for chunk in range(max(map(len, stages), default=0)):
+        for stage, chunks in enumerate(stages):
+            if chunk < len(chunks):
+                yield stage, chunk
+
+
+def _index(layers: Sequence[Layer]) -> Callable[[Layer, int], int]:
+    """A layer's index in the whole model, given how many come before its chunk.
+
+    Args:
+        layers: of all stages, of one list.
+    """
+    numbers = [layer.number for layer in layers]
+    if None not in numbers and len(set(numbers)) == len(numbers):
+        return lambda layer, _: layer.position if layer.number is None else layer.number
+    if len({layer.position for layer in layers}) == len(layers):
+        return lambda layer, _: layer.position
+    return lambda layer, first: first + layer.position
 
 
 def expert_counts(names: Iterable[str]) -> dict[str, int]:
