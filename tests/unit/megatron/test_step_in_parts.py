@@ -205,3 +205,23 @@ def test_a_mimo_model_is_refused() -> None:
     mimo = type("MimoModel", (nn.Linear,), {})(2, 2)
     with pytest.raises(ValueError, match="clipped by a norm from outside"):
         megatron.get_megatron_optimizer(core.OptimizerConfig(lr=1.0), [mimo])
+
+
+def test_main_params_are_one_line_away() -> None:
+    """``param_groups`` hold the model's parameters; Megatron's hold these."""
+    model, optimizer = build()
+    assert optimizer.get_parameters() == [
+        param for group in optimizer.param_groups for param in group["params"]
+    ]
+    assert {*optimizer.get_parameters()} <= {*model.parameters()}
+    mains = [
+        getattr(param, "main_param", param) for param in optimizer.get_parameters()
+    ]
+    assert {main.dtype for main in mains} == {torch.float32}
+    inner = [
+        param
+        for part in optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+        for param in group["params"]
+    ]
+    assert [main.data_ptr() for main in mains] == [p.data_ptr() for p in inner]
