@@ -167,7 +167,7 @@ def install(**settings: Any) -> None:
     if others := [name for name in known if name not in _ARGUMENTS]:
         raise RuntimeError(
             f"Megatron's {_NAME} takes {', '.join(others)}, which this version of mp_optim does "
-            f"not know; it knows {', '.join(_ARGUMENTS)} (megatron-core 0.16 to 0.17)"
+            f"not know; it knows {', '.join(_ARGUMENTS)} (megatron-core 0.16 to 0.20)"
         )
     _theirs = theirs
     _put(theirs, get_megatron_optimizer)
