@@ -40,15 +40,17 @@ def plain_state_dict(
     request, step = loaded[REQUEST], torch.tensor(_step(parts))
     state: dict[int, State] = {}
     for index, slot in enumerate(stack.slots()):
-        live = stack.full_slot_state(slot)
-        if "step" not in live:
+        if "step" not in stack.slot_state(slot):
             continue  # never trained
         tensors = dict(loaded.get(STATE, {}).get(index, {}))
         if request["main"] in tensors:
             tensors[MASTER] = tensors.pop(request["main"])
         if request["in_buckets"]:
-            keys = live.keys() - {"step"}
-            tensors = {key: as_shard(live[key], tensors.get(key)) for key in keys}
+            live = stack.full_slot_state(slot)
+            del live["step"]
+            tensors = {
+                key: as_shard(value, tensors.get(key)) for key, value in live.items()
+            }
         state[index] = {"step": step.clone(), **tensors}
     plain = {
         "state": state,

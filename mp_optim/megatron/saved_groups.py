@@ -71,18 +71,22 @@ def _plain(value: Any) -> Any:
 
 def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Settings:
     """The settings that a group takes from saved ones: of the group of its kind, and of those the
-    one that is most like it.
+    one that is most like it. Experts are a kind of their own only in some layouts, so for want of
+    it a dense group will do, and the other way round.
 
     Raises:
         ValueError: there is none of its kind, or two are as like it; naming the settings.
     """
-    kind = [group for group in saved if _kind(group) == _kind(live)]
+    wanted = _identity(live)
+    exact = [group for group in saved if _kind(group) == _kind(live)]
+    kind = exact or [
+        group for group in saved if _without_experts(group) == _without_experts(live)
+    ]
     if not kind:
         raise ValueError(
             f"no saved param group has {_kind_in_words(live)}; saved are "
             f"{'; '.join(map(_kind_in_words, saved)) or 'none'}"
         )
-    wanted = _identity(live)
     likeness = [
         sum(a == b for a, b in zip(_identity(group), wanted, strict=True))
         for group in kind
@@ -105,6 +109,10 @@ def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Sett
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """NeMo keeps some of them under ``pre_<name>``."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
+
+
+def _without_experts(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return _kind({**group, "is_expert_parallel": None})
 
 
 def _kind_in_words(group: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ def train(model: nn.Module, optimizer: Any, steps: Sequence[int]) -> list[float]
     for step in steps:
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = _distance(model, 1000 * step + dist.get_rank())
+        loss = _distance(model, step)
         optimizer.scale_loss(loss).backward()
         model.finish_grad_sync()
         optimizer.step()
@@ -134,12 +134,15 @@ def train(model: nn.Module, optimizer: Any, steps: Sequence[int]) -> list[float]
     return losses
 
 
-def _distance(model: nn.Module, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    distances = [
-        (param.float() - torch.randn(param.shape, generator=generator)).square().mean()
-        for param in model.parameters()
-    ]
+def _distance(model: nn.Module, step: int) -> Tensor:
+    split = parallel_state.get_tensor_model_parallel_rank()
+    copy = 1000 * step + 10 * parallel_state.get_data_parallel_rank()
+    distances = []
+    for param in model.parameters():
+        part = split if getattr(param, "tensor_model_parallel", False) else 0
+        generator = torch.Generator().manual_seed(copy + part)
+        noise = torch.randn(param.shape, generator=generator)
+        distances.append((param.float() - noise).square().mean())
     return torch.stack(distances).sum()
 
 
