@@ -63,6 +63,8 @@ def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
 def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     """Write the state of all slots, whole and in FP32. Collective over each part's data-parallel
     ranks; a rank that is the first of some part's writes the file of that name."""
+    stack.step_mark.check("save_parameter_state")
+    stack.init_state()
     states: list[dict[str, State] | None] = []
     for part in stack.chained_optimizers:
         named: dict[str, State] = {}

@@ -40,6 +40,7 @@ def requested_state_dict(
             is not read here; naming it.
     """
     kept = kept_parts(stack, elsewhere)
+    stack.init_state()
     if sharding_type == BUCKETS:
         return _in_buckets(stack, kept, chunks)
     form = Form.of(sharding_type, metadata)

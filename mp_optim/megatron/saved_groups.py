@@ -36,7 +36,9 @@ def groups_elsewhere(stack: MegatronOptimizer) -> list[list[Settings]]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     return [
-        _beside(groups, [of_rank[index] for of_rank in everywhere])
+        _beside(
+            groups, [of_rank[index] for of_rank in everywhere if index < len(of_rank)]
+        )
         for index, groups in enumerate(here)
     ]
 

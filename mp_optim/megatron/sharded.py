@@ -83,8 +83,11 @@ def sharded_state_dict(
     Raises:
         ValueError: a parameter is not in the model's state dict, its state has not the parameter's
             shape, or parameters were stepped a different number of times; naming it.
+        BrokenOffError: the last step or load was broken off half-way.
     """
+    stack.step_mark.check("sharded_state_dict")
     form = Form.of(sharding_type, metadata)
+    stack.init_state()
     if SHARDING_TYPE in metadata:
         metadata[SHARDING_TYPE] = RESHARDABLE
     step = common_step(stack)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 warnings.filterwarnings("ignore", module="megatron")
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core import optimizer as optimizers  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -25,7 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,6 +53,44 @@ class CudaIsCpu(TorchFunctionMode):
         if func is Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.")
         return result
+
+
+class AdamOfGroups(torch.optim.Optimizer):
+    """AdamW that counts steps in its param groups, as Transformer Engine's and apex's do. On
+    torch's, Megatron's distributed optimizer does not load even what it saved itself."""
+
+    def __init__(
+        self, params: Any, lr: float, adam_w_mode: bool, **settings: Any
+    ) -> None:
+        super().__init__(params, {"lr": lr, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, group)
+
+    def _step(self, param: Tensor, group: dict[str, Any]) -> None:
+        state, step = self.state[param], group["step"]
+        first, second = group["betas"]
+        mean = state.setdefault("exp_avg", torch.zeros_like(param))
+        square = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+        mean.lerp_(param.grad, 1 - first)
+        square.mul_(second).addcmul_(param.grad, param.grad, value=1 - second)
+        root = (square / (1 - second**step)).sqrt_().add_(group["eps"])
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.addcdiv_(mean, root, value=-group["lr"] / (1 - first**step))
+
+
+def with_steps_in_groups(patch: pytest.MonkeyPatch) -> None:
+    """Let Megatron build its optimizers from :class:`AdamOfGroups`."""
+    patch.setattr(optimizers, "USING_PYTORCH_OPTIMIZER", False)
+    patch.setattr(optimizers, "Adam", AdamOfGroups)
+    patch.setattr(distrib_optimizer, "Adam", AdamOfGroups)
+    patch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+    patch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
 
 
 def initialize(store: Any = None, **sizes: int) -> None:

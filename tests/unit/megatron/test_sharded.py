@@ -150,12 +150,19 @@ def test_megatrons_own_goes_on_under_ours(run: str, tmp_path: Path) -> None:
     assert gpt.train(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("run", ["bf16", "experts", "fp16", "fp32"])
-def test_ours_goes_on_under_megatrons_own(run: str, tmp_path: Path) -> None:
-    settings, _ = OF_THEIRS[run]
+OURS_TO_THEM = ("bf16", "experts", "fp16", "fp32", "shared out, in buckets")
+
+
+@pytest.mark.parametrize("run", OURS_TO_THEM)
+def test_ours_goes_on_under_megatrons_own(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, sharding = OF_THEIRS[run]
+    if sharding is not None:
+        gpt.with_steps_in_groups(monkeypatch)
     model, optimizer = built(**settings)
     gpt.train(model, optimizer, range(3))
-    gpt.save(tmp_path, model, optimizer, {})
+    gpt.save(tmp_path, model, optimizer, {} if sharding is None else {TYPE: sharding})
     expected = gpt.train(model, optimizer, range(3, 6))
     with gpt.CudaIsCpu():
         model, optimizer = built(THEIRS, **settings)
@@ -171,6 +178,25 @@ def test_the_distributed_optimizer_is_switched_on_and_off(tmp_path: Path) -> Non
     gpt.save(tmp_path, model, optimizer, {TYPE: BUCKETS})
     expected = gpt.train(model, optimizer, range(3, 6))
     model, optimizer = built()
+    gpt.load(tmp_path, model, optimizer)
+    assert gpt.train(model, optimizer, range(3, 6)) == expected
+
+
+def test_experts_that_became_a_part_of_their_own_keep_their_settings(
+    tmp_path: Path,
+) -> None:
+    """With one expert-parallel rank Megatron has experts among the dense parameters."""
+    model, optimizer = built(experts=2)
+    gpt.train(model, optimizer, range(3))
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    gpt.save(tmp_path, model, optimizer, {"chained_optim_avoid_prefix": True})
+    expected = gpt.train(model, optimizer, range(3, 6))
+    model = gpt.gpt(experts=2)
+    for name, param in model.named_parameters():
+        param.allreduce = "experts" not in name
+    optimizer = OURS(gpt.optimizer_config(), [model])
+    assert any(group["is_expert_parallel"] for group in optimizer.param_groups)
     gpt.load(tmp_path, model, optimizer)
     assert gpt.train(model, optimizer, range(3, 6)) == expected
 
