@@ -14,8 +14,8 @@ Settings = dict[str, Any]
 
 _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """Settings that tell groups apart in every version of Megatron."""
-_LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer", "eps", "betas")
-"""Settings that tell apart those that are of one kind."""
+_MOVING = ("lr", "weight_decay", "step")
+"""Settings that change as training goes on, and so tell nothing apart."""
 _OF_THIS_RANK = ("params", "param_names", "param_checksums", "fqns")
 
 
@@ -47,7 +47,7 @@ def _beside(
     here: Sequence[Settings], everywhere: Sequence[Sequence[Settings]]
 ) -> list[Settings]:
     """Groups of some rank that are of no kind that is here; each once."""
-    known = [_identity(group) for group in here if group.get("lr") is not None]
+    known = [_identity(group) for group in here]
     beside: list[Settings] = []
     for groups in everywhere:
         for group in groups:
@@ -63,8 +63,10 @@ def _has_kind(group: Mapping[str, Any]) -> bool:
     return all(key in group for key in _KIND)
 
 
-def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(_plain(group.get(key)) for key in (*_KIND, *_LIMITS))
+def _identity(group: Mapping[str, Any]) -> Settings:
+    """The settings that a group keeps, in a form to compare."""
+    skipped = (*_MOVING, *_OF_THIS_RANK)
+    return {key: _plain(value) for key, value in group.items() if key not in skipped}
 
 
 def _plain(value: Any) -> Any:
@@ -79,7 +81,7 @@ def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Sett
     Raises:
         ValueError: there is none of its kind, or two are as like it; naming the settings.
     """
-    wanted = _identity(live)
+    wanted = _identity(live).items()
     exact = [group for group in saved if _kind(group) == _kind(live)]
     kind = exact or [
         group for group in saved if _without_experts(group) == _without_experts(live)
@@ -90,8 +92,7 @@ def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Sett
             f"{'; '.join(map(_kind_in_words, saved)) or 'none'}"
         )
     likeness = [
-        sum(a == b for a, b in zip(_identity(group), wanted, strict=True))
-        for group in kind
+        sum(_plain(group.get(key)) == value for key, value in wanted) for group in kind
     ]
     best = [
         group
@@ -103,7 +104,7 @@ def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Sett
     if any(settings != taken[0] for settings in taken[1:]):
         raise ValueError(
             f"{len(best)} saved param groups have {_kind_in_words(live)}, and none is more like "
-            f"the present one than the others in {', '.join(_LIMITS)}"
+            "the present one than the others"
         )
     return taken[0]
 

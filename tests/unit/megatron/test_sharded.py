@@ -39,7 +39,7 @@ def built(
 ) -> tuple[nn.Module, Any]:
     distributed = settings.get("use_distributed_optimizer", False)
     model = gpt.gpt(precision, experts=experts, distributed=distributed)
-    if "exp_avg_dtype" in settings:  # Megatron's config asks for Transformer Engine
+    if settings.keys() & {"exp_avg_dtype", "muon_momentum"}:  # what this core has not
         config = OptimizerConfig(lr=1e-2, clip_grad=0.5, bf16=True, **settings)
         return model, factory(config, [model], {})
     return model, factory(gpt.optimizer_config(precision, **settings), [model])
@@ -69,6 +69,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "offloaded": OFFLOADED,
     "sgd": {"optimizer": "sgd"},
+    "muon": {"optimizer": "muon", "muon_momentum": 0.9},
     "shared out": SHARED,
     "shared out, fp32": {**SHARED, "precision": "fp32"},
     "shared out, compact": COMPACT,
