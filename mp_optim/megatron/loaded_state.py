@@ -37,7 +37,8 @@ def plain_state_dict(
         ValueError: param groups do not match, or nothing says how many steps were taken.
     """
     parts = list(saved_parts(loaded))
-    request, step = loaded[REQUEST], torch.tensor(_step(parts))
+    request = loaded[REQUEST]
+    step = torch.tensor(_step(parts), dtype=torch.float32, device="cpu")
     state: dict[int, State] = {}
     for index, slot in enumerate(stack.slots()):
         if "step" not in stack.slot_state(slot):

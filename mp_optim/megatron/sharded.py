@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
 
 from mp_optim.config.rules import is_elementwise
 from mp_optim.megatron.model_tensors import ModelTensor, model_tensors, state_tensor
@@ -147,8 +148,7 @@ def _saved_part(
     stepped = {} if step is None else {"step": int(step)}
     inner: dict[str, Any] = {"param_groups": [{**group, **stepped} for group in groups]}
     if not form.is_distributed:
-        common = {} if step is None else {"common_step": torch.tensor(step)}
-        inner["state"] = common
+        inner["state"] = {} if step is None else {"common_step": _counted(step)}
     tensors = dict(_saved_tensors(part, model_sharded_state_dict, form))
     is_float16 = part.config.fp16 or part.config.bf16
     saved: dict[str, Any] = inner
@@ -161,6 +161,10 @@ def _saved_part(
     if form.is_distributed:
         saved["param_state_sharding_type"] = RESHARDABLE
     return saved
+
+
+def _counted(step: float) -> Tensor:
+    return torch.tensor(step, dtype=torch.float32, device="cpu")
 
 
 def _groups_with_parameters(part: MegatronOptimizer) -> Iterator[Settings]:
