@@ -53,8 +53,11 @@ class SavesAsMegatron:
         """
         loading = importlib.import_module("mp_optim.megatron.loaded_state")
         legacy = importlib.import_module("mp_optim.megatron.parameter_state")
+        positional = importlib.import_module("mp_optim.megatron.positional_state")
         if legacy.is_apart(state_dict):
             legacy.load_common(self.stack, state_dict)
+        elif positional.is_positional(state_dict):
+            positional.load_positional(self.stack, state_dict, convert=convert)
         elif loading.is_loaded(state_dict):
             plain = loading.plain_state_dict(self.stack, state_dict)
             self.stack.load_state_dict(plain, convert=convert)

@@ -114,6 +114,11 @@ def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
 
 
+def same_kind(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two groups have the settings that tell groups apart in common."""
+    return _kind(group) == _kind(other)
+
+
 def _without_experts(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return _kind({**group, "is_expert_parallel": None})
 

@@ -151,6 +151,47 @@ def test_megatrons_own_goes_on_under_ours(run: str, tmp_path: Path) -> None:
     assert gpt.train(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("run", ["bf16", "experts", "fp16"])
+def test_megatrons_legacy_state_goes_on_under_ours(run: str, tmp_path: Path) -> None:
+    """By position in the groups; the tolerance is as above."""
+    settings, _ = OF_THEIRS[run]
+    path = tmp_path / "legacy.pt"
+    with gpt.CudaIsCpu():
+        model, optimizer = built(THEIRS, **settings)
+        gpt.train(model, optimizer, range(3))
+        torch.save([model.state_dict(), optimizer.state_dict()], path)
+        copies = [
+            param for group in optimizer.param_groups for param in group["params"]
+        ]
+        saved = sorted(copy.double().sum().item() for copy in copies)
+        expected = gpt.train(model, optimizer, range(3, 6))
+    model, optimizer = built(**settings)
+    of_model, state = torch.load(path, weights_only=False)
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(state)
+    mains = [main for _, main in optimizer.named_main_params()]
+    assert sorted(main.double().sum().item() for main in mains) == saved
+    assert gpt.train(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_legacy_state_of_other_groups_changes_nothing() -> None:
+    with gpt.CudaIsCpu():
+        model, optimizer = built(THEIRS)
+        gpt.train(model, optimizer, range(2))
+        state = optimizer.state_dict()
+    parts = state if isinstance(state, list) else [state]
+    for group in parts[0]["optimizer"]["param_groups"]:
+        group["wd_mult"] = 0.25
+    model, optimizer = built()
+    gpt.train(model, optimizer, range(1))
+    before = bits(optimizer)
+    with pytest.raises(ValueError, match=r"no param group here is like.*wd_mult=0\.25"):
+        optimizer.load_state_dict(state)
+    assert all(
+        torch.equal(value, before[key]) for key, value in bits(optimizer).items()
+    )
+
+
 OURS_TO_THEM = ("bf16", "experts", "fp16", "fp32", "shared out, in buckets")
 
 
