@@ -8,6 +8,7 @@ FP32 values and its prefetchers stop at each page's end; with 2 MiB they rarely 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import math
 import mmap
@@ -40,19 +41,21 @@ def zeros_host(num_bytes: int) -> Tensor:
     if num_bytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     memory, start = mapped(num_bytes)
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=start)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
     """Zeroed memory of its own, in huge pages where the system has them, and the byte of it from
     which so many are for use."""
-    start = next(_allocations) * _STAGGER % _HUGE_PAGE
-    start -= start % alignment
+    offset = next(_allocations) * _STAGGER % _HUGE_PAGE
+    offset -= offset % alignment
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, start + num_bytes, flags=flags)
+    # NOTE: the system maps where it likes; address space up to a huge page's start costs no memory
+    memory = mmap.mmap(-1, _HUGE_PAGE + offset + num_bytes, flags=flags)
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
     with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, start
+        memory.madvise(mmap.MADV_HUGEPAGE, first, offset + num_bytes)
+    return memory, first + offset
 
 
 _HUGE_PAGE = 2 << 20
