@@ -27,15 +27,18 @@ from mp_optim.precision import (
 )
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, Muon
-from mp_optim.update.adafactor import Adafactor
+from mp_optim.torch_style import LAMB, SGD, Adafactor, Adam, AdamW, Lion, Muon
+from mp_optim.update import FusedAdam, FusedLAMB
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LAMB",
     "SGD",
     "Adafactor",
+    "Adam",
     "AdamOptimizerConfig",
+    "AdamW",
     "ChainedOptimizer",
     "ConstantGradScaler",
     "DistributedOptimizer",

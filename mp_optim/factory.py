@@ -52,7 +52,7 @@ def build(
     Arguments, result and errors are those of :func:`mp_optim.get_megatron_optimizer`.
     """
     check_serves(config.fused_backend, device_of(chunks))
-    _set_up_host(config, device_of(chunks))
+    set_up_host(config, device_of(chunks))
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
         overrides = (
@@ -124,7 +124,8 @@ def _check_partitions(
                 )
 
 
-def _set_up_host(config: OptimizerConfig, device: torch.device) -> None:
+def set_up_host(config: OptimizerConfig, device: torch.device) -> None:
+    """Give the process its threads and cores, for a stack whose parameters lie on a device."""
     if device.type == "cuda":
         use_accelerator(device.index)
     if config.host_threads is not None:
@@ -227,7 +228,10 @@ def _part(
 
     def build(some: list[dict[str, Any]]) -> WrappedOptimizer:
         return wrapper(
-            _inner(config, some), config, scaler, process_groups=process_groups
+            inner_optimizer(config, some, settings_of(config)),
+            config,
+            scaler,
+            process_groups=process_groups,
         )
 
     if not config.is_distributed:
@@ -243,11 +247,15 @@ def _part(
     )
 
 
-def _inner(
-    config: OptimizerConfig, groups: list[dict[str, Any]]
+def inner_optimizer(
+    config: OptimizerConfig, groups: list[dict[str, Any]], settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    rule, settings = CLASSES[config.optimizer], settings_of(config)
-    construction = construction_of(config)
+    """The optimizer below the precision wrapper.
+
+    Args:
+        settings: hyperparameters of the rule, for groups that do not have their own.
+    """
+    rule, construction = CLASSES[config.optimizer], construction_of(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
         warn(
             "optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0"

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.section import Section
 from benchmarks.timing import Timing, alternate
-from mp_optim import Lion
 from mp_optim.slots import Slot, SlotUpdate
+from mp_optim.update import Lion
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.sections import Section
 from gpu.waiting import with_host_verdict
-from mp_optim import FusedAdam, FusedLAMB, Lion, OptimizerConfig, get_megatron_optimizer
+from mp_optim import FusedAdam, FusedLAMB, OptimizerConfig, get_megatron_optimizer
 from mp_optim.quantized import quantize_weights
+from mp_optim.update import Lion
 
 STEPS = 50
 

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mp_optim import SGD, FusedAdam, FusedLAMB, Lion
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.update import global_grad_norm
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, global_grad_norm
 from mp_optim.update.backends import memory_access
 from mp_optim.update.backends.memory_access import (
     LARGE,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim import Muon
 from mp_optim.config.muon import COEFFICIENT_TYPES, coefficients, scale_factor
+from mp_optim.update import Muon
 from mp_optim.update.newton_schulz import orthogonalize
 
 SHAPES = [(64, 128), (128, 48), (32, 32), (300, 7), (1, 5), (5, 1)]

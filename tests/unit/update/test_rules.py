@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim import SGD, FusedAdam, FusedLAMB
+from mp_optim.update import SGD, FusedAdam, FusedLAMB
 from mp_optim.update.backends import choose_backend
 
 LR = 1e-2

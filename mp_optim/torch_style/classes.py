@@ -1,0 +1,196 @@
+"""The rules as torch optimizers: ``AdamW(params, lr=1e-3, ...)``.
+
+Hyperparameters and their defaults are torch's where torch has the rule, else those of its paper. By
+name they also take :class:`~mp_optim.torch_style.settings.StackSettings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from typing_extensions import Unpack
+
+from mp_optim.torch_style.muon_groups import by_rule
+from mp_optim.torch_style.optimizer import StackOptimizer
+from mp_optim.torch_style.settings import StackSettings
+
+Betas = tuple[float, float]
+
+
+class Adam(StackOptimizer):
+    """Adam (Kingma & Ba 2015); ``weight_decay`` is added to the gradient, as torch's."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**values, "adam_w_mode": False}, settings)
+
+
+class AdamW(StackOptimizer):
+    """AdamW (Loshchilov & Hutter 2019): decoupled weight decay, on every parameter of a group, as
+    torch's."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**values, "adam_w_mode": True}, settings)
+
+
+class LAMB(StackOptimizer):
+    """LAMB (You et al. 2020), as apex has it, with clipping left to ``max_grad_norm``.
+
+    Args:
+        grad_averaging: weigh the gradient with ``1 - beta1`` in the first moment.
+        use_nvlamb: adapt the learning rate also where ``weight_decay`` is 0.
+    """
+
+    rule = "lamb"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        grad_averaging: bool = True,
+        use_nvlamb: bool = False,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        switches = {"grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb}
+        super().__init__(params, {**values, **switches, "max_grad_norm": 0.0}, settings)
+
+
+class Lion(StackOptimizer):
+    """Lion (Chen et al. 2023), with decoupled weight decay."""
+
+    rule = "lion"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        values = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, values, settings)
+
+
+class SGD(StackOptimizer):
+    """Gradient descent with momentum, as torch's."""
+
+    rule = "sgd"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        values = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        rest = {"weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, {**values, **rest}, settings)
+
+
+class Adafactor(StackOptimizer):
+    """Adafactor (Shazeer & Stern 2018), as torch's; its state is FP32.
+
+    Args:
+        lr: upper limit of the relative step.
+        beta2_decay: exponent of the weight ``t ** beta2_decay`` of a gradient in the averages.
+        eps: floor of the second moment's root (None: FP32's epsilon), and of a parameter's root
+            mean square.
+        d: limit of the direction's root mean square.
+    """
+
+    rule = "adafactor"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        values = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
+        super().__init__(params, {**values, "weight_decay": weight_decay}, settings)
+
+
+class Muon(StackOptimizer):
+    """Muon (Jordan 2024) for matrices, AdamW for the rest, with one learning rate for both.
+
+    A group is taken apart: its matrices that are neither embeddings nor output layers are Muon's,
+    and what is left becomes a group of its own. Embeddings and output layers are told by name, so
+    pass ``model.named_parameters()``, or give their group ``optimizer="adam"`` (or
+    ``use_muon=False``).
+
+    Args:
+        momentum, nesterov: of Muon.
+        ns_steps: Newton-Schulz steps.
+        adjust_lr_fn: ``"match_rms_adamw"``: steps are as long as AdamW's, so that its learning rate
+            can be kept; ``"original"``: times sqrt(max(1, rows / columns)), torch's default.
+        betas, eps: of AdamW.
+    """
+
+    rule = "muon"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        scales = {
+            "match_rms_adamw": ("spectral", 0.2),
+            "original": ("shape_scaling", 1.0),
+        }
+        if adjust_lr_fn not in scales:
+            raise ValueError(
+                f"adjust_lr_fn={adjust_lr_fn!r}: must be one of {list(scales)}"
+            )
+        mode, factor = scales[adjust_lr_fn]
+        values = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        of_muon = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "num_ns_steps": ns_steps,
+            "coefficient_type": "simple",
+            "scale_mode": mode,
+            "extra_scale_factor": factor,
+        }
+        super().__init__(params, {**values, **of_muon}, settings)
+
+    def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        return by_rule(group)

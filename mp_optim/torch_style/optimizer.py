@@ -1,0 +1,263 @@
+"""StackOptimizer: the stack behind the face of a torch optimizer, ``cls(params, **settings)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim.factory import inner_optimizer, set_up_host
+from mp_optim.planner.auto import with_chosen_fraction
+from mp_optim.precision import Float16OptimizerWithFloat16Params, StepResult
+from mp_optim.precision.description import Description
+from mp_optim.process.caller_warnings import warn
+from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.quantized import FLOAT8_DTYPES
+from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.slots import Slot, iter_slots, local_tensor, with_names
+from mp_optim.slots.keyed_optimizer import Closure
+from mp_optim.slots.state_dict import plain_groups
+from mp_optim.slots.state_view import SlotStateView
+from mp_optim.torch_style.amp import AmpLossScale
+from mp_optim.torch_style.settings import config_of
+from mp_optim.update import check_serves
+from mp_optim.update.rules import CLASSES, construction_of, settings_of
+
+_TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
+
+
+class AnyPrecisionStack(Float16OptimizerWithFloat16Params):
+    """A stack over any mix of 16-bit and FP32 parameters, with nobody's loss scale but that of a
+    ``GradScaler``."""
+
+    def check_param(self, slot: Slot, param: Tensor) -> None:
+        if param.dtype not in _TRAINED:
+            raise TypeError(
+                f"{self.slot_name(slot)} is {param.dtype}: parameters are bfloat16, float16, "
+                "float32 or float8; convert the model, or freeze the parameter"
+            )
+
+
+class StackOptimizer(torch.optim.Optimizer):
+    """What the classes of :mod:`mp_optim.torch_style` have in common.
+
+    The stack below is built at the first step, or when state is first asked for. Until then
+    parameters may be replaced: by ``fully_shard``, by accelerate, by ``model.to(...)``.
+
+    Args:
+        params: parameters, named parameters or groups, of any mix of bfloat16, float16 and float32.
+        defaults: the rule's hyperparameters.
+        settings: of :class:`~mp_optim.torch_style.settings.StackSettings`.
+
+    Raises:
+        TypeError, ValueError: a setting is unknown, out of range or without effect, naming it.
+    """
+
+    rule = "adam"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._stack: AnyPrecisionStack | None = None
+        self._last: StepResult | None = None
+        self._warned_of_fp16 = False
+        self._config = config_of(self.rule, settings)
+        CLASSES[self.rule](
+            [{"params": []}], **construction_of(self._config), **defaults
+        )
+        super().__init__(params, defaults)
+
+    # -- the stack below --------------------------------------------------------------------------
+
+    @property
+    def stack(self) -> AnyPrecisionStack:
+        """The :class:`~mp_optim.MegatronOptimizer` that does the work, built now if it was not.
+
+        Raises:
+            TypeError: a parameter's dtype cannot be trained, naming it.
+        """
+        if self._stack is None:
+            self._stack = self._build()
+        return self._stack
+
+    @in_own_modes
+    def _build(self) -> AnyPrecisionStack:
+        container = _container(self.param_groups)
+        device = _device_of(self.param_groups)
+        check_serves(self._config.fused_backend, device)
+        set_up_host(self._config, device)
+        if self._config.optimizer_offload_fraction == "auto":
+            self._config = with_chosen_fraction(
+                self._config, [container], {}, ProcessGroups(), None
+            )
+        groups = [with_names(group) for group in self.param_groups]
+        settings = {**settings_of(self._config), **self.defaults}
+        stack = AnyPrecisionStack(
+            inner_optimizer(self._config, groups, settings), self._config
+        )
+        # NOTE: schedulers and frameworks hold our groups; the stack below goes by the same objects.
+        for ours, built in zip(self.param_groups, stack.param_groups, strict=True):
+            for name, value in built.items():
+                ours.setdefault(name, value)
+        stack.param_groups[:] = self.param_groups
+        self.param_groups = stack.param_groups
+        return stack
+
+    def describe(self) -> Description:
+        """Per group, place and dtype: count, bytes, backend and why; ``print`` it."""
+        return self.stack.describe()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the last step and the run so far."""
+        return self.stack.metrics()
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What became of the last step: whether it was taken, and the gradient norm before
+        clipping; None before the first."""
+        return self._last
+
+    # -- stepping ---------------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """One step; returns the closure's loss, or None. Gradients with an inf or nan change
+        nothing, and are told of (:attr:`last_step`, warnings).
+
+        Raises:
+            ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stack, amp = self.stack, vars(self)
+        scale, found_inf = amp.get("grad_scale"), amp.get("found_inf")
+        if found_inf is None and not self._warned_of_fp16:
+            self._warn_of_fp16()
+        if found_inf is not None and float(found_inf) != 0.0:
+            self._last = StepResult(False, None, None, "GradScaler found an inf or nan")
+            return loss
+        stack.grad_scaler = None if scale is None else AmpLossScale(scale)
+        self._last = stack.step()
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``GradScaler.step`` leaves dividing by the loss scale to :meth:`step`, which does
+        it in FP32. torch divides gradients in place, but not those of float16."""
+        return any(_is_fp16(param) for _, param in iter_slots(self.param_groups))
+
+    def _warn_of_fp16(self) -> None:
+        self._warned_of_fp16 = True
+        if any(_is_fp16(param) for _, param in iter_slots(self.param_groups)):
+            warn(
+                "float16 parameters are stepped without a loss scale, and small gradients are lost "
+                "in float16: use torch.amp.GradScaler (scaler.scale(loss).backward(), "
+                "scaler.step(optimizer), scaler.update()), or bfloat16"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also forgets work that was begun on the gradients."""
+        if self._stack is None:
+            super().zero_grad(set_to_none)
+        else:
+            self._stack.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        for group in self.arranged(param_group):
+            if self._stack is None:
+                super().add_param_group(group)
+            else:
+                self._stack.add_param_group(group)
+
+    def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """A group as it is given, as the groups that it becomes."""
+        return [group]
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> SlotStateView:
+        """The state of every parameter; looking at it builds the stack."""
+        return self.stack.state
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
+        if value:  # torch's constructor begins with none
+            self.stack.state = dict(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: without state before the first step (or look at :attr:`state`)."""
+        if self._stack is None:
+            return {"state": {}, "param_groups": plain_groups(self.param_groups)}
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._stack.grad_scaler = None  # a GradScaler saves itself
+        result = self._stack.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            hooked = after(self, result)
+            result = result if hooked is None else hooked
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` made, by name where both have names, else by position.
+
+        Raises:
+            ValueError: it does not fit, naming the parameter; nothing was loaded.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            hooked = before(self, state_dict)
+            state_dict = state_dict if hooked is None else hooked
+        if self._stack is None and not state_dict["state"]:
+            self._load_settings(state_dict["param_groups"])
+        else:
+            self.stack.load_state_dict(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_settings(self, saved: list[dict[str, Any]]) -> None:
+        sizes = [len(group["params"]) for group in saved]
+        here = [len(group["params"]) for group in self.param_groups]
+        if sizes != here:
+            raise ValueError(
+                f"param_groups have {sizes} parameters in the state dict, {here} in the optimizer"
+            )
+        for group, settings in zip(self.param_groups, saved, strict=True):
+            kept = {"params": group["params"]}
+            if "param_names" in group:
+                kept["param_names"] = group["param_names"]
+            group.update({**settings, **kept})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: a copy would share state with the original."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled; build another one for the copied "
+            "model and give it load_state_dict(optimizer.state_dict())"
+        )
+
+
+def _is_fp16(param: Tensor) -> bool:
+    return param.requires_grad and param.dtype == torch.float16
+
+
+def _device_of(groups: list[dict[str, Any]]) -> torch.device:
+    params = (param for _, param in iter_slots(groups))
+    return next((local_tensor(param).device for param in params), torch.device("cpu"))
+
+
+def _container(groups: list[dict[str, Any]]) -> nn.Module:
+    """The parameters as a module, for the planner."""
+    container = nn.Module()
+    for index, (_, param) in enumerate(iter_slots(groups)):
+        held = (
+            param if isinstance(param, nn.Parameter) else nn.Parameter(param.detach())
+        )
+        container.register_parameter(f"param{index}", held)
+    return container

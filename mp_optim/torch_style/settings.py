@@ -1,0 +1,178 @@
+"""What a torch-shaped class is asked for beside its rule's hyperparameters, as a config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.config.field_kinds import nearest
+from mp_optim.config.other_names import elsewhere
+from mp_optim.config.rules import RULES
+
+_STATES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "8bit": torch.uint8,
+}
+_REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8}
+
+
+class StackSettings(TypedDict, total=False):
+    """What every class takes by name, beside the hyperparameters of its rule.
+
+    Attributes:
+        state: how moments are kept: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` with a scale
+            for each block of 256, or ``"8bit"``.
+        main_params: what is kept beside a 16-bit parameter: ``"fp32"`` (the default), or of a
+            bfloat16 one only what it does not say itself, ``"remainder16"`` (the same bits as
+            ``"fp32"``) or ``"remainder8"`` (the upper 24 bits of FP32).
+        stochastic_rounding: round bfloat16 and 8-bit state stochastically.
+        offload: share of the parameters' elements that are stepped on the host, 0.0 (the default)
+            to 1.0, or ``"auto"``: as few as the accelerator's memory allows.
+        offload_mode: when the host works: ``"sync"`` (in ``step()``, the default), ``"overlap"`` or
+            ``"speculative"`` (during backward). The same bits in all three.
+        max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
+        backend: what carries the rule out, as ``OptimizerConfig.fused_backend``; ``"auto"``.
+        foreach, fused: of torch's; any value will do, for every step here is fused.
+        amsgrad, maximize, capturable, differentiable: of torch's, and only False: there is none of
+            that here.
+    """
+
+    state: str
+    main_params: str
+    stochastic_rounding: bool
+    offload: float | str
+    offload_mode: str
+    max_grad_norm: float | None
+    backend: str
+    foreach: bool | None
+    fused: bool | None
+    amsgrad: bool
+    maximize: bool
+    capturable: bool
+    differentiable: bool
+
+
+_DEFAULTS: StackSettings = {
+    "state": "fp32",
+    "main_params": "fp32",
+    "stochastic_rounding": False,
+    "offload": 0.0,
+    "offload_mode": "sync",
+    "max_grad_norm": None,
+    "backend": "auto",
+}
+_FUSED = ("foreach", "fused")
+_NONE_OF_THAT = {
+    "amsgrad": "there is no amsgrad here",
+    "maximize": "negate the loss",
+    "capturable": "OptimizerConfig.optimizer_cuda_graph captures steps",
+    "differentiable": "steps are not differentiable here",
+}
+
+_CALLED_HERE = {
+    "use_precision_aware_optimizer=True and ": "",
+    "optimizer_cpu_offload=True and ": "",
+    "fused_backend": "backend",
+    "optimizer_offload_fraction": "offload",
+    "clip_grad": "max_grad_norm",
+    "exp_avg_dtype": "state",
+    "exp_avg_sq_dtype": "state",
+    "param_remainder_bits": "main_params",
+    "store_param_remainders": "main_params",
+    **{str(dtype): repr(name) for name, dtype in _STATES.items()},
+}
+"""What the config says in its messages, and what a caller of a class has written."""
+
+
+def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
+    """The config of a stack over parameters of any of bfloat16, float16 and float32.
+
+    Args:
+        rule: ``optimizer`` of the config.
+        settings: of :class:`StackSettings`; those that are left out have their defaults.
+
+    Raises:
+        TypeError: a name is unknown. ValueError: a value is out of range or does nothing.
+    """
+    chosen = {**_DEFAULTS, **_without_torchs(settings)}
+    try:
+        return OptimizerConfig(
+            optimizer=rule,
+            lr=0.0,  # that of each group applies
+            bf16=True,  # which is to say: with main params where they are needed
+            clip_grad=_limit(chosen["max_grad_norm"]),
+            fused_backend=chosen["backend"],
+            **_form(rule, chosen),
+            **_placement(chosen),
+        )
+    except ValueError as error:
+        raise ValueError(_in_words_of_here(str(error))) from None
+
+
+def _without_torchs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for name, value in settings.items():
+        if name in _NONE_OF_THAT and value:
+            raise ValueError(f"{name}={value!r}: {_NONE_OF_THAT[name]}")
+        if name in _DEFAULTS:
+            kept[name] = value
+        elif name not in _FUSED and name not in _NONE_OF_THAT:
+            hint = elsewhere(name) or nearest(name, [*_DEFAULTS], 0.6)
+            raise TypeError(f"unexpected argument {name!r}{hint}")
+    return kept
+
+
+def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """How state is kept."""
+    dtype = _choice(chosen, "state", _STATES)
+    bits = _choice(chosen, "main_params", _REMAINDER_BITS)
+    stochastic = {"stochastic_rounding": True} if chosen["stochastic_rounding"] else {}
+    if dtype == torch.float32 and bits is None:
+        return stochastic
+    stepped_by = [rule, "adam"] if rule == "muon" else [rule]
+    moments = [moment for name in stepped_by for moment in RULES[name].moments]
+    fields = {moment.dtype_field for moment in moments if moment.dtype_field}
+    if dtype != torch.float32 and not fields:
+        raise ValueError(f"state={chosen['state']!r}: {rule} keeps its state in FP32")
+    return {
+        "use_precision_aware_optimizer": True,
+        **dict.fromkeys(fields, dtype),
+        "store_param_remainders": bits is not None,
+        **({} if bits is None else {"param_remainder_bits": bits}),
+        **stochastic,
+    }
+
+
+def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    if chosen["offload"] == 0.0 and chosen["offload_mode"] == "sync":
+        return {}
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": chosen["offload"],
+        "offload_mode": chosen["offload_mode"],
+    }
+
+
+def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:
+    if chosen[name] not in choices:
+        raise ValueError(f"{name}={chosen[name]!r}: must be one of {list(choices)}")
+    return choices[chosen[name]]
+
+
+def _limit(max_grad_norm: Any) -> float:
+    if max_grad_norm is not None and not max_grad_norm > 0.0:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r}: must be > 0, or None to not clip"
+        )
+    return 0.0 if max_grad_norm is None else float(max_grad_norm)
+
+
+def _in_words_of_here(message: str) -> str:
+    words = "|".join(map(re.escape, _CALLED_HERE))
+    return re.sub(rf"\b({words})", lambda match: _CALLED_HERE[match[0]], message)

@@ -1,0 +1,383 @@
+"""A program written for ``torch.optim`` runs with these classes, and comes to the same."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import lr_scheduler as schedulers
+
+import mp_optim
+
+# FP32 against torch: an operation or two in another order, an ulp of |p| < 2 each (1.2e-7), which
+# add up like a random walk over the steps; measured 1e-6 at most.
+TOLERANCE = 5e-6
+LIKE_TORCH: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "Adam": {"weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adafactor": {},
+}
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.Linear(24, 3)).to(dtype)
+
+
+def losses(
+    layers: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50, first: int = 0
+) -> list[float]:
+    result = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 8, generator=generator).to(next(layers.parameters()).dtype)
+        optimizer.zero_grad()
+        loss = (layers(x).float() - x[:, :3].float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        result.append(loss.item())
+    return result
+
+
+@pytest.mark.parametrize("name", LIKE_TORCH)
+def test_fp32_is_torchs(name: str) -> None:
+    ours, theirs = model(), model()
+    settings = {"lr": 1e-2, **LIKE_TORCH[name]}
+    here = losses(ours, getattr(mp_optim, name)(ours.parameters(), **settings))
+    there = losses(theirs, getattr(torch.optim, name)(theirs.parameters(), **settings))
+    assert here == pytest.approx(there, abs=TOLERANCE)
+
+
+def test_decay_is_for_every_parameter_as_torchs() -> None:
+    bias = nn.Parameter(torch.ones(3))
+    bias.grad = torch.zeros(3)
+    mp_optim.AdamW([bias], lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(bias, torch.full((3,), 0.95))
+
+
+def test_nothing_is_clipped_unless_asked() -> None:
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.full((4,), 50.0)
+    free = mp_optim.SGD(params[:1], lr=1.0)
+    free.step()
+    limited = mp_optim.SGD(params[1:], lr=1.0, max_grad_norm=1.0)
+    limited.step()
+    assert params[0].norm() == 100.0 and float(params[1].norm()) == pytest.approx(
+        1.0, 1e-5
+    )
+    assert free.last_step.grad_norm == limited.last_step.grad_norm == 100.0
+
+
+def test_a_closure_gives_its_loss_back() -> None:
+    layers = model(torch.bfloat16)
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = layers(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum()
+        loss.backward()
+        return loss
+
+    before = [param.clone() for param in layers.parameters()]
+    with torch.no_grad():
+        first = optimizer.step(closure)
+    assert first.requires_grad and optimizer.step(closure) < first
+    assert optimizer.step() is None
+    assert not any(map(torch.equal, before, layers.parameters()))
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, [lambda n: 1 / (n + 1)] * 2),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda _: 0.9),
+    "StepLR": lambda o: schedulers.StepLR(o, 3),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 7]),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 4),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, 1.0, 6),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 9, 2.0),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 8),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(
+        o, 4
+    ),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-3, 1e-2, 3, cycle_momentum=True),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 1e-2, 12),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.5, 3), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, 1.0, 4), schedulers.ExponentialLR(o, 0.9)], [4]
+    ),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("rule", ["AdamW", "SGD"])
+def test_every_scheduler_of_torch(name: str, rule: str) -> None:
+    """The same rates and (OneCycleLR, CyclicLR) momenta at each step, also those that only a
+    scheduler sees: it holds the groups from before the first step."""
+    settings = {"momentum": 0.9} if rule == "SGD" else {}
+    seen: list[list[Any]] = []
+    for library in (mp_optim, torch.optim):
+        layers = model()
+        halves = [{"params": list(layers[index].parameters())} for index in (0, 2)]
+        optimizer = getattr(library, rule)(halves, lr=1e-2, **settings)
+        scheduler, rates = SCHEDULES[name](optimizer), []
+        for step in range(11):
+            losses(layers, optimizer, 1, step)
+            kept = [
+                (g["lr"], g.get("betas", g.get("momentum")))
+                for g in optimizer.param_groups
+            ]
+            rates.append(kept)
+            plateau = (1.0,) if name == "ReduceLROnPlateau" else ()
+            scheduler.step(*plateau)
+        seen.append(rates)
+        seen.append([param.detach().clone() for param in layers.parameters()])
+    rates, params, rates_of_torch, params_of_torch = seen
+    assert rates == rates_of_torch
+    for ours, theirs in zip(params, params_of_torch, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0.0, atol=TOLERANCE)
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Through a file, as a safe load reads it."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("form", [{}, {"state": "8bit", "main_params": "remainder16"}])
+@pytest.mark.parametrize("rule", ["AdamW", "LAMB", "Lion", "Muon"])
+def test_resumes_to_the_bit(rule: str, form: dict[str, Any], named: bool) -> None:
+    cls = getattr(mp_optim, rule)
+
+    def made(layers: nn.Module) -> Any:
+        params = layers.named_parameters() if named else layers.parameters()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Muon was given parameters without names")
+            return cls(params, lr=1e-2, **form)
+
+    whole = model(torch.bfloat16)
+    expected = losses(whole, made(whole), 12)
+    first = model(torch.bfloat16)
+    optimizer = made(first)
+    assert losses(first, optimizer, 6) == expected[:6]
+    state = saved(optimizer)
+    second = copy.deepcopy(first)
+    resumed = made(second)
+    resumed.load_state_dict(state)
+    assert losses(second, resumed, 6, 6) == expected[6:]
+
+
+def test_before_the_first_step_there_are_settings_and_no_state() -> None:
+    """accelerate passes every new optimizer through its own state dict."""
+    layers = model()
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
+    state = saved(optimizer)
+    assert state["state"] == {} and state["param_groups"][0]["lr"] == 1e-2
+    state["param_groups"][0]["lr"] = 5e-3
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+    with pytest.raises(ValueError, match=r"\[6\] parameters .*, \[5\] in"):
+        mp_optim.AdamW(list(layers.parameters())[1:]).load_state_dict(state)
+
+
+def test_parameters_may_be_replaced_before_the_first_step() -> None:
+    layers = model(torch.bfloat16)
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
+    wrapped = model(torch.bfloat16)
+    optimizer.param_groups[0]["params"] = list(wrapped.parameters())
+    expected = model(torch.bfloat16)
+    reference = mp_optim.AdamW(expected.parameters(), lr=1e-2)
+    assert losses(wrapped, optimizer, 5) == losses(expected, reference, 5)
+
+
+def test_state_dicts_of_torch_distributed() -> None:
+    first = model(torch.bfloat16)
+    optimizer = mp_optim.AdamW(first.parameters(), lr=1e-2)
+    losses(first, optimizer, 4)
+    state = get_optimizer_state_dict(first, optimizer)
+    assert "0.weight" in state["state"]
+    second = copy.deepcopy(first)
+    fresh = mp_optim.AdamW(second.parameters(), lr=1e-2)
+    set_optimizer_state_dict(second, fresh, state)
+    assert losses(second, fresh, 4, 4) == losses(first, optimizer, 4, 4)
+
+
+def test_groups_may_be_added_before_and_after_the_first_step() -> None:
+    layers, other = model(), model()
+    optimizer = mp_optim.AdamW(layers[0].parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(other[0].parameters(), lr=1e-2)
+    for made, parts in ((optimizer, layers), (reference, other)):
+        made.add_param_group({"params": parts[1].parameters(), "lr": 1e-3})
+        losses(parts, made, 3)
+        made.add_param_group({"params": parts[2].parameters(), "weight_decay": 0.0})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2, 2]
+    here, there = losses(layers, optimizer, 20, 3), losses(other, reference, 20, 3)
+    assert here == pytest.approx(there, abs=TOLERANCE)
+
+
+def test_hooks_run() -> None:
+    layers, seen = model(), []
+    optimizer = mp_optim.AdamW(layers.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    losses(layers, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "after", "saved", "loaded"]
+
+
+def test_an_average_of_the_model() -> None:
+    layers = model(torch.bfloat16)
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
+    average = torch.optim.swa_utils.AveragedModel(layers, use_buffers=True)
+    scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=1e-3)
+    for step in range(4):
+        losses(layers, optimizer, 1, step)
+        average.update_parameters(layers)
+        scheduler.step()
+    assert average.n_averaged == 4 and optimizer.param_groups[0]["lr"] < 1e-2
+
+
+# -- fp16 ------------------------------------------------------------------------------------------
+
+
+def scaled_losses(layers: nn.Module, optimizer: Any, steps: int) -> list[float]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=8)
+    result = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 8, generator=generator).half()
+        optimizer.zero_grad()
+        loss = (layers(x).float() - x[:, :3].float()).square().mean()
+        scaler.scale(loss).backward()
+        before = [param.clone() for param in layers.parameters()]
+        scaler.step(optimizer)
+        if not optimizer.last_step.success:
+            assert all(map(torch.equal, before, layers.parameters()))
+            result.append(float("nan"))
+        else:
+            result.append(loss.item())
+        scaler.update()
+    return result
+
+
+def test_fp16_under_torchs_grad_scaler() -> None:
+    """Overflows are skipped; the rest is FP32 AdamW's, within what fp16 matmuls do to it."""
+    layers = model(torch.float16)
+    found = scaled_losses(layers, mp_optim.AdamW(layers.parameters(), lr=1e-2), 60)
+    taken = [step for step, loss in enumerate(found) if not math.isnan(loss)]
+    assert 40 < len(taken) < 60
+    reference = model(torch.float16).float()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    expected = [losses(reference, optimizer, 1, step)[0] for step in taken]
+    assert [found[step] for step in taken] == pytest.approx(expected, rel=0.02)
+
+
+def test_the_scale_changes_no_bit() -> None:
+    """Powers of two, gradients that stay normal: a loss scale leaves no trace, clipped or not."""
+    for limit in (None, 0.1):
+        results = []
+        for scale in (1.0, 1024.0):
+            param = nn.Parameter(torch.linspace(-2, 2, 64).half())
+            optimizer = mp_optim.AdamW([param], lr=1e-2, max_grad_norm=limit)
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            for _ in range(3):
+                optimizer.zero_grad()
+                scaler.scale((param.float() * 3).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            results.append((param.detach().clone(), optimizer.last_step.grad_norm))
+        assert (
+            torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+        )
+
+
+def test_fp32_gradients_are_unscaled_by_torch_and_may_be_clipped_between() -> None:
+    param = nn.Parameter(torch.zeros(4))
+    optimizer = mp_optim.SGD([param], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale((param * 30).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert float(nn.utils.clip_grad_norm_([param], 1.0)) == 60.0
+    scaler.step(optimizer)
+    assert float(param.norm()) == pytest.approx(1.0, 1e-5)
+
+
+def test_fp16_without_a_loss_scale_is_said_once() -> None:
+    param = nn.Parameter(torch.zeros(4).half())
+    optimizer = mp_optim.AdamW([param])
+    param.grad = torch.ones(4).half()
+    with pytest.warns(UserWarning, match=r"without a loss scale.*GradScaler"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"state": "4bit"}, "state='4bit': must be one of"),
+        ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
+        ({"offload": 2.0}, "offload=2.0: must be between 0 and 1"),
+        ({"offload_mode": "overlap"}, "offload_mode='overlap': .*offload > 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be > 0"),
+        ({"amsgrad": True}, "amsgrad=True: there is no amsgrad"),
+        ({"stochastic_rounding": True}, "without bfloat16 or 8-bit state"),
+    ],
+)
+def test_values_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
+
+
+def test_names_that_are_not() -> None:
+    with pytest.raises(TypeError, match="'learning_rate'; it is called lr"):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], learning_rate=1e-3)
+    with pytest.raises(TypeError, match="'max_grad_nrm'; did you mean 'max_grad_norm'"):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], max_grad_nrm=1.0)
+
+
+def test_switches_of_torchs_that_say_how_to_step() -> None:
+    for settings in (
+        {"foreach": True},
+        {"fused": True, "foreach": None},
+        {"amsgrad": False},
+    ):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
+
+
+def test_a_parameter_that_cannot_be_trained() -> None:
+    param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    param.grad = torch.zeros_like(param)
+    with pytest.raises(TypeError, match=r"group0.param0 is torch.float64"):
+        mp_optim.AdamW([param]).step()
+
+
+def test_it_is_not_copied() -> None:
+    with pytest.raises(TypeError, match="AdamW cannot be copied or pickled"):
+        copy.deepcopy(mp_optim.AdamW([nn.Parameter(torch.zeros(2))]))
