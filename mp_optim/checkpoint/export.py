@@ -20,6 +20,7 @@ from mp_optim.checkpoint.pieces import narrowed, piece, places_of
 from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots.keyed_optimizer import OverStack, stack_of
 from mp_optim.slots.model_parallel import ModelParallel
 
 _INDEX = "model.safetensors.index.json"
@@ -36,7 +37,7 @@ class HasMainParams(Protocol):
 @in_own_modes
 def export_safetensors(
     path: str | os.PathLike[str],
-    optimizer: HasMainParams,
+    optimizer: HasMainParams | OverStack,
     *,
     max_shard_size: int = 5 * 10**9,
     process_group: ProcessGroup | None = None,
@@ -70,8 +71,9 @@ def export_safetensors(
     from safetensors.torch import save_file
 
     ranks, folder = Ranks.of(process_group), Path(path)
-    names = optimizer.model_parallel.names
-    own = {names[name] for name, _ in optimizer.named_main_params()}
+    stack: HasMainParams = stack_of(optimizer)
+    names = stack.model_parallel.names
+    own = {names[name] for name, _ in stack.named_main_params()}
     every = ranks.union(own)
     written: list[tuple[Path, list[str], int]] = []
     ranks.agree("exporting", lambda: _check_names(own, every))
@@ -84,7 +86,7 @@ def export_safetensors(
         size = sum(tensor.nbytes for tensor in tensors.values())
         written.append((temporary, list(tensors), size))
 
-    for tensors in _files(_whole(optimizer, ranks), max_shard_size):
+    for tensors in _files(_whole(stack, ranks), max_shard_size):
         ranks.first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
     paths = ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
     return list(map(Path, paths))

@@ -66,7 +66,7 @@ from mp_optim.checkpoint.shared_model import (
 )
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
+from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
 from mp_optim.slots.loading import check_plain
 from mp_optim.slots.model_parallel import ModelParallel
 
@@ -77,7 +77,7 @@ StrPath = str | os.PathLike[str]
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotKeyedOptimizer | None,
+    optimizer: SlotKeyedOptimizer | OverStack | None,
     scheduler: Any = ...,
     extra: Mapping[str, Any] | None = ...,
     *,
@@ -91,7 +91,7 @@ def save(
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotKeyedOptimizer | None,
+    optimizer: SlotKeyedOptimizer | OverStack | None,
     scheduler: Any = ...,
     extra: Mapping[str, Any] | None = ...,
     *,
@@ -105,7 +105,7 @@ def save(
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotKeyedOptimizer | None,
+    optimizer: SlotKeyedOptimizer | OverStack | None,
     scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -148,11 +148,12 @@ def save(
         raise ValueError(
             f"keep={keep}: at least the version that is saved has to stay; None keeps all"
         )
+    stack: SlotKeyedOptimizer | None = stack_of(optimizer)
     ranks = Ranks.of(process_group)
-    parallel = parallel_of(optimizer, model_parallel, ranks)
+    parallel = parallel_of(stack, model_parallel, ranks)
     ranks.agree("an earlier save", background.finish_previous)
     common = {
-        "optimizer": optimizer and settings_of(optimizer, parallel),
+        "optimizer": stack and settings_of(stack, parallel),
         "extra": dict(extra or {}),
         "model": plain_of(model, parallel),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -162,7 +163,7 @@ def save(
     writing = plan_writing(
         entries_of(
             model,
-            optimizer,
+            stack,
             parallel,
             full_precision=full_precision,
             left_out=saved_elsewhere(parallel, ranks),
@@ -233,7 +234,7 @@ def verify(path: StrPath) -> Path:
 def load(
     path: StrPath,
     model: Models,
-    optimizer: SlotKeyedOptimizer | None,
+    optimizer: SlotKeyedOptimizer | OverStack | None,
     scheduler: Any = None,
     *,
     convert: bool = False,
@@ -264,33 +265,34 @@ def load(
             be lost; or files are damaged or hold something else than data. Nothing was replaced.
     """
     background.wait_for_previous()
+    stack: SlotKeyedOptimizer | None = stack_of(optimizer)
     ranks = Ranks.of(process_group)
-    parallel = parallel_of(optimizer, model_parallel, ranks)
+    parallel = parallel_of(stack, model_parallel, ranks)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"
     index, common = ranks.each(loading, lambda: _open(version, verify, ranks))
-    own = entries_of(model, optimizer, parallel)
+    own = entries_of(model, stack, parallel)
     renamed = renamed_entries(index.entries, own)
     index, common = index_under(renamed, index), common_under(renamed, common)
     saved = {
         name: entry
         for name, entry in index.entries.items()
-        if optimizer is not None or name.startswith(MODEL)
+        if stack is not None or name.startswith(MODEL)
     }
-    own |= unallocated(optimizer, parallel, saved, own)
+    own |= unallocated(stack, parallel, saved, own)
     tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
 
     def checked() -> Reading:
         check_entries(version, saved, tensors, everybody)
         _check_scheduler(version, scheduler, common)
-        _check_groups(version, optimizer, parallel, common, convert)
+        _check_groups(version, stack, parallel, common, convert)
         reading = plan_reading(tensors, version, index)
         reading.check()
         return reading
 
     def hand_over() -> None:
-        _hand_over(as_read(tensors), common, model, optimizer, parallel, convert)
+        _hand_over(as_read(tensors), common, model, stack, parallel, convert)
 
     reading = ranks.each(loading, checked)
     ranks.agree(loading, reading.read)

@@ -1,6 +1,6 @@
 """Says which steps were skipped, and where steps cannot have trained anything: gradients that were
-not scaled, that are not there, or that are skipped again and again. A healthy step pays a
-comparison or two for it, and never waits for the device."""
+not scaled, that are not there, or that are skipped again and again; and where gradients were
+clipped already. A healthy step pays a comparison or two for it, and never waits for the device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision.clipped_before import ClippedBefore
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.measure import NormKey
@@ -61,6 +62,7 @@ class StandstillWatch:
         self.params: ModelParams | None = None
         self.skips = 0
         self._warned_of_no_gradient = False
+        self._clipped_before = ClippedBefore()
         self._ranks_scaled = False
         self._stepped: tuple[weakref.ref[Tensor], int] | None = None
 
@@ -134,6 +136,7 @@ class StandstillWatch:
     def _judge(self, stack: Watched, verdict: Verdict) -> None:
         if not verdict.skip:
             self.skips = 0
+            self._clipped_before.see(verdict.grad_norm, stack.config.clip_grad)
             return
         self.skips += 1
         if verdict.disagrees:  # which is an error

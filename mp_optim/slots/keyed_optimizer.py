@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -209,6 +209,19 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """For every slot, a checksum of the parameter that its remainder belongs to; None if there
         is no remainder, or this rank does not have all of the parameter."""
         return [None] * len(self.slots())
+
+
+@runtime_checkable
+class OverStack(Protocol):
+    """A torch optimizer that has a stack below."""
+
+    @property
+    def stack(self) -> SlotKeyedOptimizer: ...
+
+
+def stack_of(optimizer: Any) -> Any:
+    """The stack below an optimizer, if it is over one; else what is given."""
+    return optimizer.stack if isinstance(optimizer, OverStack) else optimizer
 
 
 def _add_checksums(

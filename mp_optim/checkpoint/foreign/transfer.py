@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from mp_optim.checkpoint.foreign.state import MASTER, STEP, ForeignGroup, ForeignState
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, group_settings, local_tensor, param_at
+from mp_optim.slots.keyed_optimizer import OverStack, stack_of
 from mp_optim.slots.loading import Loadable, restore
 from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
@@ -31,7 +32,7 @@ class NamedOptimizer(Loadable, Protocol):
 
 @in_own_modes
 def import_state(
-    optimizer: NamedOptimizer,
+    optimizer: NamedOptimizer | OverStack,
     foreign: ForeignState,
     *,
     main_from_model: bool = False,
@@ -52,10 +53,9 @@ def import_state(
         ValueError: names or shapes do not fit, or bits would be lost, listing what; nothing was
             written.
     """
+    stack: NamedOptimizer = stack_of(optimizer)
     slots = {
-        optimizer.slot_name(slot): slot
-        for slot in optimizer.slots()
-        if optimizer.slot_state(slot)
+        stack.slot_name(slot): slot for slot in stack.slots() if stack.slot_state(slot)
     }
     foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
     missing, unknown = (
@@ -69,10 +69,10 @@ def import_state(
         )
     whole: dict[str, Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
-    groups = plain_groups(optimizer.param_groups)
+    groups = plain_groups(stack.param_groups)
     for name, slot in slots.items():
-        param = param_at(optimizer.param_groups, slot)
-        own = optimizer.slot_state(slot)
+        param = param_at(stack.param_groups, slot)
+        own = stack.slot_state(slot)
         given = _fitting(name, param, foreign.state.get(name, {}), own, main_from_model)
         if MASTER in foreign.state.get(name, {}):
             whole[name] = given[MASTER]
@@ -80,16 +80,16 @@ def import_state(
             given.pop(MASTER, None)
         state[groups[slot.group]["params"][slot.position]] = given
     loaded: dict[str, Any] = {"param_groups": groups, "state": state}
-    scaler = optimizer.grad_scaler
+    scaler = stack.grad_scaler
     if scaler is not None:
         loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
-    restore(optimizer, loaded, convert=convert)
+    restore(stack, loaded, convert=convert)
     # FP32 parameters that are stepped elsewhere have a copy outside the state
-    optimizer.reload_model_params(whole)
+    stack.reload_model_params(whole)
     for name, value in whole.items():
         slot = slots[name]
-        param = param_at(optimizer.param_groups, slot)
-        if _REMAINDER in optimizer.slot_state(
+        param = param_at(stack.param_groups, slot)
+        if _REMAINDER in stack.slot_state(
             slot
         ):  # rounded as it goes with the remainder
             main = main_param_of(param)
@@ -144,32 +144,31 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
 
 
 @in_own_modes
-def export_state(optimizer: NamedOptimizer) -> ForeignState:
+def export_state(optimizer: NamedOptimizer | OverStack) -> ForeignState:
     """All state in FP32, whole (collective for sharded parameters), with the FP32 value of every
     parameter.
 
     Tensors that are stored so already are the live ones: write or clone them before the next step.
     """
-    mains = dict(optimizer.named_main_params())
+    stack: NamedOptimizer = stack_of(optimizer)
+    mains = dict(stack.named_main_params())
     state: dict[str, dict[str, Tensor]] = {}
-    for slot in optimizer.slots():
-        name = optimizer.slot_name(slot)
+    for slot in stack.slots():
+        name = stack.slot_name(slot)
         found = {
             key: value
-            for key, value in optimizer.full_slot_state(slot).items()
+            for key, value in stack.full_slot_state(slot).items()
             if key != _REMAINDER
         }
         state[name] = {key: _gathered(value) for key, value in found.items()}
         if found:
             state[name][MASTER] = _gathered(mains[name])
     groups: list[ForeignGroup] = []
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(stack.param_groups):
         positions = range(len(group["params"]))
-        names = tuple(
-            optimizer.slot_name(Slot(index, position)) for position in positions
-        )
+        names = tuple(stack.slot_name(Slot(index, position)) for position in positions)
         groups.append(ForeignGroup(names, group_settings(group)))
-    scaler = optimizer.grad_scaler
+    scaler = stack.grad_scaler
     return ForeignState(
         tuple(groups), state, None if scaler is None else scaler.state_dict()
     )
