@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from support.launch import TOOLS, run, torchrun
+from support.programs import PROGRAMS
 
 EXAMPLES = TOOLS / "examples"
 ALONE = {
@@ -42,6 +43,7 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         *ALONE,
         *LAUNCHED,
+        *(program.split()[0] for program in PROGRAMS),
         "rl_loop",
     }
 

@@ -2,8 +2,7 @@
 """FSDP2 through accelerate: torchrun --standalone --nproc-per-node 2
 tools/examples/accelerate_fsdp2.py
 
-accelerate shards a model only together with a torch optimizer, so it gets one to throw away; ours
-is built from what comes back: its parameters are DTensors then.
+accelerate replaces the optimizer's parameters by DTensors; ours builds its state after that.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
+import mp_optim
 
 
 def sharding_accelerator() -> Accelerator:
@@ -42,17 +41,11 @@ def main(steps: int = 40) -> list[float]:
     torch.manual_seed(0)
     teacher = nn.Linear(16, 4).to(accelerator.device)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=1e-2,
-            bf16=True,
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=0.5,
-        ),
-        model,
+    optimizer = mp_optim.AdamW(
+        model.parameters(), lr=1e-2, offload=0.5, max_grad_norm=1.0
     )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
     torch.manual_seed(accelerator.process_index)
     losses = []
     for _ in range(steps):
