@@ -151,10 +151,8 @@ def test_ms_swifts_callback(tmp_path: Path) -> None:
     importlib.import_module("mp_optim.integrations.ms_swift")
     callbacks = sys.modules["swift.optimizers"].optimizers_map
     trained = trainer(tmp_path)
-    arguments = SimpleNamespace(
-        **vars(trained.args),
-        optim_args="offload=1.0, state=8bit, main_params=remainder16",
-    )
+    chosen = {"optim_args": "offload=1.0, state=8bit, main_params=remainder16"}
+    arguments = SimpleNamespace(**{**vars(trained.args), **chosen})
     callback = callbacks["mp_optim"](arguments, trained)
     trained.create_optimizer = callback.create_optimizer  # as ms-swift's Trainer does
     check_trained(trained)
