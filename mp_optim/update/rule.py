@@ -24,6 +24,7 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.keyed_optimizer import Closure
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
+from mp_optim.update.backends.missing_kernels import warn_of_missing_kernels
 from mp_optim.update.codecs import Noise, mix
 from mp_optim.update.grad_norm import global_grad_norm
 from mp_optim.update.group_state import GroupState, Share, updates_by_group
@@ -37,6 +38,7 @@ from mp_optim.update.launches import (
 from mp_optim.update.rule_state import RuleState
 from mp_optim.update.state_format import StatePrecision
 
+_HOST = torch.device("cpu")
 _NO_SETTINGS = ("params", "param_names", "fqns")
 
 
@@ -62,13 +64,14 @@ class RuleOptimizer(RuleState):
         backend: str = "auto",
         precision: StatePrecision | None = None,
     ) -> None:
-        choose_backend(backend, torch.device("cpu"))
+        choose_backend(backend, _HOST)
         self._backend, how = backend, precision or StatePrecision()
         self._check_backend(how)
         self._shares: tuple[Sequence[Slot], list[Share]] | None = None
         self._unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
         self._settled_settings: dict[int, dict[str, Any]] = {}
         super().__init__(params, defaults, how)
+        warn_of_missing_kernels(backend, self.rule, self.param_groups)
 
     def _check_backend(self, how: StatePrecision) -> None:
         name = self._backend
@@ -85,10 +88,7 @@ class RuleOptimizer(RuleState):
                 f"{field}={(name if field == 'fused_backend' else getattr(how, field))!r}: {reason}"
             )
         check_forms(
-            name,
-            torch.device("cpu"),
-            how.exp_avg_dtype == torch.bfloat16,
-            how.store_param_remainders,
+            name, _HOST, how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders
         )
 
     # -- what a rule provides -------------------------------------------------------------------

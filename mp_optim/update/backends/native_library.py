@@ -234,13 +234,11 @@ def native_library() -> NativeLibrary:
     if wanted == "off":
         return NativeLibrary(None, f"{ENVIRONMENT}=off")
     paths = sorted(
-        path
-        for pattern in ("_native*.so", "_native*.pyd", "_native*.dylib")
-        for path in Path(__file__).parents[1].glob(pattern)
+        Path(__file__).parents[1].glob("_native.*"), key=lambda p: len(str(p))
     )
     if not paths:
         return NativeLibrary(None, "the package was installed without a C++ compiler")
-    library = _load(paths[0])
+    library = _load(paths[0])  # an earlier version's has a Python version in its name
     if wanted and library.handle is not None:
         library.set_level(wanted)
     return library

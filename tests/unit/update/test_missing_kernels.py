@@ -1,0 +1,55 @@
+"""An installation without a C++ compiler: it says so once, when an optimizer is built."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from support.launch import ROOT, TOOLS, run
+
+BUILD = """
+import sys, warnings
+sys.path.remove("")  # the checkout
+import torch, mp_optim
+assert mp_optim.__file__.startswith(sys.argv[1]), mp_optim.__file__
+model = torch.nn.Linear(4, 4).bfloat16()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        config = mp_optim.OptimizerConfig(lr=0.1, bf16=True)
+        optimizer = mp_optim.get_megatron_optimizer(config, model)
+    said = len(caught)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+assert len(caught) == said, "only construction says it"
+for warning in caught:
+    print(warning.filename, warning.message)
+"""
+
+
+@pytest.fixture(scope="module")
+def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as it is installed where there is no compiler."""
+    folder = tmp_path_factory.mktemp("installed")
+    hidden = shutil.ignore_patterns("_native*", "__pycache__")
+    shutil.copytree(ROOT / "mp_optim", folder / "mp_optim", ignore=hidden)
+    return folder
+
+
+def said_by(folder: Path, **environment: str) -> str:
+    path = f"{folder}:{TOOLS}"
+    return run("-c", BUILD, str(folder), PYTHONPATH=path, **environment)
+
+
+def test_missing_kernels_are_said_once_at_construction(without_compiler: Path) -> None:
+    said = said_by(without_compiler, MP_OPTIM_NATIVE="")
+    assert said.count("there are no native kernels") == 1
+    assert said.startswith("<string>"), "the warning points at the caller's line"
+    assert "without a C++ compiler" in said and "about five times as long" in said
+    assert "Install a wheel" in said and "MP_OPTIM_NATIVE=off" in said
+
+
+def test_who_asks_for_torch_operations_is_not_warned(without_compiler: Path) -> None:
+    assert said_by(without_compiler, MP_OPTIM_NATIVE="off") == ""
