@@ -1,4 +1,4 @@
-"""The old name of ``python -m mp_optim.cli.doctor``, for one release."""
+"""The old name of ``mp-optim doctor``, for one release."""
 
 from mp_optim.cli.doctor import main
 

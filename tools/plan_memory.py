@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
 
 from mp_optim import OptimizerConfig
 from mp_optim.cli.plan import GIB, Options, report
+from mp_optim.cli.shell import status_of
 from training.loading import load_yaml
 from training.models import hf_config
 
@@ -27,12 +27,10 @@ def load(path: Path) -> tuple[Any, OptimizerConfig]:
     return hf_config(config.model), config.optimizer
 
 
-def main(options: Options, console: Console) -> None:
-    report(*load(options.model), options, console)
+def main(options: Options) -> int:
+    """Print the plan; returns the exit status."""
+    return report(*load(options.model), options)
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options, description=__doc__), Console())
-    except (ValueError, TypeError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    sys.exit(status_of(lambda: main(tyro.cli(Options, description=__doc__))))

@@ -75,8 +75,8 @@ def publish(target: Path, keep: int | None) -> None:
 
 
 def newest(path: Path) -> Path:
-    """The version that ``path`` stands for: the one ``latest`` names, or ``path`` itself if it is a
-    version.
+    """The version that ``path`` stands for: ``path`` itself if it is a version, or the one that
+    ``latest`` names, which may lie in a folder with a ``latest`` of its own.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
@@ -95,6 +95,8 @@ def newest(path: Path) -> Path:
         raise FileNotFoundError(
             f"no complete checkpoint under {path} (there is no {LATEST} file){hint}"
         )
+    if (found / LATEST).is_file():
+        return newest(found)
     if not (found / MANIFEST).is_file():
         raise FileNotFoundError(
             f"{path / LATEST} names {found.name}, which is not complete or not there; complete "

@@ -68,8 +68,12 @@ def export_safetensors(
         raise ValueError(
             f"max_shard_size={max_shard_size}: must be a positive number of bytes"
         )
-    from safetensors.torch import save_file
-
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "export_safetensors needs safetensors: pip install mp_optim[hf]"
+        ) from error
     ranks, folder = Ranks.of(process_group), Path(path)
     stack: HasMainParams = stack_of(optimizer)
     names = stack.model_parallel.names

@@ -1,1 +1,1 @@
-"""Commands for users, one module each: ``python -m mp_optim.cli.doctor``."""
+"""``mp-optim``: commands for users, one module each."""

@@ -1,9 +1,7 @@
-#!/usr/bin/env python
-"""Convert optimizer state between libraries.
+r"""Convert optimizer state between libraries.
 
-python -m mp_optim.cli.convert --source-format torch --source adamw.pt --names names.json \
-    --target imported.pt
-python -m mp_optim.cli.convert --source-format checkpoint --source runs/x/checkpoints \
+$ mp-optim convert --source-format torch --source adamw.pt --names names.json --target new.pt
+$ mp-optim convert --source-format checkpoint --source runs/x/checkpoints \
     --target-format deepspeed --target universal
 
 What --target-format mp_optim writes is loaded by
@@ -13,7 +11,8 @@ mp_optim.checkpoint.foreign.import_state(optimizer, from_file(path)).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,37 +21,42 @@ import torch
 import tyro
 
 from mp_optim.checkpoint import foreign
+from mp_optim.cli.shell import status_of
 
 
 @dataclass
 class Options:
-    """From where to where."""
+    """From where to where.
+
+    Attributes:
+        source: a file; for deepspeed the folder of a universal checkpoint; for checkpoint a folder
+            of mp_optim's.
+        target: a file; for torch and deepspeed a folder.
+        source_format: torch: a state dict. megatron: of one rank that holds whole parameters. apex:
+            {"optimizer": state dict, "masters": [group["params"] for group in
+            optimizer.param_groups_master]}. mp_optim: what this tool wrote.
+        target_format: what to write.
+        names: names of the parameters in the order of the source's param groups: a JSON list, or
+            one in a line. Not needed where the source has them.
+        fp32_names: parameters that the model itself keeps in FP32 (megatron).
+        masters: file with the FP32 copies that were stepped, by name (torch).
+        key: where the state is in the source file, such as "optimizer"; dots lead deeper.
+        step: steps taken, where the source does not say.
+        strip_prefix: taken off the front of every name that has it, such as "module.".
+    """
 
     source: Path
-    """A file; for deepspeed the folder of a universal checkpoint; for checkpoint a folder of
-    mp_optim's."""
     target: Path
-    """A file; for torch and deepspeed a folder."""
     source_format: Literal[
         "torch", "megatron", "apex", "deepspeed", "mp_optim", "checkpoint"
     ]
-    """torch: a state dict. megatron: of one rank that holds whole parameters. apex: {"optimizer":
-    state dict, "masters": [group["params"] for group in optimizer.param_groups_master]}. mp_optim:
-    what this tool wrote."""
     target_format: Literal["mp_optim", "torch", "deepspeed"] = "mp_optim"
     names: Path | None = None
-    """Names of the parameters in the order of the source's param groups: a JSON list, or one in a
-    line. Not needed where the source has them."""
     fp32_names: tuple[str, ...] = ()
-    """Parameters that the model itself keeps in FP32 (megatron)."""
     masters: Path | None = None
-    """File with the FP32 copies that were stepped, by name (torch)."""
     key: str = ""
-    """Where the state is in the source file, such as "optimizer"; dots lead deeper."""
     step: float | None = None
-    """Steps taken, where the source does not say."""
     strip_prefix: str = ""
-    """Taken off the front of every name that has it, such as "module."."""
 
 
 def _names(path: Path | None) -> list[str] | None:
@@ -62,16 +66,57 @@ def _names(path: Path | None) -> list[str] | None:
     return list(json.loads(text)) if text.lstrip().startswith("[") else text.split()
 
 
+def _plain(path: Path) -> Any:
+    """What is in a file of ``torch.save``; plain data and tensors, or nothing is read.
+
+    Raises:
+        ValueError: it is no such file, or holds objects of classes.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # zipfile's, pickle's, RuntimeError, and more
+        raise ValueError(
+            f"{path} is not a whole file of torch.save with nothing but plain data and tensors "
+            "(objects of classes could run code, and are not read)"
+        ) from error
+
+
 def _loaded(options: Options) -> Any:
-    """What is in the source file; plain data and tensors, or nothing is read."""
-    content = torch.load(options.source, map_location="cpu", weights_only=True)
+    """The part of the source file that ``--key`` names."""
+    content = _plain(options.source)
     for part in filter(None, options.key.split(".")):
+        if not isinstance(content, Mapping) or part not in content:
+            names = list(content) if isinstance(content, Mapping) else "no names"
+            raise ValueError(
+                f"--key {options.key}: {part!r} is not in {options.source}; it has {names}"
+            )
         content = content[part]
     return content
 
 
 def read(options: Options) -> foreign.ForeignState:
-    """The source."""
+    """The source.
+
+    Raises:
+        ValueError: it does not hold what its format says.
+    """
+    try:
+        return _read(options)
+    except ValueError as error:
+        is_named = str(options.source) in str(error)
+        raise ValueError(
+            str(error) if is_named else f"{options.source}: {error}"
+        ) from error
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{options.source} does not hold what --source-format {options.source_format} means "
+            f"({type(error).__name__}: {error}); if the state is deeper in it, say where: --key"
+        ) from error
+
+
+def _read(options: Options) -> foreign.ForeignState:
     names = _names(options.names)
     if options.source_format == "deepspeed":
         return foreign.from_deepspeed(options.source, step=options.step)
@@ -88,9 +133,7 @@ def read(options: Options) -> foreign.ForeignState:
         return foreign.from_megatron(
             content, names, fp32_names=options.fp32_names, step=options.step
         )
-    masters: Mapping[str, torch.Tensor] | None = None
-    if options.masters is not None:
-        masters = torch.load(options.masters, map_location="cpu", weights_only=True)
+    masters = None if options.masters is None else _plain(options.masters)
     return foreign.from_torch(content, names, masters=masters, step=options.step)
 
 
@@ -107,7 +150,8 @@ def write(state: foreign.ForeignState, options: Options) -> None:
         torch.save(foreign.fp32_params(state), options.target / "fp32_params.pt")
 
 
-def main(options: Options) -> None:
+def run(options: Options) -> int:
+    """Convert, and say what; returns the exit status."""
     state = read(options)
     if options.strip_prefix:
         state = state.renamed(lambda name: name.removeprefix(options.strip_prefix))
@@ -119,7 +163,14 @@ def main(options: Options) -> None:
         f"{len(state.names)} parameters, {elements:,} elements of state: {options.source} -> "
         f"{options.target}"
     )
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit status."""
+    prog = "mp-optim convert"
+    return run(tyro.cli(Options, args=arguments, prog=prog, description=__doc__))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    sys.exit(status_of(lambda: main(sys.argv[1:])))

@@ -1,8 +1,9 @@
-"""``python -m mp_optim.cli.doctor``: what this machine can do for the optimizer, and the config
-that follows from it."""
+"""``mp-optim doctor``: what this machine can do for the optimizer, and the config that follows
+from it. Needs nothing but torch."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -203,14 +204,22 @@ def _show_rich(report: Report) -> None:
     console.print(Syntax(report.config, "python"))
 
 
-def main() -> None:
-    """Print the report."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="mp-optim doctor",
+        description="What this machine can do for the optimizer: native kernels, threads, "
+        "accelerators; each backend with a step taken as proof, or why it is not usable; and a "
+        "config for this machine.",
+    )
+    parser.parse_args(arguments)
     report = examine()
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         _show_rich(report)
     else:
         print(render(report))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,25 +1,27 @@
-#!/usr/bin/env python
 """Look into checkpoints: list entries, verify checksums, compare two.
 
-python -m mp_optim.cli.inspect list runs/quickstart/checkpoints/step-00000330
-python -m mp_optim.cli.inspect verify PATH
-python -m mp_optim.cli.inspect diff PATH OTHER_PATH
+$ mp-optim inspect list runs/quickstart/checkpoints
+$ mp-optim inspect verify PATH
+$ mp-optim inspect diff PATH OTHER_PATH
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint.contents import compare, open_checkpoint
+from mp_optim.cli.shell import console, status_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -61,41 +63,53 @@ Command = (
 )
 
 
-def list_entries(command: List, console: Console) -> int:
-    contents = open_checkpoint(command.path)
+def list_entries(command: List) -> int:
+    """Print what is in a checkpoint; returns the exit status."""
+    contents, out = open_checkpoint(command.path), console()
     shown = [
         entry for entry in contents.entries.values() if command.match in entry.name
     ]
-    table = Table(
-        "entry", "dtype", "shape", "bytes", "boxes", title=str(contents.version)
-    )
+    table = _table(str(contents.version), "entry", "dtype", "shape", "bytes", "boxes")
     for entry in shown:
         dtype = str(entry.dtype).removeprefix("torch.")
         table.add_row(
             entry.name, dtype, str(entry.shape), f"{entry.bytes:,}", str(entry.boxes)
         )
-    console.print(table)
+    out.print(table)
     total = sum(entry.bytes for entry in shown)
     versions = ", ".join(
         path.name for path in checkpoint.versions(contents.version.parent)
     )
     summary = f"{len(shown)} entries, {total:,} bytes; complete versions: {versions}"
-    console.print(summary, highlight=False)
+    out.print(summary, highlight=False)
     return 0
 
 
-def verify(command: Verify, console: Console) -> int:
+def _table(title: str, first: str, *heads: str) -> Table:
+    """A table in which the names of the first column are never cut short."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column(first, overflow="fold")
+    for head in heads:
+        table.add_column(head)
+    return table
+
+
+def verify(command: Verify) -> int:
+    """Compare files with their checksums; returns the exit status."""
     version = checkpoint.verify(command.path)
-    console.print(f"{version}: every file is as it was written", highlight=False)
+    print(f"{version}: every file is as it was written")
     return 0
 
 
-def diff(command: Diff, console: Console) -> int:
+def diff(command: Diff) -> int:
+    """Print how two checkpoints differ; returns the exit status."""
     heads = "entry", "what", "differing", "largest difference", "ulps"
-    table = Table(*heads, title=f"{command.a} against {command.b}")
-    found = Counter[bool]()
+    table = _table(f"{command.a} against {command.b}", *heads)
+    counts = Counter[bool]()
     for difference in compare(open_checkpoint(command.a), open_checkpoint(command.b)):
-        found[difference.what == "equal"] += 1
+        counts[difference.what == "equal"] += 1
         if difference.what == "values":
             ulps = "" if difference.ulps is None else str(difference.ulps)
             sizes = (str(difference.differing), f"{difference.largest:.6g}", ulps)
@@ -103,26 +117,22 @@ def diff(command: Diff, console: Console) -> int:
         elif difference.what != "equal" or command.all:
             table.add_row(difference.name, difference.what, "", "", "")
     if table.rows:
-        console.print(table)
-    console.print(
-        f"{found[True]} entries equal to the bit, {found[False]} different",
-        highlight=False,
+        console().print(table)
+    print(f"{counts[True]} entries equal to the bit, {counts[False]} different")
+    return 1 if counts[False] else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit status."""
+    command: List | Verify | Diff = tyro.cli(
+        Command, args=arguments, prog="mp-optim inspect", description=__doc__
     )
-    return 1 if found[False] else 0
-
-
-def main(command: Command, console: Console) -> int:
-    """Carry out a command; returns the exit status."""
-    try:
-        if isinstance(command, List):
-            return list_entries(command, console)
-        if isinstance(command, Verify):
-            return verify(command, console)
-        return diff(command, console)
-    except (FileNotFoundError, ValueError) as error:
-        console.print(f"{type(error).__name__}: {error}", highlight=False, markup=False)
-        return 1
+    if isinstance(command, List):
+        return list_entries(command)
+    if isinstance(command, Verify):
+        return verify(command)
+    return diff(command)
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Command), Console()))
+    sys.exit(status_of(lambda: main(sys.argv[1:])))

@@ -1,23 +1,20 @@
-#!/usr/bin/env python
 """What a model and its optimizer take on one rank, before anything is allocated.
 
-python -m mp_optim.cli.plan --model path/to/config.json --dp 8 --ep 8 --gpu-memory 80
+$ mp-optim plan --model path/to/config.json --dp 8 --ep 8 --gpu-memory 80
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import matplotlib
 import tyro
-import yaml
-from rich.console import Console
-from rich.table import Table
 
 from mp_optim import OptimizerConfig
+from mp_optim.cli.shell import console, status_of
 from mp_optim.planner import (
     Layout,
     MemoryPlan,
@@ -27,45 +24,68 @@ from mp_optim.planner import (
     sweep,
 )
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+if TYPE_CHECKING:
+    from rich.table import Table
 
 GIB = 2**30
+Gibibytes = Annotated[float | None, tyro.conf.arg(metavar="GIB")]
 
 
 @dataclass
 class Options:
-    """What to plan for. Memory is in GiB per rank."""
+    """What to plan for. Memory is in GiB (2**30 bytes) on one rank."""
 
     model: Path
     """A Hugging Face config.json, or the folder it is in."""
     optimizer: Path | None = None
-    """A YAML file of OptimizerConfig's fields; by default AdamW for bf16."""
+    """A YAML file with fields of OptimizerConfig; by default AdamW for bf16."""
     layout: tyro.conf.OmitArgPrefixes[Layout] = field(default_factory=Layout)
-    gpu_memory: float | None = None
-    """What parameters, gradients and optimizer may take of the accelerator: finds the smallest
-    offload fraction."""
-    host_memory: float | None = None
-    """What the host has for this rank."""
+    gpu_memory: Gibibytes = None
+    """GiB that may be taken of the accelerator: finds the smallest fraction on the host for it."""
+    host_memory: Gibibytes = None
+    """GiB that the host has for this rank."""
     fractions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Shares of the optimizer on the host, one line of the table each."""
     output: Path | None = None
     """Folder for plan.md and plan.png."""
 
 
 def load(path: Path, optimizer: Path | None) -> tuple[Any, OptimizerConfig]:
-    """The model's config and the optimizer's: AdamW for bf16 unless a file says otherwise."""
+    """The model's config and the optimizer's: AdamW for bf16 unless a file says otherwise.
+
+    Raises:
+        ValueError: a file does not hold what it should.
+    """
     import transformers
 
-    settings = {"lr": 1e-4, "bf16": True}
-    if optimizer is not None:
+    if not path.exists():  # else it would be taken for a name on the Hub
+        raise FileNotFoundError(f"--model {path}: no such file or folder")
+    config = OptimizerConfig.from_dict(_settings(optimizer))
+    return transformers.AutoConfig.from_pretrained(path), config
+
+
+def _settings(optimizer: Path | None) -> dict[str, Any]:
+    """Fields of the optimizer's config, from a YAML file if there is one."""
+    import yaml
+
+    if optimizer is None:
+        return {"lr": 1e-4, "bf16": True}
+    try:
         settings = yaml.safe_load(optimizer.read_text(encoding="utf-8"))
-    return transformers.AutoConfig.from_pretrained(path), OptimizerConfig.from_dict(
-        settings
-    )
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"--optimizer {optimizer} is not YAML: {where}") from error
+    if not isinstance(settings, Mapping):
+        raise ValueError(
+            f"--optimizer {optimizer}: must hold fields of OptimizerConfig, such as lr: 1.0e-4"
+        )
+    return dict(settings)
 
 
 def table(rows: list[SweepRow], options: Options) -> Table:
     """One line a plan; what does not fit is red."""
+    from rich.table import Table
+
     shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")
     shown.add_column("state")
     for head in ("fraction", "accelerator", "pinned host", "pageable host", "host"):
@@ -110,6 +130,11 @@ def markdown(rows: list[SweepRow]) -> str:
 
 def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
     """Accelerator and host bytes over the fraction, a line for each form of state."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, places = plt.subplots(
         1, 2, figsize=(10, 4), layout="constrained", sharey=False
     )
@@ -153,40 +178,38 @@ def fitting(options: Options, source: Any, config: OptimizerConfig) -> MemoryPla
     )
 
 
-def report(
-    source: Any, config: OptimizerConfig, options: Options, console: Console
-) -> None:
-    """Print what a model takes, and write it where ``options.output`` says.
+def report(source: Any, config: OptimizerConfig, options: Options) -> int:
+    """Print what a model takes, and write it where ``options.output`` says; returns the exit
+    status.
 
     Args:
         source: the model's config, as Hugging Face has it.
     """
-    specs = specs_of(source)
+    specs, out = specs_of(source), console()
     rows = sweep(specs, config, options.layout, fractions=options.fractions)
     billions = sum(spec.numel for spec in specs) / 1e9
-    console.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
-    console.print(table(rows, options))
+    out.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
+    out.print(table(rows, options))
     if options.gpu_memory is not None:
         smallest = fitting(options, specs, config)
-        console.print(
+        print(
             f"optimizer_offload_fraction={smallest.fraction:g} is the smallest that fits "
-            f"{options.gpu_memory:g} GiB:",
-            highlight=False,
+            f"{options.gpu_memory:g} GiB:\n{smallest}"
         )
-        console.print(str(smallest), highlight=False)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "plan.md").write_text(markdown(rows), encoding="utf-8")
         draw(options.output / "plan.png", rows, options)
+    return 0
 
 
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
-    try:
-        report(*load(options.model, options.optimizer), options, Console())
-    except (ValueError, TypeError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+def main(arguments: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit status."""
+    options = tyro.cli(
+        Options, args=arguments, prog="mp-optim plan", description=__doc__
+    )
+    return report(*load(options.model, options.optimizer), options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(status_of(lambda: main(sys.argv[1:])))

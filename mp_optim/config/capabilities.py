@@ -1,5 +1,5 @@
 """What each ``fused_backend`` has kernels for, as data: checked at construction, shown by
-``mp_optim.cli.doctor``.
+``mp-optim doctor``.
 
 Backends that are not listed carry out every rule with every form of state.
 """

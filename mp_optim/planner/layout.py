@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from mp_optim.planner.params import ParamSpec
 
-SHARDINGS = ("no_shard", "fsdp2")
+Sharding = Literal["no_shard", "fsdp2"]
 """What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer
 spreads, or parameters, gradients and state (FSDP2)."""
 
@@ -19,12 +20,13 @@ class Layout:
     """Sizes of the parallel groups.
 
     Attributes:
-        dp: data-parallel ranks of the dense parameters; the experts' are ``dp // ep``.
-        tp: tensor-parallel ranks. Every matrix is split along its first dimension that ``tp``
+        dp: data-parallel ranks of the dense parameters; the experts' are dp // ep.
+        tp: tensor-parallel ranks. Every matrix is split along its first dimension that tp
             divides (Megatron splits some along the other one: the bytes are the same); vectors are
             held by all.
         ep: expert-parallel ranks, taken out of dp, as Megatron does.
-        sharding: what dp shards, one of :data:`SHARDINGS`.
+        sharding: what dp shards: "no_shard" nothing but what the config's distributed optimizer
+            does, "fsdp2" parameters, gradients and state.
 
     Raises:
         ValueError: a size that cannot be, naming it.
@@ -33,7 +35,7 @@ class Layout:
     dp: int = 1
     tp: int = 1
     ep: int = 1
-    sharding: str = "no_shard"
+    sharding: Sharding = "no_shard"
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "ep"):
@@ -42,9 +44,9 @@ class Layout:
                 raise ValueError(f"{name}={value!r}: must be a whole number >= 1")
         if self.dp % self.ep:
             raise ValueError(f"ep={self.ep}: must divide dp={self.dp}")
-        if self.sharding not in SHARDINGS:
+        if self.sharding not in get_args(Sharding):
             raise ValueError(
-                f"sharding={self.sharding!r}: must be one of {list(SHARDINGS)}"
+                f"sharding={self.sharding!r}: must be one of {list(get_args(Sharding))}"
             )
 
     def ranks_with_copies(self, spec: ParamSpec) -> int:

@@ -45,9 +45,7 @@ def from_file(path: str | os.PathLike[str]) -> ForeignState:
     """
     content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(
-            f"{path} is no file that mp_optim.cli.convert wrote for mp_optim"
-        )
+        raise ValueError(f"{path} is no file that mp-optim convert wrote for mp_optim")
     groups = tuple(
         ForeignGroup(tuple(group["names"]), group["settings"])
         for group in content["groups"]

@@ -1,18 +1,17 @@
 """Export to safetensors, and the tool that looks into checkpoints."""
 
-import io
 import json
 import math
+import sys
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint.contents import compare, open_checkpoint
-from mp_optim.cli import inspect as inspect_checkpoint
+from mp_optim.cli.command import main
 from support.models import build, same_bits, train
 
 
@@ -143,17 +142,26 @@ def test_differences_are_counted(tmp_path):
     }
 
 
-def test_the_tool(tmp_path):
-    def run(command):
-        console = Console(record=True, width=200, file=io.StringIO())
-        return inspect_checkpoint.main(command, console), console.export_text()
+def test_export_says_what_to_install(tmp_path, monkeypatch):
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install mp_optim\[hf\]"):
+        checkpoint.export_safetensors(tmp_path / "out", build("bf16")[1])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tool(tmp_path, capsys):
+    def run(*command):
+        status = main(["inspect", *map(str, command)])
+        said = capsys.readouterr()
+        return status, said.out + said.err
 
     model, optimizer = build("bf16-8bit", 0.5)
     train(model, optimizer, 1)
     checkpoint.save(tmp_path / "a", model, optimizer)
     train(model, optimizer, 1)
     version = checkpoint.save(tmp_path / "b", model, optimizer)
-    status, text = run(inspect_checkpoint.List(tmp_path / "a", match="embed"))
+    status, text = run("list", tmp_path / "a", "--match", "embed")
     assert (
         status == 0
         and "model.embed" in text
@@ -161,13 +169,13 @@ def test_the_tool(tmp_path):
         and "exp_avg_scale" in text
     )
     assert "model.dense" not in text and "version-1" in text
-    assert run(inspect_checkpoint.Diff(tmp_path / "a", tmp_path / "a"))[0] == 0
-    status, text = run(inspect_checkpoint.Diff(tmp_path / "a", version))
+    assert run("diff", tmp_path / "a", tmp_path / "a")[0] == 0
+    status, text = run("diff", tmp_path / "a", version)
     assert status == 1 and "model.embed" in text and "different" in text
-    assert run(inspect_checkpoint.Verify(version))[0] == 0
+    assert run("verify", version)[0] == 0
     with (version / "common.pt").open("r+b") as file:
         file.write(b"?")
-    status, text = run(inspect_checkpoint.Verify(version))
+    status, text = run("verify", version)
     assert status == 1 and "common.pt" in text
-    status, text = run(inspect_checkpoint.List(tmp_path))
+    status, text = run("list", tmp_path)
     assert status == 1 and "no complete checkpoint" in text

@@ -21,8 +21,7 @@ from mp_optim import checkpoint
 from mp_optim.checkpoint import foreign
 from mp_optim.checkpoint.contents import open_checkpoint
 from mp_optim.checkpoint.metadata import from_metadata
-from mp_optim.cli import convert as convert_checkpoint
-from mp_optim.cli import inspect as inspect_checkpoint
+from mp_optim.cli import convert, inspect
 from support.models import build
 from support.old_form import metadata_of, replaced, unpacked
 
@@ -100,11 +99,9 @@ def doors(root):
         "versions": lambda: checkpoint.versions(root),
         "contents": lambda: open_checkpoint(root),
         "foreign": lambda: foreign.from_checkpoint(root),
-        "list": lambda: inspect_checkpoint.list_entries(
-            inspect_checkpoint.List(root), inspect_checkpoint.Console(quiet=True)
-        ),
-        "convert": lambda: convert_checkpoint.main(
-            convert_checkpoint.Options(root, root / "target", "checkpoint")
+        "list": lambda: inspect.list_entries(inspect.List(root)),
+        "convert": lambda: convert.run(
+            convert.Options(root, root / "target", "checkpoint")
         ),
     }
 

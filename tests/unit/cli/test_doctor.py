@@ -1,4 +1,4 @@
-"""``python -m mp_optim.cli.doctor`` on this machine."""
+"""``mp-optim doctor`` on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.launch import run
 
 
 def run_doctor(**environment: str) -> str:
-    return run("-m", "mp_optim.cli.doctor", timeout=120, **environment)
+    return run("-m", "mp_optim", "doctor", timeout=120, **environment)
 
 
 def row_of(text: str, backend: str) -> list[str]:
@@ -82,7 +82,7 @@ def test_it_prints_with_rich_on_a_terminal(
 ) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    doctor.main()
+    assert doctor.main([]) == 0
     assert "OptimizerConfig" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import mp_optim
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.cli.command import COMMANDS, main
 from support.launch import ROOT, run
 
 DOCUMENTS = [
@@ -132,18 +133,9 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
     assert names["extra"] == {} and list((tmp_path / "tensors").glob("*.safetensors"))
     mp_optim.checkpoint.save(tmp_path / "OTHER", model, optimizer)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    inspect = importlib.import_module("mp_optim.cli.inspect")
     for line in blocks_of("docs/checkpoints.md", "bash")[0].strip().splitlines():
         words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
-        assert words[:3] == ["python", "-m", "mp_optim.cli.inspect"]
-        arguments = words[3:]
-        assert (
-            inspect.main(
-                tyro.cli(inspect.Command, args=arguments), inspect.Console(quiet=True)
-            )
-            == 0
-        )
+        assert words[:2] == ["mp-optim", "inspect"] and main(words[1:]) == 0
 
 
 def test_the_examples_of_settings_run(capsys):
@@ -190,6 +182,11 @@ def test_every_command_is_understood(document):
             tyro.cli(tool.Options, args=arguments)
         else:
             assert not arguments or arguments == ["--help"], line
+
+
+@each_document
+def test_every_installed_command_exists(document):
+    assert set(re.findall(r"\bmp-optim (\w+)", document.read_text())) <= set(COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +264,6 @@ def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
     them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from mp_optim.cli.convert import Options, main
-
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
     names = {
         "model": model,
@@ -286,8 +281,7 @@ def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
             continue
         for line in block.strip().splitlines():
             words = shlex.split(line)
-            assert words[:3] == ["python", "-m", "mp_optim.cli.convert"]
-            main(tyro.cli(Options, args=words[3:]))
+            assert words[:2] == ["mp-optim", "convert"] and main(words[1:]) == 0
     written = {path.name for path in tmp_path.iterdir()}
     assert {
         "from_torch.pt",

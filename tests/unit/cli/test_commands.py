@@ -1,0 +1,219 @@
+"""``mp-optim``: every command from its arguments to what a shell sees."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from mp_optim import checkpoint
+from mp_optim.cli.command import COMMANDS, main
+from support.launch import run
+from support.models import build, train
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    overview = " ".join(help_of(capsys).split())
+    for name, what in COMMANDS.items():
+        assert f" {name} {what}" in overview
+        assert f"usage: mp-optim {name}" in help_of(capsys, name)
+
+
+def test_help_names_units_and_choices(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    plan = help_of(capsys, "plan")
+    assert "--gpu-memory GIB" in plan and "--sharding {no_shard,fsdp2}" in plan
+    assert "what dp shards" in plan and ":data:" not in plan
+    lines = [line.strip() for line in help_of(capsys, "convert").splitlines()]
+    assert sum(line.startswith("$ mp-optim convert") for line in lines) == 2
+
+
+def test_what_is_not_a_command_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plam"])
+    assert left.value.code == 2 and "choose from" in capsys.readouterr().err
+
+
+def written(folder: Path, content: bytes) -> Path:
+    path = folder / "file"
+    path.write_bytes(content)
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command says that cannot do its work: one sentence."""
+    assert main([str(argument) for argument in arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("mp-optim: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("command", [("list",), ("verify",), ("diff", "there")])
+def test_a_checkpoint_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    sentence = said(capsys, "inspect", *command, "nowhere")
+    assert "no complete checkpoint under" in sentence
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"", "is not a whole file of torch.save"),
+        (b"not a zip", "is not a whole file of torch.save"),
+        (pickle.dumps(Path("/")), "is not a whole file of torch.save"),
+        ([1, 2], "does not hold what --source-format torch means"),
+        ({"state": 3}, "no state dict of an optimizer"),
+    ],
+)
+def test_a_source_that_is_no_state(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: object,
+    words: str,
+) -> None:
+    source, target = tmp_path / "file", tmp_path / "out"
+    if isinstance(content, bytes):
+        source.write_bytes(content)
+    elif content is not None:
+        torch.save(content, source)
+    arguments = ("--source-format", "torch", "--source", source, "--target", target)
+    sentence = said(capsys, "convert", *arguments)
+    assert words in sentence and str(source) in sentence and not target.exists()
+
+
+def test_a_key_that_is_not_in_the_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"model": 1, "optim": 2}, tmp_path / "file")
+    files = ("--source", tmp_path / "file", "--target", tmp_path / "out")
+    arguments = ("--source-format", "torch", *files, "--key", "optimizer")
+    assert "it has ['model', 'optim']" in said(capsys, "convert", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: [1", "is not YAML"),
+        ("- lr", "must hold fields of OptimizerConfig"),
+        ("weight_decy: 1.0", "weight_decay"),
+    ],
+)
+def test_settings_that_cannot_be_read(
+    config: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    settings = config.with_name("optimizer.yaml")
+    settings.write_text(text)
+    assert words in said(capsys, "plan", "--model", config, "--optimizer", settings)
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = said(capsys, "plan", "--model", "nowhere")
+    assert "--model nowhere: no such file or folder" in sentence
+
+
+def test_a_plan_is_printed_and_written(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = config.with_name("plan")
+    memory = ("--gpu-memory", "1", "--host-memory", "2")
+    assert main(["plan", "--model", str(config), *memory, "--output", str(output)]) == 0
+    text = capsys.readouterr().out
+    assert "GiB per rank" in text and "is the smallest that fits 1 GiB" in text
+    assert "accelerator, GiB" in (output / "plan.md").read_text()
+    assert (output / "plan.png").stat().st_size > 1000
+
+
+def test_names_are_whole_in_a_pipe_and_latest_may_lie_below(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = build("bf16", 0.5)
+    for step in ("step-1", "step-2"):
+        train(model, optimizer, 1)
+        checkpoint.save(tmp_path / step, model, optimizer)
+    (tmp_path / "latest").write_text("step-2")
+    assert main(["inspect", "list", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert "step-2" in listed and "…" not in listed
+    names = [line.split()[1] for line in listed.splitlines() if ".exp_avg." in line]
+    assert len(names) == len(set(names)) == len(list(model.parameters()))
+    assert main(["inspect", "diff", str(tmp_path / "step-1"), str(tmp_path)]) == 1
+    assert set(names) <= set(capsys.readouterr().out.split())
+    arguments = ("--source-format", "checkpoint", "--source", str(tmp_path))
+    assert main(["convert", *arguments, "--target", str(tmp_path / "out")]) == 0
+    checkpoint.load(tmp_path, model, optimizer)
+
+
+def test_a_step_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--params", "1e5", "--backward-ms", "20")
+    assert main(["trace", *size, "--output", str(tmp_path / "trace")]) == 0
+    assert "of the host's work hidden under backward" in capsys.readouterr().out
+    events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
+    ours = [event["name"] for event in events if event.get("cat") == "mp_optim"]
+    assert {"backward", "step"} <= set(ours) and len(set(ours)) > 2
+    assert (tmp_path / "trace" / "trace.png").stat().st_size > 1000
+
+
+HELP = """
+import sys
+from mp_optim.cli.command import COMMANDS, main
+for name in COMMANDS:
+    try:
+        main([name, "--help"])
+    except SystemExit:
+        pass
+print("imported:", sorted({"matplotlib", "rich", "transformers", "yaml"} & set(sys.modules)))
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert run("-c", HELP).endswith("imported: []\n")
+
+
+BARE = """
+import sys
+for name in ("matplotlib", "rich", "transformers", "tyro", "yaml"):
+    sys.modules[name] = None
+from mp_optim.cli.command import COMMANDS, main
+sys.stderr = sys.stdout
+for name in COMMANDS:
+    print(name, main([name]))
+"""
+
+
+def test_without_the_extra_the_doctor_works_and_the_others_say_what_to_install() -> (
+    None
+):
+    text = run("-c", BARE)
+    assert "A config for this machine" in text and "\ndoctor 0\n" in text
+    for name in set(COMMANDS) - {"doctor"}:
+        assert f"needs tyro: pip install mp_optim[cli]\n{name} 1\n" in text
