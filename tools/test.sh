@@ -11,12 +11,15 @@ echo "== mypy"
 mypy
 echo "== import layers"
 lint-imports
-echo "== pytest"
 if [ "$#" -gt 0 ]; then
+    echo "== pytest"
     exec python -m pytest --cov=mp_optim --cov-report=term "$@"
 fi
+echo "== the package as it is released"
+bash tools/smoke_test.sh
 # One process a core, one thread each; tests of threads ask for theirs.
 export OMP_NUM_THREADS=1
+echo "== pytest"
 python -m pytest -n auto --cov=mp_optim --cov-report=term --cov-fail-under=90
 # Again without the native kernels, and with each of the slower ones that this CPU has: all tests that step something
 # and do not choose level or backend themselves. MP_OPTIM_NATIVE=LEVEL before the line above runs the rest so too.
