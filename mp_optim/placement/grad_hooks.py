@@ -23,7 +23,8 @@ class GradVersion:
             another storage.
         address: where it begins.
         version: how often it was written; None if that is not counted, as of tensors made in
-            inference mode.
+            inference mode, and of local tensors of DTensors (torch's foreach operations write to
+            them without a trace).
         count: how often a gradient of the slot had got ready.
     """
 
@@ -33,10 +34,11 @@ class GradVersion:
     count: int
 
     @classmethod
-    def of(cls, grad: Tensor, count: int) -> GradVersion:
-        """The version of a plain tensor."""
+    def of(cls, grad: Tensor, count: int, is_counted: bool = True) -> GradVersion:
+        """The version of a plain tensor; ``is_counted`` is whether writes to it are."""
         storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(storage, grad.data_ptr(), _version_of(grad), count)
+        version = _version_of(grad) if is_counted else None
+        return cls(storage, grad.data_ptr(), version, count)
 
     def matches(self, grad: Tensor, count: int) -> bool:
         """Whether this is the same gradient, not written to since (``grad.data`` leaves no

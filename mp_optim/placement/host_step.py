@@ -78,6 +78,7 @@ class BucketStep:
         updates: gradients and outputs where they are on the device.
         staged: the same on the host.
         is_here: the gradients have been downloaded.
+        was_written: they were, but may have been written to since.
         here: indices of single ones that are in place.
     """
 
@@ -87,6 +88,7 @@ class BucketStep:
     updates: SlotUpdates
     tensors: StagedTensors
     is_here: bool = False
+    was_written: bool = False
     here: frozenset[int] = frozenset()
     ticket: Any = None
 

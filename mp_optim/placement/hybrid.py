@@ -30,6 +30,7 @@ from mp_optim.slots import (
     SlotUpdate,
     SlotUpdates,
     all_same,
+    are_plain,
     current_grad,
     follow,
     iter_slots,
@@ -524,4 +525,5 @@ class _OwnGrads:
             return  # a wrapper has put its main param there, and reports the gradients itself
         if grad is not None and final_in_backward(param):
             update = update_of(slot, optimizer.slot_name(slot), param, grad)
-            optimizer.stepper.on_grad_ready(update)
+            plain = are_plain([grad])
+            optimizer.stepper.on_grad_ready(update, writes_are_counted=plain)

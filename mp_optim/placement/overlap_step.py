@@ -5,11 +5,13 @@ What is begun during backward, what ``step()`` takes over, and what it does agai
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -24,7 +26,8 @@ from mp_optim.placement.host_step import (
     HostStepSettings,
 )
 from mp_optim.placement.released_grads import ReleasedGrads
-from mp_optim.placement.speculation import warn_of_written
+from mp_optim.placement.second_look import SecondLook
+from mp_optim.placement.speculation import warn_of_changed
 from mp_optim.placement.staging import Staging
 from mp_optim.placement.timeline import WAIT_WORKER
 from mp_optim.placement.worker import Worker, WorkerError
@@ -56,7 +59,7 @@ class OverlappedHostStepper(HostStepper):
         buckets: the slots, in the order in which their gradients are expected.
         counts: how many buckets were published as they had been speculated on, how many were
             stepped again, in how many steps speculation paused, and of how many buckets the
-            gradients were written after backward.
+            gradients were changed after backward.
         released: gradients that are here only.
     """
 
@@ -81,6 +84,7 @@ class OverlappedHostStepper(HostStepper):
         self.buckets: list[Bucket] = []
         self._arrivals = threading.Lock()
         self._ready: Counter[Slot] = Counter()
+        self._uncounted: set[Slot] = set()
         self._order: dict[Slot, None] = {}
         self._knows_order = False
         self._iteration: Iteration | None = None
@@ -100,7 +104,9 @@ class OverlappedHostStepper(HostStepper):
         self.buckets = [Bucket(bucket) for bucket in self._plan.buckets]
         half = max((staging.capacity for staging in self._staging), default=0) // 2
         pin = self.settings.pin_staging
-        self.released.use_landings(lambda: Staging(self.transfer, half, pin))
+        make = partial(Staging, self.transfer, half, pin)
+        self.released.use_landings(make)
+        self._second_look = SecondLook(self.transfer, make)
 
     @property
     def released_bytes(self) -> int:
@@ -121,15 +127,25 @@ class OverlappedHostStepper(HostStepper):
     # -- during backward --------------------------------------------------------------------------
 
     @in_own_modes
-    def on_grad_ready(self, update: SlotUpdate, claim: Claim | None = None) -> None:
+    def on_grad_ready(
+        self,
+        update: SlotUpdate,
+        claim: Claim | None = None,
+        writes_are_counted: bool = True,
+    ) -> None:
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._arrivals:
-            self._take(update, claim)
+            on_host = self._owner.on_host(update)
+            if on_host is not None:
+                count = (
+                    self._uncounted.discard
+                    if writes_are_counted
+                    else self._uncounted.add
+                )
+                count(on_host.slot)
+                self._take(on_host, claim)
 
-    def _take(self, update: SlotUpdate, claim: Claim | None) -> None:
-        on_host = self._owner.on_host(update)
-        if on_host is None:
-            return
+    def _take(self, on_host: SlotUpdate, claim: Claim | None) -> None:
         slot = on_host.slot
         self._ready[slot] += 1
         self._is_collected = False
@@ -222,7 +238,7 @@ class OverlappedHostStepper(HostStepper):
 
     def _versions(self, updates: SlotUpdates) -> dict[Slot, GradVersion]:
         return {
-            slot: GradVersion.of(grad, self._ready[slot])
+            slot: GradVersion.of(grad, self._ready[slot], slot not in self._uncounted)
             for slot, grad in zip(updates.slots, updates.grads, strict=True)
         }
 
@@ -367,14 +383,41 @@ class OverlappedHostStepper(HostStepper):
             if job is None or job.result is None:
                 continue
             # Where its tensors did not fit these updates, others were made just now.
-            fits = job.staged.grads is step.staged.grads
-            step.is_here = fits and self._is_fresh(job, step.updates)
-            if step.is_here or job.releases:
-                continue
-            if self._was_written_to(job, step.updates):
-                self.counts["speculation_stale"] += 1
-                warn_of_written(self.mode, self.counts["speculation_stale"])
+            if job.staged.grads is step.staged.grads:
+                step.is_here = self._is_fresh(job, step.updates)
+                may_be = not step.is_here and not job.releases
+                step.was_written = may_be and self._is_complete(job, step.updates)
         return steps
+
+    def _step_both_places(
+        self,
+        steps: Sequence[BucketStep],
+        grad_norm: float | None,
+        step_device: Callable[[], None],
+    ) -> None:
+        if (
+            self.transfer.is_same_place
+        ):  # else a look takes the download that it might spare
+            self._look_again(steps, None)
+        super()._step_both_places(steps, grad_norm, step_device)
+
+    def _look_again(
+        self, steps: Sequence[BucketStep], gradients: Any
+    ) -> list[BucketStep]:
+        """Those of some buckets whose gradients were written and are what they were; see
+        :meth:`SecondLook.compare`. The others are counted."""
+        written = [step for step in steps if step.was_written]
+        if not written:
+            return []
+        with self.timeline.stage("compare"):
+            same = self._second_look.compare(written, gradients)
+        changed = same.count(False)
+        self.counts["speculation_stale"] += changed
+        if changed:
+            warn_of_changed(
+                self.mode, is_first=self.counts["speculation_stale"] == changed
+            )
+        return list(itertools.compress(written, same))
 
     def _held_in_place(self, step: BucketStep) -> frozenset[int]:
         """Indices of the updates whose gradients were released; these are where the step reads
@@ -403,12 +446,10 @@ class OverlappedHostStepper(HostStepper):
             )
         )
 
-    def _was_written_to(self, job: BackwardJob, updates: SlotUpdates) -> bool:
-        """Whether no other gradient of these updates got ready since the job was given its own."""
-        return all(
-            job.versions[slot].count == self._ready[slot]
-            for slot in updates.slots
-            if slot in job.versions
+    def _is_complete(self, job: BackwardJob, updates: SlotUpdates) -> bool:
+        """Whether a job was given a gradient of each of these, and no other got ready since."""
+        return tuple(job.versions) == tuple(updates.slots) and all(
+            version.count == self._ready[slot] for slot, version in job.versions.items()
         )
 
     def _run_rule(

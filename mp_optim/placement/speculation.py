@@ -58,13 +58,12 @@ def speculates_next(
     return right >= (settings.pause_below if speculates else settings.resume_at)
 
 
-def warn_of_written(mode: str, times: int) -> None:
-    """Say, the first time, that gradients were written after backward."""
-    if times == 1:
+def warn_of_changed(mode: str, is_first: bool) -> None:
+    """Say, the first time, that gradients were changed after backward."""
+    if is_first:
         warn(
-            f"offload_mode={mode!r}: gradients were written after backward, so what was begun on "
-            "them is done again in step(), and nothing is gained. torch's clip_grad_norm_ writes "
-            "all of them, also where it clips nothing: leave clipping to OptimizerConfig.clip_grad "
-            "(HF Trainer: max_grad_norm=0, and a _get_grad_norm that does not call it; Lightning: "
-            "gradient_clip_val=None)"
+            f"offload_mode={mode!r}: gradients were changed after backward, so what was begun on "
+            "them is done again in step(). If torch's clip_grad_norm_ did it, leave clipping to "
+            "OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
+            "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
         )

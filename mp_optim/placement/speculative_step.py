@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -110,18 +110,19 @@ class SpeculativeHostStepper(OverlappedHostStepper):
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the back buffer of every bucket hold this step, mostly by finding that it does.
         Launches by bucket; none for one that has to be stepped in place."""
+        planned = {
+            step.bucket: self._rule.plan(step.staged, grad_norm) for step in steps
+        }
+        hits = self._hits(steps, planned, gradients)
         back: dict[int, Sequence[BackLaunch]] = {}
         again = []
         for step in steps:
-            planned = self._rule.plan(step.staged, grad_norm)
             bucket = self.buckets[step.bucket]
-            begun = bucket.job.back if bucket.job is not None and step.is_here else ()
-            if bucket.holds_step and _give(begun, planned):
-                back[step.bucket] = begun
-                self.counts["speculation_hits"] += 1
+            if step.bucket in hits:
+                assert bucket.job is not None
+                back[step.bucket] = bucket.job.back
                 continue
-            self.counts["speculation_redone"] += step.is_here and bucket.was_stepped
-            back[step.bucket] = self._launches(step.bucket, planned)
+            back[step.bucket] = self._launches(step.bucket, planned[step.bucket])
             if back[step.bucket]:
                 bucket.distrust()  # what it holds is about to be written over
                 again.append(step)
@@ -130,6 +131,27 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         for step in again:
             self._step_again(step, back[step.bucket])
         return back
+
+    def _hits(
+        self,
+        steps: Sequence[BucketStep],
+        planned: Mapping[int, Sequence[PlannedLaunch]],
+        gradients: Any,
+    ) -> set[int]:
+        """The buckets whose back buffers hold this step; they are counted, and those that were
+        stepped from the same gradients to something else."""
+        hoped = []
+        for step in steps:
+            bucket = self.buckets[step.bucket]
+            begun = () if bucket.job is None else bucket.job.back
+            if bucket.holds_step and _give(begun, planned[step.bucket]):
+                hoped.append(step)
+            else:
+                self.counts["speculation_redone"] += step.is_here and bucket.was_stepped
+        hits = {step.bucket for step in hoped if step.is_here}
+        hits |= {step.bucket for step in self._look_again(hoped, gradients)}
+        self.counts["speculation_hits"] += len(hits)
+        return hits
 
     def _step_again(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
         try:

@@ -29,7 +29,12 @@ class Transfer(Protocol):
     ``to`` and ``sources`` are parallel lists (with thousands of tensors, an object for each pair
     would cost more than the copies) of the same shapes and dtypes; on the host, contiguous. The
     memory of both stays until the copies are done, also if the caller drops it and the ticket.
+
+    Attributes:
+        is_same_place: the host can read the sources as they are, whenever it likes.
     """
+
+    is_same_place: bool
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         """A 1-D uint8 host buffer, page-locked if ``pin`` and the accelerator can use it."""
@@ -60,6 +65,8 @@ class Transfer(Protocol):
 
 class ImmediateTransfer:
     """Both places are host memory: copies happen at once and waiting is free."""
+
+    is_same_place = True
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return zeros_host(num_bytes)
@@ -113,6 +120,8 @@ class CudaTransfer:
     NOTE: no allocator knows of these copies. What they read and write is held here until they are
     done, by each direction's tickets in the order of its stream.
     """
+
+    is_same_place = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -16,7 +16,14 @@ from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
-from mp_optim.slots import ParamGroups, Slot, current_grad, local_tensor, param_at
+from mp_optim.slots import (
+    ParamGroups,
+    Slot,
+    are_plain,
+    current_grad,
+    local_tensor,
+    param_at,
+)
 from mp_optim.slots.host_part import HostPart
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.param_attributes import has_main_grad
@@ -155,7 +162,7 @@ class BackwardOverlap:
             update, claim = table.update(index, local_tensor(grad)), None
             if self.host.releases and _can_be_released(param, grad):
                 claim = _GradClaim(param, grad, index, self.released)
-            self.host.on_grad_ready(update, claim)
+            self.host.on_grad_ready(update, claim, are_plain([grad]))
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
         """These parameters' gradients, or all, are what will be stepped."""

@@ -73,10 +73,20 @@ class HostPart:
     def connect(self, source: GradientSource) -> None:
         """Ask this source from now on; it reports gradients by :meth:`on_grad_ready`."""
 
-    def on_grad_ready(self, update: SlotUpdate, claim: Claim | None = None) -> None:
+    def on_grad_ready(
+        self,
+        update: SlotUpdate,
+        claim: Claim | None = None,
+        writes_are_counted: bool = True,
+    ) -> None:
         """A gradient is complete; the step will be given the same update but for the multiplier, or
         what the claim was released to. Never raises: what goes wrong is reported by
-        :meth:`collect`."""
+        :meth:`collect`.
+
+        Args:
+            writes_are_counted: torch counts every write to it, which it does not for the local
+                tensor of a DTensor.
+        """
 
     def collect(self) -> None:
         """Wait for what was begun early.

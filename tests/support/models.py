@@ -141,6 +141,8 @@ class AdversarialTransfer:
     """Delays every copy until somebody waits for it, and poisons the destination until then.
     Several threads may wait for one."""
 
+    is_same_place = False
+
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.pending: list[tuple[bool, list[tuple[Tensor, Tensor]]] | None] = []

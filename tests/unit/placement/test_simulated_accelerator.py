@@ -214,6 +214,7 @@ SCENARIOS = [
     ),
     InSchedule(Schedule("hybrid", "sync", rounds=rounds("wider"))),
     InSchedule(Schedule(mode="speculative", clip=0.0, rounds=rounds("write"))),
+    InSchedule(Schedule(mode="speculative", clip=0.0, rounds=rounds("wider"))),
     InSchedule(Schedule(mode="speculative", rounds=rounds(), pauses=LATE)),
     InSchedule(
         Schedule(

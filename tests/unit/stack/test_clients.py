@@ -83,7 +83,8 @@ def test_accelerate_prepare():
     assert losses == train(expected_model, expected, 3)
 
 
-def test_hf_trainer(tmp_path):
+def hf_training(folder, max_grad_norm, mode):
+    """Twelve steps of a tiny Mixtral under the HF Trainer: trainer, optimizer, losses."""
     from transformers import (
         MixtralConfig,
         MixtralForCausalLM,
@@ -110,15 +111,18 @@ def test_hf_trainer(tmp_path):
         OptimizerConfig(
             lr=1e-2,
             bf16=True,
+            clip_grad=0.0,
             optimizer_cpu_offload=True,
             optimizer_offload_fraction=0.5,
+            offload_mode=mode,
         ),
         model,
     )
     row = torch.arange(16) % 8
     arguments = TrainingArguments(
-        tmp_path,
+        folder,
         max_steps=12,
+        max_grad_norm=max_grad_norm,
         per_device_train_batch_size=2,
         use_cpu=True,
         report_to=[],
@@ -133,9 +137,31 @@ def test_hf_trainer(tmp_path):
         optimizers=(optimizer, None),
     )
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    history = trainer.state.log_history
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    return model, optimizer, losses
+
+
+def test_hf_trainer(tmp_path):
+    _, optimizer, losses = hf_training(tmp_path, 1.0, "sync")
     assert (
         losses[-1] < losses[0]
         and (tmp_path / "checkpoint-6" / "optimizer.pt").is_file()
     )
     assert optimizer.metrics()["steps"] == 12
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e3, 0.5])
+def test_hf_trainer_calls_clip_grad_norm_and_early_work_survives(tmp_path, limit):
+    """It calls it even for ``max_grad_norm=0``, with a limit of inf, to log the norm."""
+    expected, _, expected_losses = hf_training(tmp_path / "sync", limit, "sync")
+    model, optimizer, losses = hf_training(tmp_path / "early", limit, "speculative")
+    assert losses == expected_losses
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert same_bits(param.detach(), other.detach())
+    metrics = optimizer.metrics()
+    if limit == 0.5:  # which does clip
+        assert metrics["speculation_stale"] > 0
+    else:
+        assert metrics["speculation_hits"] in (11, 22)  # in all steps but the first
+        assert metrics["speculation_stale"] == metrics["speculation_redone"] == 0
