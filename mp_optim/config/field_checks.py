@@ -13,6 +13,7 @@ from mp_optim.config.field_kinds import (
     Check,
     Choice,
     Number,
+    Size,
     Whole,
     as_bool,
     as_cores,
@@ -77,15 +78,15 @@ CHECKS: dict[str, Check] = {
         0.0, open_low=True, may_be_infinite=True, said="must be > 0 (inf: never skip)"
     ),
     "optimizer_offload_fraction": as_fraction,
-    "gpu_memory": Whole(
+    "gpu_memory": Size(
         1,
         2**62,
-        "must be a whole number of bytes >= 1 (60 GiB is 60 * 2**30)",
+        "must be a whole number of bytes >= 1, or text with a unit such as '60GiB'",
         optional=True,
     ),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
-    "offload_bucket_bytes": Whole(
-        1, 2**62, "must be a whole number of bytes >= 1 (64 MiB is 64 * 2**20)"
+    "offload_bucket_bytes": Size(
+        1, 2**62, "must be a whole number of bytes >= 1, or text such as '64MiB'"
     ),
     "data_parallel_sharding_strategy": Choice(("no_shard", "optim", "optim_grads")),
     "grad_reduce_op": Choice(("avg", "sum")),

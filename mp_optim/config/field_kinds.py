@@ -1,8 +1,9 @@
 """Kinds of config fields: each takes a value and returns it in the form in which it is kept, or
 raises ValueError with a rule, in words.
 
-A value is finite unless the field says otherwise, in range, and of the field's kind; numpy's
-scalars count as Python's, a bool is no number, text is no number.
+A value is finite unless the field says otherwise, in range, and of the field's kind. Numpy's
+scalars count as Python's, and text that spells a number as that number (PyYAML reads 1e-3 as text);
+a bool is no number.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import difflib
 import inspect
 import math
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -48,6 +51,7 @@ class Number:
         if value is None and self.optional:
             return None
         kind = "float | None" if self.optional else "float"
+        value = _from_text(value)
         if not _is_number(value):
             raise ValueError(_wrong_kind(value, kind))
         try:
@@ -78,6 +82,7 @@ class Whole:
         if value is None and self.optional:
             return None
         kind = "int | None" if self.optional else "int"
+        value = _from_text(value)
         if not _is_number(value):
             raise ValueError(_wrong_kind(value, kind))
         try:
@@ -94,6 +99,17 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Size(Whole):
+    """A number of bytes, or text with a unit: ``"60GB"``, ``"1.5GiB"``."""
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+            factor = _UNITS[match["unit"].lower()]
+            value = int(Fraction(match["number"]) * factor)
+        return super().__call__(value)
+
+
+@dataclass(frozen=True)
 class Choice:
     """One of some words."""
 
@@ -107,6 +123,21 @@ class Choice:
         why = dict(self.elsewhere).get(value.lower() if isinstance(value, str) else "")
         hint = f"; {why}" if why else nearest(str(value), self.choices)
         raise ValueError(f"must be one of {list(self.choices)}{hint}")
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmgt]i?b)", re.IGNORECASE)
+_UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb"), 1)},
+    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), 1)},
+}
+
+
+def _from_text(value: Any) -> Any:
+    """The number that text spells; anything else as it is."""
+    if not (isinstance(value, str) and len(value) <= 40 and _NUMBER.fullmatch(value)):
+        return value
+    return int(value) if value.isdigit() else float(value)
 
 
 def _is_number(value: object) -> bool:
@@ -145,6 +176,7 @@ def as_fraction(value: Any) -> Any:
     if isinstance(value, str) and value == "auto":
         return "auto"
     text = "must be between 0 and 1, or 'auto'"
+    value = _from_text(value)
     if isinstance(value, str):
         raise ValueError(text)
     return Number(0.0, 1.0, said=text)(value)
@@ -178,21 +210,6 @@ def as_timers(value: Any) -> Any:
 
 def _wrong_kind(value: Any, kind: str) -> str:
     text = f"must be a {kind}, not a {type(value).__name__}"
-    if isinstance(value, str) and "bool" not in kind:
-        try:
-            number = float(value)
-        except ValueError:
-            return text
-        digits, exponent = (
-            f"{number:e}".split("e") if math.isfinite(number) else ("", "0")
-        )
-        written = f"{digits.rstrip('0').ljust(3, '0')}e{int(exponent):+d}"
-        why = (
-            f"YAML reads {value} as text, write {written}"
-            if "e" in value.lower()
-            else "leave the quotes away"
-        )
-        return f"{text}: {why}"
     if isinstance(value, torch.Tensor):
         return f"{text}; give a number (value.item())"
     return text

@@ -14,7 +14,7 @@ from mp_optim.config.combinations import check_config
 from mp_optim.config.field_checks import check_field
 from mp_optim.config.field_kinds import nearest
 from mp_optim.config.fields import ConfigFields
-from mp_optim.config.other_names import elsewhere
+from mp_optim.config.other_names import elsewhere, in_fields
 
 
 def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
@@ -23,6 +23,7 @@ def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
 
     @functools.wraps(generated)
     def init(self: OptimizerConfig, *positional: Any, **settings: Any) -> None:
+        settings = in_fields(settings)
         _check_names([field.name for field in fields(cls)], positional, settings)
         _check_offload(settings)
         generated(self, **_with_rule(settings))
@@ -36,8 +37,11 @@ def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
 class OptimizerConfig(ConfigFields):
     """Everything :func:`mp_optim.get_megatron_optimizer` needs to know besides the model.
 
+    ``learning_rate``, ``max_grad_norm``, ``betas`` and ``eps`` are taken as the fields they mean,
+    sizes as text with a unit (``gpu_memory="60GiB"``), and numbers as text.
+
     Raises:
-        TypeError: an unknown field, naming the nearest one.
+        TypeError: an unknown field, naming the nearest one; one that is given under two names.
         ValueError: a value out of range, contradictory or without effect, naming field and value.
     """
 

@@ -1,8 +1,19 @@
-"""Where a setting is that is not a field: under another name, elsewhere, or nowhere."""
+"""Settings that are no fields: other names for a field, which are taken as it; and where what is
+not taken is: under another name, elsewhere, or nowhere."""
 
 from __future__ import annotations
 
-from mp_optim.config.rules import rules_in_words
+from collections.abc import Mapping
+from typing import Any
+
+from mp_optim.config.rules import RULES, rules_in_words
+
+_TAKEN_AS = {"learning_rate": "lr", "max_grad_norm": "clip_grad"}
+"""Names of torch and Hugging Face, and the field that each is taken as."""
+
+_TAKEN_AS_THE_RULES = ("betas", "eps")
+"""Names that are taken as the fields which the rule reads for it: ``betas`` as ``adam_beta1`` and
+``adam_beta2``, or as ``lion_beta1`` and ``lion_beta2``."""
 
 _ELSEWHERE = {
     "average_in_collective": (
@@ -26,11 +37,10 @@ instead."""
 
 
 _ALIASES = {
-    **dict.fromkeys(("learning_rate", "base_lr"), "lr"),
+    "base_lr": "lr",
     "max_lr": "lr (or max_lr in a ParamKey's override)",
     **dict.fromkeys(
         (
-            "max_grad_norm",
             "gradient_clipping",
             "grad_clip",
             "clip_grad_norm",
@@ -39,13 +49,10 @@ _ALIASES = {
         ),
         "clip_grad",
     ),
-    **dict.fromkeys(
-        ("betas", "adam_betas"),
-        "adam_beta1 and adam_beta2 (lion_beta1 and lion_beta2 for lion)",
-    ),
+    "adam_betas": "betas",
     "beta1": "adam_beta1",
     "beta2": "adam_beta2",
-    **dict.fromkeys(("eps", "epsilon", "adam_epsilon"), "adam_eps"),
+    **dict.fromkeys(("epsilon", "adam_epsilon"), "adam_eps"),
     **dict.fromkeys(("wd", "decay"), "weight_decay"),
     "momentum": "sgd_momentum (muon_momentum for muon)",
     "nesterov": "muon_use_nesterov",
@@ -126,6 +133,51 @@ _NOT_A_FIELD = {
     ),
 }
 """What is set elsewhere or nowhere."""
+
+
+def in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under the names of fields; names that are no fields stay.
+
+    Raises:
+        TypeError: a field is given twice, under its own name and another, or the rule has nothing
+            of that name.
+        ValueError: ``betas`` that are not two.
+    """
+    found = dict(settings)
+    for name in (*_TAKEN_AS, *_TAKEN_AS_THE_RULES):
+        if name in settings:
+            value = found.pop(name)
+            for field, part in _parts(name, value, _rule_of(settings)):
+                if field in settings:
+                    raise TypeError(
+                        f"{name}={value!r} and {field}={settings[field]!r} are the same setting "
+                        f"of OptimizerConfig; give one of them"
+                    )
+                found[field] = part
+    return found
+
+
+def _rule_of(settings: Mapping[str, Any]) -> str:
+    """The rule that reads ``betas`` and ``eps``: with muon, the one of what is not a matrix."""
+    name = str(settings.get("optimizer", "adam")).lower()
+    if name == "muon":
+        name = str(settings.get("muon_scalar_optimizer", "adam"))
+    return name if name in RULES else "adam"
+
+
+def _parts(name: str, value: Any, rule: str) -> list[tuple[str, Any]]:
+    if name in _TAKEN_AS:
+        return [(_TAKEN_AS[name], value)]
+    fields = RULES[rule].settings.get(name)
+    if fields is None:
+        raise TypeError(f"{name}={value!r}: optimizer={rule!r} has none; leave it away")
+    if isinstance(fields, str):
+        return [(fields, value)]
+    if not isinstance(value, (tuple, list)) or len(value) != len(fields):
+        raise ValueError(
+            f"{name}={value!r}: must be {len(fields)} numbers, for {' and '.join(fields)}"
+        )
+    return list(zip(fields, value, strict=True))
 
 
 def elsewhere(name: str) -> str:

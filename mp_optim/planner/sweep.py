@@ -109,6 +109,12 @@ def smallest_fraction(
     )
 
 
+def _way_out(gpu_memory: int) -> str:
+    if gpu_memory < 1 << 20:
+        return f"it is a number of bytes: write '{gpu_memory}GiB' if you meant GiB"
+    return "shard the model over more ranks"
+
+
 def least(
     plan_at: Callable[[float], MemoryPlan],
     *,
@@ -122,8 +128,7 @@ def least(
     if best.accelerator.total > gpu_memory:
         raise ValueError(
             f"gpu_memory={gpu_memory}: with the whole optimizer on the host the accelerator still "
-            "needs "
-            f"{best.accelerator.total} bytes; shard the model over more ranks"
+            f"needs {best.accelerator.total} bytes; {_way_out(gpu_memory)}"
         )
     while low < high:  # more on the host is never more on the accelerator
         middle = (low + high) // 2

@@ -57,6 +57,16 @@ COMPANY: list[dict[str, Any]] = [
 ]
 """Settings beside which fields do something; each field has its company in one of them."""
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "loss_scale_window": {"fp16": True},
+    "bucket_size": {"use_distributed_optimizer": True},
+    "offload_bucket_bytes": {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+    },
+}
+"""Settings without which a field has no effect."""
+
 NONSENSE: list[Any] = [
     math.nan,
     math.inf,
@@ -233,26 +243,42 @@ def step(config: OptimizerConfig, field: str) -> None:
         ("host_cores", [0], (0,)),
         ("host_cores", range(1), (0,)),
         ("optimizer", "AdamW", "adam"),
+        ("lr", "1e-3", 1e-3),
+        ("lr", ".5", 0.5),
+        ("weight_decay", "2.5E-2", 2.5e-2),
+        ("clip_grad", "1", 1),
+        ("loss_scale_window", "500", 500),
+        ("bucket_size", "4e7", 40_000_000),
+        ("offload_bucket_bytes", "512MB", 512 * 10**6),
+        ("offload_bucket_bytes", "1.5 GiB", 3 * 2**29),
+        ("offload_bucket_bytes", "64kib", 2**16),
+        ("offload_bucket_bytes", "4096", 4096),
     ],
 )
 def test_what_means_the_same_is_kept_in_one_form(
     name: str, value: Any, kept: Any
 ) -> None:
-    found = getattr(OptimizerConfig(**{name: value}), name)
+    company = BESIDE.get(name, {})
+    found = getattr(OptimizerConfig(**{**company, name: value}), name)
     assert found == kept and type(found) is type(kept)
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
+        ({"lr": "fast"}, "lr='fast': must be a float | None, not a str"),
+        ({"clip_grad": "nan"}, "clip_grad='nan': must be a float, not a str"),
         (
-            {"lr": "1e-3"},
-            "lr='1e-3': must be a float | None, not a str: YAML reads 1e-3 as text, write 1.0e-3",
+            {"weight_decay": "-1e-2"},
+            "weight_decay='-1e-2': must be a finite number >= 0",
         ),
-        ({"weight_decay": "2.5e-2"}, "YAML reads 2.5e-2 as text, write 2.5e-2"),
-        ({"clip_grad": "1.0"}, "leave the quotes away"),
+        ({"hysteresis": "2.5"}, "hysteresis='2.5': must be a whole number"),
+        ({"betas": 0.9}, "betas=0.9: must be 2 numbers, for adam_beta1 and adam_beta2"),
+        ({"betas": (0.9, 1.0)}, "adam_beta2=1.0: must be in [0, 1)"),
         ({"lr": torch.tensor(1.0)}, "give a number"),
-        ({"gpu_memory": "60GB"}, "gpu_memory='60GB': must be a int | None"),
+        ({"gpu_memory": "60 apples"}, "gpu_memory='60 apples': must be a int | None"),
+        ({"gpu_memory": "60G"}, "gpu_memory='60G': must be a int | None"),
+        ({"offload_bucket_bytes": "0MiB"}, "or text such as '64MiB'"),
         (
             {"stochastic_rounding_seed": 2.5},
             "stochastic_rounding_seed=2.5: must be a whole number",
@@ -277,13 +303,10 @@ def test_a_wrong_kind_of_value_says_what_to_write(
 @pytest.mark.parametrize(
     "name, here",
     [
-        ("learning_rate", "lr"),
-        ("max_grad_norm", "clip_grad"),
         ("gradient_clipping", "clip_grad"),
         ("clip_grad_norm", "clip_grad"),
-        ("betas", "adam_beta1 and adam_beta2"),
         ("beta1", "adam_beta1"),
-        ("eps", "adam_eps"),
+        ("epsilon", "adam_eps"),
         ("wd", "weight_decay"),
         ("momentum", "sgd_momentum"),
         ("optim", "optimizer"),
@@ -307,3 +330,82 @@ def test_names_from_elsewhere_lead_to_the_field(name: str, here: str) -> None:
     with pytest.raises(TypeError) as caught:
         OptimizerConfig(zzyzx=1.0)
     assert "did you mean" not in str(caught.value)
+
+
+LIKE_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"learning_rate": "3e-4"}, {"lr": 3e-4}),
+    ({"max_grad_norm": 0.5}, {"clip_grad": 0.5}),
+    (
+        {"betas": (0.8, 0.95), "eps": 1e-6},
+        {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6},
+    ),
+    (
+        {"optimizer": "AdamW", "betas": [0.8, 0.95]},
+        {"adam_beta1": 0.8, "adam_beta2": 0.95},
+    ),
+    (
+        {"optimizer": "lion", "betas": (0.8, 0.95)},
+        {"optimizer": "lion", "lion_beta1": 0.8, "lion_beta2": 0.95},
+    ),
+    (
+        {"optimizer": "muon", "muon_scalar_optimizer": "lion", "betas": (0.8, 0.95)},
+        {
+            "optimizer": "muon",
+            "muon_scalar_optimizer": "lion",
+            "lion_beta1": 0.8,
+            "lion_beta2": 0.95,
+        },
+    ),
+    (
+        {"optimizer": "adafactor", "eps": (None, 1e-4)},
+        {"optimizer": "adafactor", "adafactor_eps2": 1e-4},
+    ),
+    (
+        {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": "auto",
+            "gpu_memory": "60GB",
+        },
+        {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": "auto",
+            "gpu_memory": 60 * 10**9,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "typed, meant", LIKE_TORCH, ids=lambda settings: ", ".join(settings)
+)
+def test_other_names_are_taken_as_the_field(
+    typed: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    assert OptimizerConfig(**typed) == OptimizerConfig(**meant)
+    assert OptimizerConfig.from_dict(typed) == OptimizerConfig.from_dict(meant)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"learning_rate": 1e-3, "lr": 1e-4},
+            "learning_rate=0.001 and lr=0.0001 are the same",
+        ),
+        (
+            {"max_grad_norm": 1.0, "clip_grad": 1.0},
+            "max_grad_norm=1.0 and clip_grad=1.0",
+        ),
+        (
+            {"betas": (0.9, 0.95), "adam_beta2": 0.99},
+            r"betas=\(0.9, 0.95\) and adam_beta2=0.99",
+        ),
+        ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "optimizer='sgd' has none"),
+        ({"optimizer": "lion", "eps": 1e-8}, "eps=1e-08: optimizer='lion' has none"),
+    ],
+)
+def test_a_setting_under_two_names_or_of_another_rule(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        OptimizerConfig(**settings)
