@@ -156,6 +156,8 @@ class SlotTable:
                 )
             present[index] = grad
         indices = [index for index, grad in enumerate(present) if grad is not None]
+        if not indices:
+            self._refuse_meta([*range(len(self.params))], self.params, name_of)
         if released and len(indices) == len(present):
             indices = self._everything().indices
         grads = CachedTensorList(grad for grad in present if grad is not None)
@@ -173,17 +175,7 @@ class SlotTable:
         name_of: Callable[[Slot], str],
     ) -> None:
         if torch.device("meta") in grads.devices:
-            name = name_of(
-                next(
-                    self.slots[i]
-                    for i, g in zip(indices, grads, strict=True)
-                    if g.is_meta
-                )
-            )
-            raise ValueError(
-                f"{name} is on the meta device, without values: call model.to_empty(device=...) "
-                "and initialise or load the weights, then build the optimizer"
-            )
+            self._refuse_meta(indices, grads, name_of)
         if grads.strided and grads.dtypes <= GRADIENT_DTYPES:
             return
         index, grad = next(
@@ -200,6 +192,20 @@ class SlotTable:
             f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
             "floating-point gradients are supported (build the embedding with sparse=False)"
         )
+
+    def _refuse_meta(
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        name_of: Callable[[Slot], str],
+    ) -> None:
+        for index, tensor in zip(indices, tensors, strict=True):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name_of(self.slots[index])} is on the meta device, without values: call "
+                    "model.to_empty(device=...) and initialise or load the weights, then build "
+                    "the optimizer"
+                )
 
     def keys_of(self, indices: Sequence[int]) -> list[NormKey]:
         """Which norm each of some gradients counts in."""
