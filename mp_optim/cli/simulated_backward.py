@@ -51,12 +51,14 @@ class Bus:
     """A transfer that takes as long as a bus would: each direction is one lane, and copies queue up
     in it."""
 
+    is_same_place = False
+
     def __init__(self, gigabytes: float) -> None:
         self._rate = gigabytes * 1e9
         self._free_at = {"down": 0.0, "up": 0.0}
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def notes(self) -> tuple[str, ...]:
         return ()
@@ -118,11 +120,10 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(0)
         size = setting.params // setting.tensors
         self.weights = nn.ParameterList(
-            torch.randn(size, generator=generator).bfloat16()
-            for _ in range(setting.tensors)
+            _random(size, generator).bfloat16() for _ in range(setting.tensors)
         )
         self.grads = [
-            torch.randn(size, generator=generator).mul_(1e-3).bfloat16()
+            _random(size, generator).mul_(1e-3).bfloat16()
             for _ in range(setting.tensors)
         ]
         self.seconds = 0.0
@@ -134,17 +135,20 @@ class Model(nn.Module):
         if not self.is_busy:
             time.sleep(max(0.0, until - time.perf_counter()))
             return
-        small = torch.ones(
-            64, 64
-        )  # too small for a second thread, and in cache: it keeps one core busy
+        # too small for a second thread, and in cache: it keeps one core busy
+        small = torch.ones(64, 64, dtype=torch.float32, device="cpu")
         while time.perf_counter() < until:
             small = (small @ small).clamp_(0.0, 1.0)
 
     def forward(self) -> Tensor:
-        hidden = torch.zeros(1, requires_grad=True)
+        hidden = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
         for index, weight in enumerate(self.weights):
             hidden = _Layer.apply(hidden, weight, self, index)  # type: ignore[no-untyped-call]
         return hidden.sum()
+
+
+def _random(size: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def build(setting: Setting, mode: str) -> tuple[Model, MegatronOptimizer]:

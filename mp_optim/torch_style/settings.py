@@ -123,9 +123,14 @@ def _without_torchs(settings: Mapping[str, Any]) -> dict[str, Any]:
         if name in _DEFAULTS:
             kept[name] = value
         elif name not in _FUSED and name not in _NONE_OF_THAT:
-            hint = elsewhere(name) or nearest(name, [*_DEFAULTS], 0.6)
-            raise TypeError(f"unexpected argument {name!r}{hint}")
+            raise TypeError(f"unexpected argument {name!r}{_hint(name)}")
     return kept
+
+
+def _hint(name: str) -> str:
+    if name == "learning_rate":
+        return "; it is called lr here"
+    return _in_words_of_here(elsewhere(name)) or nearest(name, [*_DEFAULTS], 0.6)
 
 
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -358,6 +358,10 @@ def test_values_that_cannot_be(settings: dict[str, Any], message: str) -> None:
 def test_names_that_are_not() -> None:
     with pytest.raises(TypeError, match="'learning_rate'; it is called lr"):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], learning_rate=1e-3)
+    with pytest.raises(
+        TypeError, match="'gradient_clipping'; it is called max_grad_norm"
+    ):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], gradient_clipping=1.0)
     with pytest.raises(TypeError, match="'max_grad_nrm'; did you mean 'max_grad_norm'"):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], max_grad_nrm=1.0)
 
