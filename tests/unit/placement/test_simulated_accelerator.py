@@ -100,7 +100,7 @@ def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(schedule=schedules())
 def test_many_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
     check(schedule)

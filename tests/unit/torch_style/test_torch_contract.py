@@ -199,6 +199,28 @@ def test_before_the_first_step_there_are_settings_and_no_state() -> None:
         mp_optim.AdamW(list(layers.parameters())[1:]).load_state_dict(state)
 
 
+def test_a_group_that_was_held_from_the_beginning_stays_the_live_one() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = mp_optim.SGD([param], lr=1.0)
+    (group,) = optimizer.param_groups
+    for rate in (1.0, 0.25):
+        param.grad = torch.ones(4)
+        group["lr"] = rate
+        optimizer.step()
+    assert torch.equal(param, torch.full((4,), -0.25))
+
+
+def test_gradients_are_cleared_before_and_after_the_first_step() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = mp_optim.AdamW([param])
+    for keep in (False, True, False):
+        param.grad = torch.ones(4)
+        optimizer.zero_grad(set_to_none=not keep)
+        assert param.grad is None or not param.grad.any()
+        param.grad = torch.ones(4)
+        optimizer.step()
+
+
 def test_parameters_may_be_replaced_before_the_first_step() -> None:
     layers = model(torch.bfloat16)
     optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
@@ -332,6 +354,22 @@ def test_fp16_without_a_loss_scale_is_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
+
+
+def test_what_a_grad_scaler_found_on_another_rank_skips_the_step_here() -> None:
+    param = nn.Parameter(torch.ones(4).half())
+    optimizer = mp_optim.AdamW([param])
+    param.grad = torch.ones(4).half()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    optimizer.step()
+    assert not optimizer.last_step.success and param.eq(1.0).all()
+    optimizer.found_inf.zero_()
+    optimizer.step()
+    assert set(optimizer.state_dict()) == {
+        "state",
+        "param_groups",
+    }  # the scaler saves itself
+    assert optimizer.last_step.success and not param.eq(1.0).any()
 
 
 # -- what cannot be --------------------------------------------------------------------------------
