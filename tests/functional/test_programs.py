@@ -13,7 +13,7 @@ import pytest
 
 import mp_optim.torch_style as ours
 from support.fp32_adamw import Fp32AdamW
-from support.launch import TOOLS
+from support.launch import TOOLS, run_ranks
 from support.programs import PROGRAMS
 
 SETTINGS: dict[str, Any] = {
@@ -67,3 +67,7 @@ def test_a_resumed_run_goes_on_to_the_bit(program: str, tmp_path: Path) -> None:
     resumed = main(str(tmp_path / "run"), resume=True, **how, **SETTINGS)
     half = len(whole) // 2
     assert half >= 30 and resumed[-half:] == whole[half:]
+
+
+def test_accelerate_with_fsdp2_saves_and_goes_on_to_the_bit(tmp_path: Path) -> None:
+    run_ranks("accelerate_fsdp2", 2, str(tmp_path / "state"))

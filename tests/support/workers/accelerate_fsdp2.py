@@ -1,0 +1,61 @@
+"""accelerate with FSDP2: clipped by it, saved by its ``save_state``, and resumed by ``load_state``
+to the bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+import mp_optim
+from support.launch import TOOLS
+
+HALF = 10
+
+
+def sharding_accelerator():
+    path = TOOLS / "examples" / "accelerate_fsdp2.py"
+    spec = importlib.util.spec_from_file_location("accelerate_fsdp2", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example.sharding_accelerator()
+
+
+def losses(folder: str, resume: bool) -> list[float]:
+    accelerator = sharding_accelerator()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
+    optimizer = mp_optim.AdamW(model.parameters(), lr=1e-2, offload=0.5, state="8bit")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    # on a CPU prepare() forgets that it is FSDP
+    vars(accelerator.state)["distributed_type"] = DistributedType.FSDP
+    if resume:
+        accelerator.load_state(folder)
+    result = []
+    for step in range(HALF if resume else 0, 2 * HALF):
+        if step == HALF and not resume:
+            accelerator.save_state(folder)
+        seed = 2 * step + accelerator.process_index
+        inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs.bfloat16()).float(), inputs[:, :4])
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        result.append(loss.item())
+    return result
+
+
+def main(folder: str) -> None:
+    whole = losses(folder, False)
+    assert losses(folder, True) == whole[HALF:] and whole[-1] < 0.5 * whole[0]
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    print("resumed to the bit")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
