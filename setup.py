@@ -3,6 +3,8 @@
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,6 +21,20 @@ LINKS = r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)"
 
 class BuildKernels(build_ext):
     """A plain shared library, read through ctypes: its name has no Python version."""
+
+    def build_extensions(self):
+        """Compile the sources side by side: half the time on two cores."""
+        compile_some = self.compiler.compile
+
+        def compile_all(sources, **options):
+            with ThreadPoolExecutor() as pool:
+                made = pool.map(
+                    lambda source: compile_some([source], **options), sources
+                )
+                return list(chain.from_iterable(made))
+
+        self.compiler.compile = compile_all
+        super().build_extensions()
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
