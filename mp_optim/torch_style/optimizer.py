@@ -23,6 +23,7 @@ from mp_optim.slots.state_view import SlotStateView
 from mp_optim.torch_style.amp import AmpLossScale
 from mp_optim.torch_style.settings import config_of
 from mp_optim.update import check_serves
+from mp_optim.update.backends.missing_kernels import warn_of_missing_kernels
 from mp_optim.update.rules import CLASSES, construction_of, settings_of
 
 _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
@@ -71,6 +72,9 @@ class StackOptimizer(torch.optim.Optimizer):
             [{"params": []}], **construction_of(self._config), **defaults
         )
         super().__init__(params, defaults)
+        warn_of_missing_kernels(
+            self._config.fused_backend, self.rule, self.param_groups
+        )
 
     # -- the stack below --------------------------------------------------------------------------
 

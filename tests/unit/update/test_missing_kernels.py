@@ -9,7 +9,7 @@ import pytest
 
 from support.launch import ROOT, TOOLS, run
 
-BUILD = """
+PROGRAM = """
 import sys, warnings
 sys.path.remove("")  # the checkout
 import torch, mp_optim
@@ -18,8 +18,7 @@ model = torch.nn.Linear(4, 4).bfloat16()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):
-        config = mp_optim.OptimizerConfig(lr=0.1, bf16=True)
-        optimizer = mp_optim.get_megatron_optimizer(config, model)
+        optimizer = BUILD
     said = len(caught)
     model(torch.ones(2, 4).bfloat16()).sum().backward()
     optimizer.step()
@@ -27,6 +26,9 @@ assert len(caught) == said, "only construction says it"
 for warning in caught:
     print(warning.filename, warning.message)
 """
+
+STACK = "mp_optim.get_megatron_optimizer(mp_optim.OptimizerConfig(lr=0.1, bf16=True), model)"
+CLASS = "mp_optim.AdamW(model.parameters(), lr=0.1)"
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +40,16 @@ def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def said_by(folder: Path, **environment: str) -> str:
-    path = f"{folder}:{TOOLS}"
-    return run("-c", BUILD, str(folder), PYTHONPATH=path, **environment)
+def said_by(folder: Path, how: str, **environment: str) -> str:
+    program, path = PROGRAM.replace("BUILD", how), f"{folder}:{TOOLS}"
+    return run("-c", program, str(folder), PYTHONPATH=path, **environment)
 
 
-def test_missing_kernels_are_said_once_at_construction(without_compiler: Path) -> None:
-    said = said_by(without_compiler, MP_OPTIM_NATIVE="")
+@pytest.mark.parametrize("how", [STACK, CLASS], ids=["stack", "class"])
+def test_missing_kernels_are_said_once_at_construction(
+    without_compiler: Path, how: str
+) -> None:
+    said = said_by(without_compiler, how, MP_OPTIM_NATIVE="")
     assert said.count("there are no native kernels") == 1
     assert said.startswith("<string>"), "the warning points at the caller's line"
     assert "without a C++ compiler" in said and "about five times as long" in said
@@ -52,4 +57,4 @@ def test_missing_kernels_are_said_once_at_construction(without_compiler: Path) -
 
 
 def test_who_asks_for_torch_operations_is_not_warned(without_compiler: Path) -> None:
-    assert said_by(without_compiler, MP_OPTIM_NATIVE="off") == ""
+    assert said_by(without_compiler, STACK, MP_OPTIM_NATIVE="off") == ""
