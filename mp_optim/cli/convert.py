@@ -21,6 +21,7 @@ import torch
 import tyro
 
 from mp_optim.checkpoint import foreign
+from mp_optim.checkpoint.foreign.file import plain_content
 from mp_optim.cli.shell import status_of
 
 
@@ -66,26 +67,9 @@ def _names(path: Path | None) -> list[str] | None:
     return list(json.loads(text)) if text.lstrip().startswith("[") else text.split()
 
 
-def _plain(path: Path) -> Any:
-    """What is in a file of ``torch.save``; plain data and tensors, or nothing is read.
-
-    Raises:
-        ValueError: it is no such file, or holds objects of classes.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # zipfile's, pickle's, RuntimeError, and more
-        raise ValueError(
-            f"{path} is not a whole file of torch.save with nothing but plain data and tensors "
-            "(objects of classes could run code, and are not read)"
-        ) from error
-
-
 def _loaded(options: Options) -> Any:
     """The part of the source file that ``--key`` names."""
-    content = _plain(options.source)
+    content = plain_content(options.source)
     for part in filter(None, options.key.split(".")):
         if not isinstance(content, Mapping) or part not in content:
             names = list(content) if isinstance(content, Mapping) else "no names"
@@ -133,7 +117,7 @@ def _read(options: Options) -> foreign.ForeignState:
         return foreign.from_megatron(
             content, names, fp32_names=options.fp32_names, step=options.step
         )
-    masters = None if options.masters is None else _plain(options.masters)
+    masters = None if options.masters is None else plain_content(options.masters)
     return foreign.from_torch(content, names, masters=masters, step=options.step)
 
 

@@ -30,7 +30,8 @@ def status_of(command: Callable[[], int]) -> int:
 
 
 def _fail(sentence: str) -> int:
-    print(f"mp-optim: {sentence}", file=sys.stderr)
+    first_paragraph = sentence.partition("\n\n")[0]
+    print(f"mp-optim: {first_paragraph}", file=sys.stderr)
     return 1
 
 

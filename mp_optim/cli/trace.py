@@ -54,6 +54,13 @@ class Options:
     output: Path = Path("runs/trace")
     """Folder for trace.png and trace.json."""
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.tensors <= self.params:
+            raise ValueError(
+                f"--tensors {self.tensors} --params {self.params:g}: there must be at least one "
+                "tensor, and one element in each"
+            )
+
 
 @dataclass(frozen=True)
 class Trace:

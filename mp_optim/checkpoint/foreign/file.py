@@ -37,13 +37,32 @@ def _cloned(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value.detach().clone() for key, value in state.items()}
 
 
+def plain_content(path: str | os.PathLike[str]) -> Any:
+    """What is in a file of ``torch.save``: plain data and tensors, or nothing is read.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is no such file, damaged, or holds objects of classes.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # zipfile's, pickle's, RuntimeError, and more
+        raise ValueError(
+            f"{path} is not a whole file of torch.save with nothing but plain data and tensors "
+            "(objects of classes could run code, and are not read)"
+        ) from error
+
+
 def from_file(path: str | os.PathLike[str]) -> ForeignState:
     """Read what :func:`to_file` wrote.
 
     Raises:
-        ValueError: it is another kind of file.
+        OSError: it cannot be opened.
+        ValueError: it is another kind of file, or damaged.
     """
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    content = plain_content(path)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is no file that mp-optim convert wrote for mp_optim")
     groups = tuple(

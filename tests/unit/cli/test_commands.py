@@ -111,6 +111,19 @@ def test_a_source_that_is_no_state(
     assert words in sentence and str(source) in sentence and not target.exists()
 
 
+def test_a_file_of_another_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ("--source", written(tmp_path, b"text"), "--target", tmp_path / "out")
+    for form in ("mp_optim", "torch"):
+        sentence = said(capsys, "convert", "--source-format", form, *files)
+        assert "is not a whole file of torch.save" in sentence
+    for form in ("checkpoint", "deepspeed"):
+        assert "there is no " in said(
+            capsys, "convert", "--source-format", form, *files
+        )
+
+
 def test_a_key_that_is_not_in_the_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +152,14 @@ def test_settings_that_cannot_be_read(
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     sentence = said(capsys, "plan", "--model", "nowhere")
     assert "--model nowhere: no such file or folder" in sentence
+
+
+def test_a_model_that_transformers_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "nosuch"}')
+    assert "model type `nosuch`" in said(capsys, "plan", "--model", path)
 
 
 def test_a_plan_is_printed_and_written(
