@@ -4,6 +4,7 @@ one does."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import subprocess
 import time
@@ -46,19 +47,22 @@ def command(case: str, output: Path, *flags: str) -> list[str]:
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
-    return launch.start(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return launch.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def kill_after(steps: int, process: subprocess.Popen[str], output: Path) -> None:
-    """SIGKILL as soon as that many steps are on record: inside the next step, or inside a save."""
+def stop_after(
+    steps: int, process: subprocess.Popen[str], output: Path, how: signal.Signals
+) -> tuple[str, str]:
+    """A signal as soon as that many steps are on record: inside the next step, or inside a save.
+    What the process wrote."""
     deadline = time.monotonic() + 120
     while len(read_records(output / "metrics.jsonl")) < steps:
         assert process.poll() is None and time.monotonic() < deadline, (
             process.stderr and process.stderr.read()
         )
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(how)
+    return process.communicate(timeout=120)
 
 
 def config_of(case: str, output: Path) -> TrainConfig:
@@ -88,20 +92,32 @@ def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("case", ["moe_bf16_offload_03", "dense_fp16", "moe_fp32"])
-def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case, how",
+    [
+        ("moe_bf16_offload_03", signal.SIGKILL),
+        ("dense_fp16", signal.SIGINT),  # Ctrl-C
+        ("moe_fp32", signal.SIGKILL),
+    ],
+)
+def test_stopped_and_resumed_equals_uninterrupted(
+    case: str, how: signal.Signals, tmp_path: Path
+) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start(command(case, killed))
-    kill_after(STEPS // 2, process, killed)
-    assert process.returncode == -signal.SIGKILL
+    said, errors = stop_after(STEPS // 2, process, killed, how)
+    if how == signal.SIGINT:
+        assert process.returncode == 130 and "Traceback" not in errors
+        last = said.splitlines()[-1]
+        assert re.search(r"interrupted after step \d+ of 24, saved to .*--resume", last)
+    else:
+        assert process.returncode == -how
     newest = checkpoints.latest(killed)
-    assert (
-        newest is not None
-        and STEPS // 2 - 1 <= int(newest.name.removeprefix("step-")) < STEPS
-    )
+    assert newest is not None
+    assert STEPS // 2 - 1 <= int(newest.name.removeprefix("version-")) < STEPS
     resumed = start(command(case, killed, "--resume"))
     _, errors = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, errors.decode()
+    assert resumed.returncode == 0, errors
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from train import main
 
-from mp_optim import OptimizerConfig
+from mp_optim import OptimizerConfig, checkpoint
 from support.functional import load_case
 from support.launch import TOOLS, torchrun
 from training.config import TrainConfig
@@ -69,6 +70,13 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
         ("model:\n  family: gpt2", "model.family='gpt2': must be one of"),
         ("run:\n  steps: 2.5", "run.steps=2.5: must be a whole number"),
         ("run:\n  save_interval: 0", "run.save_interval=0"),
+        ("run:\n  keep: 0", "run.keep=0: at least 1, or null for all"),
+        ("optimizer: {lr: 1e-3\nrun: 1", "bad.yaml: line 2: not valid YAML: "),
+        ("optimizer:\n\tlr: 1", "bad.yaml: line 2: not valid YAML: "),
+        ("model:\n  num_kv_heads: 3", "num_heads=4: not a multiple of num_kv_heads=3"),
+        ("model:\n  num_heads: 3", "hidden_size=128: not a multiple of num_heads=3"),
+        ("model:\n  num_experts: 1", "num_experts_per_tok=2: there are num_experts=1"),
+        ("model:\n  vocab_size: 100", "vocab_size=100: at least 256"),
     ],
 )
 def test_a_bad_file_is_explained_in_one_line(
@@ -110,7 +118,8 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
     )
     assert [record.loss for record in together] == pytest.approx(alone.losses, rel=1e-2)
     assert together[0].loss == pytest.approx(alone.losses[0], rel=1e-6)
-    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000002"
+    saved = checkpoint.versions(tmp_path / "run" / "checkpoints")
+    assert [version.name for version in saved] == ["version-1"]
     with pytest.raises(
         ValueError,
         match=r"run\.layout='zero1' needs several processes: start this with torchrun",
@@ -121,8 +130,6 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
 def test_a_run_leaves_what_it_promises(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rich.console import Console
-
     config, _ = load_case("moe_bf16_offload_03")
     run = dataclasses.replace(
         config.run, steps=4, save_interval=4, eval_interval=2, output_dir=str(tmp_path)
@@ -140,6 +147,8 @@ def test_a_run_leaves_what_it_promises(
         "loss (nats/byte)",
         "tokens/s",
         "skipped steps",
+        " k params",
+        " ms",
         "optimizer on device",
         "optimizer on host",
     ):
@@ -154,3 +163,56 @@ def test_a_run_leaves_what_it_promises(
     ] == result.losses
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "tensorboard").iterdir()) and result.checkpoint is not None
+
+
+SMALL = """
+model: {family: llama, hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}
+data: {seq_length: 16, source: synthetic}
+optimizer: {bf16: true, lr: 4.0e-3}
+scheduler: {lr_decay_style: linear}
+run: {global_batch_size: 2, micro_batch_size: 2, save_interval: 1}
+"""
+
+
+def small(folder: Path, *flags: str) -> TrainConfig:
+    (folder / "small.yaml").write_text(SMALL, encoding="utf-8")
+    file = [
+        "--config",
+        str(folder / "small.yaml"),
+        "--run.output-dir",
+        str(folder / "run"),
+    ]
+    return parse_command_line([*file, *flags])
+
+
+def test_a_run_is_extended_and_keeps_the_newest_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rates() -> list[float]:
+        return [
+            record.lr for record in read_records(tmp_path / "run" / "metrics.jsonl")
+        ]
+
+    console = Console(width=120)
+    main(small(tmp_path, "--run.steps", "4"), console)
+    first, folder = rates(), tmp_path / "run" / "checkpoints"
+    kept = [version.name for version in checkpoint.versions(folder)]
+    assert kept == ["version-2", "version-3", "version-4"]
+    again = ["--resume", "--run.keep", "1"]
+    main(small(tmp_path, "--run.steps", "4", *again), console)
+    assert "all 4 steps were done: --run.steps N" in capsys.readouterr().out
+    main(small(tmp_path, "--run.steps", "8", *again), console)
+    assert "resuming at step 4 of 8" in capsys.readouterr().out
+    assert rates()[:4] == first and rates()[4:] == pytest.approx(
+        [4e-3 * (1 - step / 8) for step in range(4, 8)]
+    )
+    assert [version.name for version in checkpoint.versions(folder)] == ["version-8"]
+    with pytest.raises(
+        SystemExit, match=r"schedule is not that of the run.*'cosine' here"
+    ):
+        main(small(tmp_path, *again, "--scheduler.lr-decay-style", "cosine"), console)
+
+
+def test_no_learning_rate_is_explained() -> None:
+    with pytest.raises(SystemExit, match=r"--optimizer.lr 1e-3, or --config FILE"):
+        main(TrainConfig(), Console())

@@ -1,16 +1,16 @@
-"""Where a run's checkpoints lie: `<output_dir>/checkpoints/step-00000100`, and `latest` naming the
-newest whole one."""
+"""A run's checkpoints: the newest versions of `<output_dir>/checkpoints`, which every tool takes as
+it is."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import mp_optim
-from training import ranks
+
+_FOLDER = "checkpoints"
 
 
 def save(
@@ -19,29 +19,22 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: object,
+    keep: int | None = None,
 ) -> Path:
-    """Save, then point `latest` at it; a crash in between leaves the previous checkpoint in
-    charge."""
-    folder = output_dir / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:08d}"
-    extra = {"step": step, "rng": _rng_state()}
-    mp_optim.checkpoint.save(path, model, optimizer, scheduler, extra=extra)
-    if ranks.rank() == 0:
-        pointer = folder / "latest.tmp"
-        pointer.write_text(path.name, encoding="utf-8")
-        os.replace(pointer, folder / "latest")
-    return path
+    """Save a version, then delete all but the `keep` newest; a crash in between leaves the previous
+    one in charge. Returns its folder."""
+    path, extra = output_dir / _FOLDER, {"step": step, "rng": _rng_state()}
+    return mp_optim.checkpoint.save(
+        path, model, optimizer, scheduler, extra=extra, keep=keep
+    )
 
 
 def latest(output_dir: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None."""
-    pointer = output_dir / "checkpoints" / "latest"
-    return (
-        pointer.parent / pointer.read_text(encoding="utf-8").strip()
-        if pointer.exists()
-        else None
-    )
+    pointer = output_dir / _FOLDER / "latest"
+    if not pointer.exists():
+        return None
+    return pointer.parent / pointer.read_text(encoding="utf-8").strip()
 
 
 def load(

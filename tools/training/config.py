@@ -104,10 +104,14 @@ class RunConfig:
     """Evaluate every so many steps, and always at the end. None: never."""
     eval_batches: int = 4
     save_interval: int | None = None
-    """Save a checkpoint every so many steps, and always at the end. None: never."""
+    """Save a checkpoint every so many steps, and always at the end. None: never. Ctrl-C saves
+    one."""
+    keep: int | None = 3
+    """How many of the newest checkpoints to keep. None: all."""
     output_dir: str = "runs/train"
     resume: Annotated[bool, tyro.conf.arg(aliases=["--resume"])] = False
-    """Continue from the latest checkpoint in `output_dir`, if there is one."""
+    """Continue from the latest checkpoint in `output_dir`, if there is one; with more `steps` than
+    before, a schedule without `lr_decay_steps` of its own gets longer."""
 
 
 @dataclass
@@ -129,10 +133,35 @@ class TrainConfig:
                 f"run.global_batch_size={self.run.global_batch_size} is not a multiple of "
                 f"run.micro_batch_size={self.run.micro_batch_size}"
             )
-        for name in ("eval_interval", "save_interval"):
-            if (interval := getattr(self.run, name)) is not None and interval < 1:
-                raise ValueError(
-                    f"run.{name}={interval}: at least 1, or null for never"
-                )
+        for name, none in (
+            ("eval_interval", "never"),
+            ("save_interval", "never"),
+            ("keep", "all"),
+        ):
+            if (number := getattr(self.run, name)) is not None and number < 1:
+                raise ValueError(f"run.{name}={number}: at least 1, or null for {none}")
+        _check_model(self.model)
         if self.run.steps < 1:
             raise ValueError(f"run.steps={self.run.steps}: at least one step is needed")
+
+
+def _check_model(model: ModelConfig) -> None:
+    """Raise ValueError for sizes that contradict each other, which the model would only notice when
+    it is called."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
+    rules = {
+        f"vocab_size={model.vocab_size}: at least 256, as it reads bytes": model.vocab_size
+        >= 256,
+        f"num_heads={heads}: not a multiple of num_kv_heads={kv_heads}": heads
+        % kv_heads
+        == 0,
+        f"hidden_size={model.hidden_size}: not a multiple of num_heads={heads}; "
+        "or give head_dim": model.head_dim is not None
+        or model.hidden_size % heads == 0,
+        f"num_experts_per_tok={model.num_experts_per_tok}: there are num_experts="
+        f"{model.num_experts}": model.family == "llama"
+        or model.num_experts_per_tok <= model.num_experts,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(f"model.{rule}")

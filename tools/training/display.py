@@ -12,6 +12,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -32,6 +33,8 @@ class LiveProgress:
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -68,6 +71,8 @@ class LiveProgress:
 def _numbers(record: StepRecord, smooth: float) -> str:
     norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     speed = f"{record.tokens_per_s / 1e3:.1f}k tok/s"
+    if record.milliseconds is not None:
+        speed += f", {record.milliseconds:.0f} ms"
     text = f"loss [bold]{smooth:.3f}[/]  lr {record.lr:.1e}  norm {norm}  {speed}"
     if record.eval_loss is not None:
         text += f"  eval {record.eval_loss:.3f}"
@@ -84,7 +89,7 @@ def print_summary(
     )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("model", f"{result.num_params / 1e6:.2f} M params")
+    table.add_row("model", params_in_words(result.num_params))
     last = losses[-(len(losses) // 20 + 1) :]
     table.add_row(
         "loss (nats/byte)",
@@ -102,6 +107,14 @@ def print_summary(
     for name, path in result.paths.items():
         table.add_row(name, str(path))
     console.print(table)
+
+
+def params_in_words(count: int) -> str:
+    """Three digits of a number of parameters, with a unit."""
+    unit, letter = (
+        (1e9, "B") if count >= 1e9 else (1e6, "M") if count >= 1e6 else (1e3, "k")
+    )
+    return f"{count / unit:.3g} {letter} params"
 
 
 def _places(description: Any) -> list[tuple[str, str]]:

@@ -89,7 +89,14 @@ def _like(current: object, value: Any, name: str) -> Any:
 
 def load_yaml(path: str | Path, base: TrainConfig | None = None) -> TrainConfig:
     """The config a YAML file describes, over `base` (default: the dataclass defaults)."""
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f"line {mark.line + 1}: "
+        raise ValueError(
+            f"{line}not valid YAML: {error.problem or error.context}"
+        ) from error
     if not isinstance(values, Mapping):
         raise ValueError(f"{path}: the top level has to be a mapping of sections")
     return config_from_mapping(values, base if base is not None else TrainConfig())

@@ -18,6 +18,7 @@ from training.config import TrainConfig
 from training.data import batch, load_corpus
 from training.metrics import Observer, StepRecord, TrainResult
 from training.models import build_model, params_dtype
+from training.schedule import RunSchedule
 
 _EVAL_SEED_OFFSET = 500_000_000
 
@@ -53,7 +54,7 @@ class Trainer:
         self.optimizer = mp_optim.get_megatron_optimizer(
             optimizer, self.model, config_overrides=overrides
         )
-        self.scheduler = _scheduler(self.optimizer, config)
+        self.scheduler = RunSchedule(self.optimizer, config)
         self.corpus = load_corpus(config.data)
         self.step = 0
         self.checkpoint: Path | None = None
@@ -87,6 +88,7 @@ class Trainer:
         success = bool(result.success)
         if success:
             self.scheduler.step(increment=1)
+        seconds = time.perf_counter() - started
         record = StepRecord(
             step=self.step,
             loss=ranks.mean(loss, self.device),
@@ -94,7 +96,8 @@ class Trainer:
             lr=lr,
             loss_scale=loss_scale,
             skipped=not success,
-            tokens_per_s=batch[0].numel() / (time.perf_counter() - started),
+            tokens_per_s=batch[0].numel() / seconds,
+            milliseconds=1e3 * seconds,
         )
         self.step += 1
         return record
@@ -126,6 +129,7 @@ class Trainer:
             self.model,
             self.optimizer,
             self.scheduler,
+            self.config.run.keep,
         )
         return self.checkpoint
 
@@ -162,9 +166,10 @@ def train(
     config: TrainConfig,
     observers: Sequence[Callable[[Trainer], Observer]] = (),
     trainer: Trainer | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
     """Train as `config` says. Displays and writes only what the `observers`, made from the trainer,
-    do."""
+    do. Once `stop()` is true in some process, the step at hand is the last one, and is saved."""
     trainer = trainer if trainer is not None else Trainer(config)
     run = config.run
     result = TrainResult(num_params=trainer.num_params)
@@ -176,13 +181,15 @@ def train(
             begun = time.perf_counter()
             record = trainer.train_step()
             training_seconds += time.perf_counter() - begun
-            last = trainer.step == run.steps or _over_time(started, run.max_seconds)
-            if _due(run.eval_interval, trainer.step, last):
+            result.interrupted = ranks.any_of(stop(), trainer.device)
+            is_over = trainer.step == run.steps or result.interrupted
+            last = is_over or _over_time(started, run.max_seconds)
+            if not result.interrupted and _due(run.eval_interval, trainer.step, last):
                 record = dataclasses.replace(record, eval_loss=trainer.evaluate())
             result.records.append(record)
             for observer in watching:
                 observer.on_step(record)
-            if _due(run.save_interval, trainer.step, last):
+            if result.interrupted or _due(run.save_interval, trainer.step, last):
                 trainer.save()
             if last:
                 break
@@ -228,30 +235,4 @@ def _reported_lr(optimizer: torch.optim.Optimizer) -> float:
         next((g for g in groups if not g.get("is_decoupled_lr", False)), groups[0])[
             "lr"
         ]
-    )
-
-
-def _scheduler(
-    optimizer: torch.optim.Optimizer, config: TrainConfig
-) -> mp_optim.OptimizerParamScheduler:
-    """Megatron's scheduler, counting steps (not samples)."""
-    scheduler, weight_decay = config.scheduler, config.optimizer.weight_decay
-    decay_steps = scheduler.lr_decay_steps or config.run.steps
-    wsd_steps = scheduler.wsd_decay_steps or max(1, decay_steps // 5)
-    is_wsd = scheduler.lr_decay_style == "WSD"
-    return mp_optim.OptimizerParamScheduler(
-        optimizer,
-        init_lr=scheduler.lr_warmup_init,
-        max_lr=config.optimizer.lr,
-        min_lr=config.optimizer.min_lr or 0.0,
-        lr_warmup_steps=scheduler.lr_warmup_steps,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=scheduler.lr_decay_style,
-        start_wd=weight_decay,
-        end_wd=weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        wsd_decay_steps=wsd_steps if is_wsd else None,
-        lr_wsd_decay_style=scheduler.lr_wsd_decay_style if is_wsd else None,
-        use_checkpoint_opt_param_scheduler=False,
     )

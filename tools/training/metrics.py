@@ -21,6 +21,7 @@ class StepRecord:
     loss_scale: float
     skipped: bool
     tokens_per_s: float
+    milliseconds: float | None = None
     eval_loss: float | None = None
 
 
@@ -35,6 +36,8 @@ class TrainResult:
     description: Any = None
     """What `optimizer.describe()` said."""
     checkpoint: Path | None = None
+    interrupted: bool = False
+    """Stopped before its last step, and saved."""
     paths: dict[str, Path] = field(default_factory=dict)
 
     @property

@@ -88,6 +88,15 @@ def unsynchronized(
     return contextlib.nullcontext()
 
 
+def any_of(value: bool, device: torch.device) -> bool:
+    """Whether it is true in some process."""
+    if size() == 1:
+        return value
+    flag = torch.tensor([value], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
 def mean(value: float, device: torch.device) -> float:
     """Over all processes."""
     if size() == 1:
