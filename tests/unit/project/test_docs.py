@@ -1,6 +1,9 @@
 """What the documents say exists, and what they tell people to type works."""
 
+import ast
 import importlib
+import itertools
+import operator
 import re
 import shlex
 from pathlib import Path
@@ -82,6 +85,34 @@ def test_words_of_the_glossary_are_names_in_the_code():
         if not re.search(rf"^\s*((class|def) )?{w}\b *[(=:\[]", code, re.M)
     ]
     assert unknown == []
+
+
+def test_messages_in_troubleshooting_are_real():
+    """What stands in quotes in the first column is text of the code, word for word."""
+    texts = []
+    for path in (ROOT / "mp_optim").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(_constant(part) for part in node.values))
+            else:
+                texts.append(_constant(node))
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("|")]
+    quoted = [
+        (row, part) for row in rows for part in re.findall(r'"([^"]+ [^"]+)"', row)
+    ]
+    ours = [part for row, part in quoted if "(torch's)" not in row]
+    assert len(ours) > 20
+    everything = "\n".join(texts)
+    found = (
+        part in everything or re.sub(r"\d+", "", part) in everything for part in ours
+    )
+    assert list(itertools.compress(ours, map(operator.not_, found))) == []
+
+
+def _constant(node):
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return node.value if is_text else ""
 
 
 def test_the_readme_example_runs():
