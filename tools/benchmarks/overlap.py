@@ -100,27 +100,25 @@ def write(folder: Path, sections: Sequence[Section]) -> None:
 
 
 def _plot(section: Section, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(8, 0.45 * len(section.rows) + 1.2), dpi=150)
-    names = list(section.rows)[::-1]
+    """Bars in groups, one for each length of backward."""
+    lengths = list(dict.fromkeys(name.split(", backward ")[1] for name in section.rows))
     shades = {"sync": "#bdbdbd", "overlap": "#6baed6", "speculative": "#08519c"}
-    bars = axes.barh(
-        names,
-        [section.rows[name]["ms"] for name in names],
-        color=[shades[name.split(",")[0]] for name in names],
-    )
-    axes.bar_label(
-        bars,
-        [
-            f"{section.rows[n]['ms']:.1f} ms, {section.rows[n]['hidden']:.0%} hidden"
-            for n in names
-        ],
-        padding=4,
-        fontsize=8,
-    )
+    figure, axes = plt.subplots(figsize=(8, 1.2 * len(lengths) + 1.4), dpi=150)
+    for place, (mode, shade) in enumerate(shades.items()):
+        rows = [section.rows[f"{mode}, backward {length}"] for length in lengths]
+        heights = [group + 0.28 * (place - 1) for group in range(len(lengths))]
+        bars = axes.barh(
+            heights, [row["ms"] for row in rows], 0.26, color=shade, label=mode
+        )
+        texts = [f"{row['ms']:.1f} ms, {row['hidden']:.0%} hidden" for row in rows]
+        axes.bar_label(bars, texts, padding=4, fontsize=8)
+    axes.set_yticks(range(len(lengths)), [f"backward as\nlong as {n}" for n in lengths])
+    axes.invert_yaxis()
     axes.set_title(section.title, loc="left", fontsize=9)
-    axes.set_xlabel("visible milliseconds of step(), less is better")
+    axes.set_xlabel("milliseconds that step() takes, less is better")
+    axes.legend(title="offload_mode", loc="upper right", fontsize=8, title_fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.3)
+    axes.margins(x=0.45)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

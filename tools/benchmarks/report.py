@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import textwrap
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -161,11 +162,10 @@ def tables(sections: Sequence[Section]) -> str:
 def plot(section: Section, path: Path, title: str) -> None:
     """Bars of milliseconds, shortest first."""
     rows = sorted(section.rows.items(), key=lambda item: item[1]["ms"], reverse=True)
-    figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.2), dpi=150)
+    figure, axes = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.2), dpi=150)
     colors = ["#08519c" if name.startswith(OURS) else "#bdbdbd" for name, _ in rows]
-    bars = axes.barh(
-        [name for name, _ in rows], [row["ms"] for _, row in rows], color=colors
-    )
+    labels = [textwrap.fill(name, 40) for name, _ in rows]
+    bars = axes.barh(labels, [row["ms"] for _, row in rows], color=colors)
     axes.bar_label(
         bars, [f"{row['ms']:.1f} ms" for _, row in rows], padding=4, fontsize=9
     )

@@ -184,6 +184,13 @@ def update_kernels(numel: int, rounds: int, probe: Probe) -> Section:
     return section
 
 
+_OF_TORCH = {
+    "usual_bf16": "torch, bf16: upcast, clip_grad_norm_, fused AdamW, downcast",
+    "usual_fp16": "torch, fp16: upcast, unscale, clip_grad_norm_, fused AdamW, downcast",
+    "best_torch": "torch, bf16: norm, upcast, fused AdamW with grad_scale, downcast",
+}
+
+
 def full_step(numel: int, rounds: int, probe: Probe) -> Section:
     """From 16-bit gradients to 16-bit params, clipping active, non-finite gradients noticed."""
     count = numel // PIECE
@@ -197,7 +204,7 @@ def full_step(numel: int, rounds: int, probe: Probe) -> Section:
         composite = Composite([param.clone() for param in params], grads)
         steps = {
             ours: our_step(params, grads),
-            **{f"torch, {name}": getattr(composite, name) for name in names},
+            **{_OF_TORCH[name]: getattr(composite, name) for name in names},
         }
         timings = probe.alternate(steps, rounds, "full step")
         section.take(
