@@ -44,8 +44,10 @@ class ParamKey:
     """Which parameters an override is for: those that any of the conditions matches.
 
     Attributes:
-        name: shell patterns of FQNs. attr: attributes that must be truthy.
-        predicate, with_name_predicate: tests.
+        name: shell patterns of FQNs.
+        attr: names of attributes that must be truthy.
+        predicate: tests of a parameter.
+        with_name_predicate: tests of a parameter and its FQN.
     """
 
     name: str | tuple[str, ...] = ()

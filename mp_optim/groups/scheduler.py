@@ -40,14 +40,20 @@ class OptimizerParamScheduler:
 
     Args:
         optimizer: anything with ``param_groups``.
-        init_lr: where warmup starts. max_lr, min_lr: top and floor of the schedule.
-        lr_warmup_steps, lr_decay_steps: end of the warmup, end of the whole schedule.
+        init_lr: where warmup starts.
+        max_lr: top of the schedule.
+        min_lr: floor of the schedule.
+        lr_warmup_steps: end of the warmup.
+        lr_decay_steps: end of the whole schedule.
         lr_decay_style: constant, linear, cosine, inverse-square-root or WSD.
-        start_wd, end_wd, wd_incr_steps, wd_incr_style: weight decay ramp (constant, linear,
-            cosine).
+        start_wd: weight decay at the start.
+        end_wd: weight decay at the end of its ramp.
+        wd_incr_steps: length of the ramp.
+        wd_incr_style: shape of the ramp: constant, linear or cosine.
         use_checkpoint_opt_param_scheduler: take the checkpoint's settings at load.
         override_opt_param_scheduler: keep this object's settings at load.
-        wsd_decay_steps, lr_wsd_decay_style: length and shape of WSD's cooldown.
+        wsd_decay_steps: length of WSD's cooldown.
+        lr_wsd_decay_style: shape of WSD's cooldown: linear, cosine, exponential or minus_sqrt.
 
     Raises:
         ValueError: naming the argument and its value.

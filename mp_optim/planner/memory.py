@@ -51,7 +51,8 @@ class MemoryPlan:
 
     Attributes:
         accelerator: memory of the device that holds the model.
-        pinned_host, pageable_host: host memory, page-locked or not.
+        pinned_host: host memory, page-locked.
+        pageable_host: other host memory.
         fraction: share of the optimizer on the host.
         params: trainable elements of the whole model.
     """

@@ -142,9 +142,12 @@ class DynamicGradScaler(MegatronGradScaler):
     ``min_scale``.
 
     Args:
-        initial_scale, min_scale: start and floor.
-        growth_factor: > 1. backoff_factor: in (0, 1).
-        growth_interval, hysteresis: whole numbers >= 1, in steps.
+        initial_scale: where the scale starts.
+        min_scale: floor of the scale.
+        growth_factor: the scale grows by this, > 1.
+        backoff_factor: the scale shrinks by this, in (0, 1).
+        growth_interval: clean steps in a row before it grows, >= 1.
+        hysteresis: overflows in a row before it shrinks, >= 1.
         device: where the state lives; the model's device keeps ``update`` free of waits.
 
     Raises:

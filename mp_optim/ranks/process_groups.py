@@ -18,10 +18,11 @@ class ProcessGroups:
         grad_stats: ranks that hold different dense parameters of one model copy (tensor x pipeline
             parallel).
         expert_grad_stats: the same for expert parameters (expert x tensor x pipeline parallel).
-        tp, expert_tp: tensor-parallel groups, to count duplicated parameters once.
-        dp, expert_dp: ranks that hold copies of dense and of expert parameters; a distributed
-            optimizer reduces over them. With ``use_distributed_optimizer``, dp is by default all
-            ranks, expert_dp the same as dp.
+        tp: tensor-parallel ranks of dense parameters, to count duplicated parameters once.
+        expert_tp: the same for expert parameters.
+        dp: ranks that hold copies of dense parameters; a distributed optimizer reduces over them.
+            With ``use_distributed_optimizer`` by default all ranks.
+        expert_dp: the same for expert parameters; by default as dp.
         ep: ranks that hold different experts of one layer, which each counts from 0.
         pp: the stages of a pipeline, which each count their layers from 0. With several, building
             an optimizer is a collective of theirs.

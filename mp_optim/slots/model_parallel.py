@@ -50,7 +50,8 @@ class ModelParallel:
         partitions: of the parameters that tensor parallelism cuts, by name here.
         copies: parameters here whose original another stage of the pipeline has: by name, the
             global rank of that stage.
-        cut_over, named_over: global ranks that have the other parts; that the names tell from this.
+        cut_over: global ranks that have the other parts.
+        named_over: global ranks that the names tell from this one.
     """
 
     names: GlobalNames = field(default_factory=GlobalNames)

@@ -150,11 +150,13 @@ class Muon(StackOptimizer):
     ``use_muon=False``).
 
     Args:
-        momentum, nesterov: of Muon.
+        momentum: of Muon.
+        nesterov: whether Muon's momentum is Nesterov's.
         ns_steps: Newton-Schulz steps.
         adjust_lr_fn: ``"match_rms_adamw"``: steps are as long as AdamW's, so that its learning rate
             can be kept; ``"original"``: times sqrt(max(1, rows / columns)), torch's default.
-        betas, eps: of AdamW.
+        betas: of AdamW.
+        eps: of AdamW.
     """
 
     rule = "muon"

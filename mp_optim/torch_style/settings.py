@@ -38,9 +38,12 @@ class StackSettings(TypedDict, total=False):
             ``"speculative"`` (during backward). The same bits in all three.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
         backend: what carries the rule out, as ``OptimizerConfig.fused_backend``; ``"auto"``.
-        foreach, fused: of torch's; any value will do, for every step here is fused.
-        amsgrad, maximize, capturable, differentiable: of torch's, and only False: there is none of
-            that here.
+        foreach: of torch's; any value will do, for every step here is fused.
+        fused: of torch's; any value will do.
+        amsgrad: of torch's, and only False: there is none of that here.
+        maximize: of torch's, and only False: negate the loss.
+        capturable: of torch's, and only False.
+        differentiable: of torch's, and only False.
     """
 
     state: str
