@@ -1,0 +1,31 @@
+"""examples/finetune.ipynb, executed as a reader would."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+from support.launch import ROOT
+
+NOTEBOOK = ROOT / "examples/finetune.ipynb"
+
+
+def test_the_notebook_trains_and_goes_on(tmp_path: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    outputs = [output for cell in code for output in cell.outputs]
+    said = "".join(output.text for output in outputs if "text" in output)
+    halves = re.findall(r"loss ([0-9.]+) -> ([0-9.]+)", said)
+    first, middle, last = float(halves[0][0]), float(halves[0][1]), float(halves[1][1])
+    assert first > 5.4 and middle < 0.75 * first and last < 0.9 * middle
+    assert re.search(r"host +bfloat16", said) and re.search(r"device +bfloat16", said)
+    errors = [output.text for output in outputs if output.get("name") == "stderr"]
+    assert all("tqdm" in error for error in errors), errors  # which lacks a widget here
+    assert "image/png" in outputs[-1]["data"]
