@@ -11,6 +11,10 @@ echo "== mypy"
 mypy
 echo "== import layers"
 lint-imports
+echo "== documentation site"
+site="$(mktemp -d)"
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "$site"
+rm -r "$site"
 if [ "$#" -gt 0 ]; then
     echo "== pytest"
     exec python -m pytest --cov=mp_optim --cov-report=term "$@"

@@ -1,0 +1,252 @@
+"""The pages of the site that show what to write: every program is shown, and the lines work. Links
+and docstrings are checked by ``mkdocs build --strict`` in tools/test.sh."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import griffe
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from support.launch import ROOT
+
+DOCS = ROOT / "docs"
+INCLUDE = re.compile(r'--8<-- "([\w./]+)"')
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    """Blocks that are written on the page, not those that include a program."""
+    found = re.findall(rf"```{language}\n(.*?)```", text_of(page), re.DOTALL)
+    return [block for block in found if not INCLUDE.search(block)]
+
+
+def test_every_program_is_shown() -> None:
+    pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
+    programs = {path.name for path in (ROOT / "tools/examples").glob("*.py")}
+    assert set(INCLUDE.findall(pages)) == programs
+
+
+def test_every_page_of_a_client_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [f"clients/{path.name}" for path in (DOCS / "clients").glob("*.md")]
+    assert len(pages) > 10
+    assert [page for page in pages if page not in navigation] == []
+
+
+# -- the lines of the pages ------------------------------------------------------------------------
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    """A step that has to change every parameter, at a rate that shows in bfloat16."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    before = [param.detach().clone() for param in model.parameters()]
+    loss = model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)
+
+
+class AnyTrainer:
+    """A Trainer as far as it is handed an optimizer, or builds one."""
+
+    def __init__(self, model: nn.Module, *arguments: Any, **given: Any) -> None:
+        if "optimizers" in given:
+            self.optimizer, _ = given["optimizers"]
+            return
+        cls, settings = given["optimizer_cls_and_kwargs"]
+        self.optimizer = cls([{"params": list(model.parameters())}], **settings)
+
+
+class AnyModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+
+
+def names(model: nn.Module) -> dict[str, Any]:
+    """What the lines on the pages take for granted."""
+    trainers = ("Trainer", "SFTTrainer", "DPOTrainer")
+    arguments = ("TrainingArguments", "SFTConfig", "DPOConfig")
+    return {
+        **dict.fromkeys(trainers, AnyTrainer),
+        **dict.fromkeys(arguments, lambda folder, **given: given),
+        "torch": torch,
+        "mp_optim": mp_optim,
+        "OptimizerConfig": OptimizerConfig,
+        "get_megatron_optimizer": get_megatron_optimizer,
+        "model": model,
+        "base": model,
+        "model_parts": [model],
+        "data": [],
+        "arguments": None,
+        "accelerator": SimpleNamespace(prepare=lambda *objects: objects),
+        "L": SimpleNamespace(LightningModule=AnyModule),
+        "get_peft_model": lambda base, config: base,
+        "LoraConfig": lambda **given: given,
+    }
+
+
+@pytest.mark.parametrize("client", ["hf_trainer", "trl", "accelerate", "timm", "peft"])
+def test_the_lines_of_the_clients_run(
+    client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if client == "timm":  # compiling is not what is shown, and takes seconds
+        monkeypatch.setattr(torch, "compile", lambda model: model)
+    blocks = blocks_of(f"clients/{client}.md", "python")
+    assert blocks
+    for block in blocks:
+        model = small_model()
+        known = names(model)
+        exec(block, known)
+        built = known["trainer"] if "trainer" in known else SimpleNamespace(**known)
+        train(model, built.optimizer)
+
+
+def test_the_lines_of_lightning_run() -> None:
+    (block,) = blocks_of("clients/lightning.md", "python")
+    known = names(small_model())
+    exec(block, known)
+    student = known["Student"]()
+    train(student.layers, student.configure_optimizers())
+
+
+def test_the_lines_of_torchtitan_run() -> None:
+    from torchtitan.components.optimizer import ParamGroupConfig
+
+    from mp_optim.integrations.torchtitan import MpOptimizersContainer
+
+    (block,) = blocks_of("clients/torchtitan.md", "python")
+    model = small_model()
+    titan = {
+        "ParamGroupConfig": ParamGroupConfig,
+        "MpOptimizersContainer": MpOptimizersContainer,
+    }
+    known = {**names(model), **titan}
+    exec(block, known)
+    train(model, known["optimizers"])
+
+
+def built(module: str, name: str, **settings: Any) -> None:
+    """A class that a config names, called as programs do that know only its path."""
+    model = small_model()
+    cls = getattr(importlib.import_module(module), name)
+    train(model, cls(model.parameters(), **settings))
+
+
+def test_the_lines_of_configs_name_what_is_there() -> None:
+    (verl,) = map(yaml.safe_load, blocks_of("clients/verl.md", "yaml"))
+    optim = verl["actor_rollout_ref"]["actor"]["optim"]
+    others = optim["override_optimizer_config"]
+    built(optim["optimizer_impl"], optim["optimizer"], lr=1e-2, **others)
+    (recipe,) = map(yaml.safe_load, blocks_of("clients/automodel.md", "yaml"))
+    module, _, name = recipe["optimizer"].pop("_target_").rpartition(".")
+    built(module, name, **{**recipe["optimizer"], "lr": 1e-2})
+    (axolotl,) = map(yaml.safe_load, blocks_of("clients/axolotl.md", "yaml"))
+    module, _, name = axolotl["plugins"][0].rpartition(".")
+    source = importlib.util.find_spec(module)
+    assert source is not None and source.origin is not None
+    assert f"class {name}(" in Path(source.origin).read_text()
+    settings = dict(axolotl["mp_optim"])
+    built("mp_optim", settings.pop("optimizer"), lr=1e-2, **settings)
+
+
+def test_the_line_of_ms_swift_adds_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in = ModuleType("swift.optimizers")
+    vars(stand_in).update(OptimizerCallback=object, optimizers_map={})
+    monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
+    monkeypatch.setitem(sys.modules, "swift.optimizers", stand_in)
+    (block,) = blocks_of("clients/ms_swift.md", "python")
+    monkeypatch.delitem(sys.modules, "mp_optim.integrations.ms_swift", raising=False)
+    exec(block, {})
+    callbacks = vars(stand_in)["optimizers_map"]
+    assert "--optimizer mp_optim " in text_of("clients/ms_swift.md")
+    assert list(callbacks) == ["mp_optim"]
+    arguments = re.search('--optim_args "(.*?)"', text_of("clients/ms_swift.md"))
+    assert arguments is not None
+    module = sys.modules.pop("mp_optim.integrations.ms_swift")
+    built("mp_optim", "AdamW", lr=1e-2, **vars(module)["settings_of"](arguments[1]))
+
+
+def test_the_quickstart_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, Any] = {}
+    for block in blocks_of("quickstart.md", "python"):
+        exec(block, known)
+    said = capsys.readouterr().out
+    assert "True" in said.splitlines() and known["resumed"] == known["uninterrupted"]
+    assert re.search(r"host +bfloat16 +1 +1,024", said)
+    assert known["resumed"] < 0.02 and known["success"]
+
+
+def test_the_line_at_the_door_runs() -> None:
+    (block,) = blocks_of("index.md", "python")
+    known = names(small_model())
+    exec(block, known)
+    train(known["model"], known["optimizer"])
+
+
+# -- how the site is made --------------------------------------------------------------------------
+
+
+def of_the_site(name: str) -> ModuleType:
+    path = ROOT / "tools/docs_site" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"docs_site_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_references_in_docstrings_become_links(tmp_path: Path) -> None:
+    (tmp_path / "house.py").write_text(
+        "from mp_optim.api import door\n"
+        "def f():\n"
+        '    """See :func:`door`, :class:`~mp_optim.planner.Layout`, :meth:`gone.away`."""\n'
+    )
+    extensions = griffe.load_extensions(of_the_site("roles").Roles)
+    module = griffe.load("house", search_paths=[tmp_path], extensions=extensions)
+    docstring = module["f"].docstring
+    assert docstring is not None
+    assert ":func:" not in docstring.value and ":class:" not in docstring.value
+    found = re.findall(r'identifier="([\w.]+)"><code>([\w.]+)</code>', docstring.value)
+    assert found == [
+        ("mp_optim.api.door", "door"),
+        ("mp_optim.planner.Layout", "Layout"),
+        ("gone.away", "gone.away"),
+    ]
+
+
+def test_documents_beside_the_docs_are_linked_as_pages() -> None:
+    linked = of_the_site("pages").on_page_markdown
+    assert linked("[a](../CONTRIBUTING.md#rules) [b](other.md)") == (
+        "[a](contributing.md#rules) [b](other.md)"
+    )
+    assert linked("[a](../../CHANGELOG.md)") == "[a](../changelog.md)"
+    assert linked("[a](../examples/finetune.ipynb)") == "[a](finetune.ipynb)"
