@@ -62,7 +62,7 @@ def loss_of(model):
 
 def test_every_python_block_is_run_here():
     """By document, how many there are; each has a test below, those of the site's first pages and
-    of clients in test_site.py."""
+    of clients in test_site.py, Megatron's in unit/megatron/test_install.py."""
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {
         str(path.relative_to(ROOT)): count for path, count in counts.items() if count
