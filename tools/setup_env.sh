@@ -32,7 +32,7 @@ _install_torch() {
         _pip "torch>=2.6"
         return
     fi
-    _say "installing torch $TORCH_VERSION for the CPU"
+    _say "installing torch $TORCH_VERSION for the CPU: 200 MB, a minute or two"
     if [ "$(uname -s)" = Linux ]; then
         # The default index serves a CUDA build on Linux, so ask for the CPU one by name first.
         _pip "torch==$TORCH_VERSION+cpu" --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
@@ -54,7 +54,7 @@ _setup() {
         "$python" -m venv "$VENV" || { _say "venv failed; on Debian or Ubuntu: apt-get install python3-venv"; return 1; }
     fi
     _install_torch
-    _say "installing mp_optim[$extra]"
+    _say "installing mp_optim[$extra] and compiling its kernels: a minute or two"
     _pip -e "$REPO_ROOT[$extra]"
     echo "$key" >"$stamp"
     _say "done"
