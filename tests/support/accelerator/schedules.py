@@ -21,8 +21,8 @@ from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of
 from support.offload import delays, differing, hybrids, params_of, state_of
 
 DEVICE = 1
-EVENTS = ("", "offload", "abandon", "overflow", "read", "wider", "write")
-WRITES_GRADIENTS = ("overflow", "wider", "write")
+EVENTS = ("", "offload", "abandon", "overflow", "read", "wider", "write", "touch")
+WRITES_GRADIENTS = ("overflow", "wider", "write", "touch")
 """Events that find no gradient where it was released."""
 
 
@@ -37,7 +37,7 @@ class Round:
             ``abandon``: the same, and the gradients of another backward were dropped before.
             ``overflow``: a gradient becomes infinite after backward. ``read``: parameters and state
             are read after backward. ``wider``: the gradient is FP32, in ``main_grad``. ``write``:
-            gradients are doubled after backward.
+            gradients are doubled after backward. ``touch``: they are multiplied by 1.
     """
 
     micro: int = 1
@@ -77,7 +77,7 @@ class Schedule:
         """Whether gradients are written that were ready, and may be on their way down; a
         DistributedOptimizer clears them in place."""
         return any(
-            round.event in ("overflow", "write")
+            round.event in ("overflow", "write", "touch")
             or (round.event == "abandon" and self.owner == "zero")
             or (round.micro > 1 and not round.says_last and not self.releases)
             for round in self.rounds
@@ -203,10 +203,10 @@ class _Run:
         elif event == "overflow":
             with torch.no_grad():
                 self._grad(self.model.dense)[0, 0] = math.inf
-        elif event == "write":
+        elif event in ("write", "touch"):
             with torch.no_grad():
                 for param in self.model.parameters():
-                    self._grad(param).mul_(2.0)
+                    self._grad(param).mul_(2.0 if event == "write" else 1.0)
         elif event == "read":
             params_of(self.model), state_of(self.optimizer)
         elif event == "wider":
