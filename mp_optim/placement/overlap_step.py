@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -126,6 +126,12 @@ class OverlappedHostStepper(HostStepper):
 
     # -- during backward --------------------------------------------------------------------------
 
+    @property
+    def _may_compare(self) -> bool:
+        """Whether ``step()`` compares gradients whose writes are not counted with what came
+        down."""
+        return self.transfer.is_same_place
+
     @in_own_modes
     def on_grad_ready(
         self,
@@ -158,6 +164,8 @@ class OverlappedHostStepper(HostStepper):
             self._order.setdefault(slot)
         elif not self.releases:
             return
+        if slot in self._uncounted and not (self.releases or self._may_compare):
+            return  # what came down now would come down again
         if self.released.has_waiting(
             bucket, slot
         ):  # further ones are added in their turn
@@ -482,8 +490,18 @@ class OverlappedHostStepper(HostStepper):
             f"{self.settings.bucket_bytes:,} bytes, "
             f"{held.back:,} bytes double buffer"
             + (", gradients released" if self.releases else ""),
+            *self._notes_on_dtensors(),
             *super().notes(),
         )
+
+    def _notes_on_dtensors(self) -> Iterator[str]:
+        if self._uncounted and not (self.releases or self.transfer.is_same_place):
+            when = "in step(), too," if self._may_compare else "in step()"
+            yield (
+                f"host: gradients of DTensors (FSDP2) come down {when} because torch does not "
+                "count all writes to them; release_gradients=True brings them down in backward "
+                "alone"
+            )
 
     def metrics(self) -> dict[str, float]:
         return {**super().metrics(), **self.counts}

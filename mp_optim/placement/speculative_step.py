@@ -62,6 +62,10 @@ class SpeculativeHostStepper(OverlappedHostStepper):
 
     # -- during backward --------------------------------------------------------------------------
 
+    @property
+    def _may_compare(self) -> bool:
+        return True
+
     def _speculates_now(self) -> bool:
         return self._speculates and self._knows_order
 

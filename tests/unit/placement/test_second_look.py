@@ -196,8 +196,11 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def sharded_run(mode: str, limit: float) -> tuple[list[Tensor], dict[str, float]]:
-    """FSDP2, whose gradients torch's clip_grad_norm_ writes to without a trace."""
+def sharded_run(
+    mode: str, limit: float, adversarial: bool
+) -> tuple[list[Tensor], dict[str, float], str]:
+    """FSDP2, whose gradients torch's clip_grad_norm_ writes to without a trace: parameters,
+    metrics, description."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).bfloat16()
     fully_shard(model)
@@ -210,6 +213,9 @@ def sharded_run(mode: str, limit: float) -> tuple[list[Tensor], dict[str, float]
         offload_mode=mode,
     )
     optimizer = get_megatron_optimizer(config, model)
+    for hybrid in hybrids(optimizer):
+        if adversarial:
+            hybrid.stepper.use_transfer(AdversarialTransfer())
     for seed in range(6):
         inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
         optimizer.zero_grad()
@@ -217,18 +223,23 @@ def sharded_run(mode: str, limit: float) -> tuple[list[Tensor], dict[str, float]
         finish_early_work(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
-    return [
-        param.to_local().detach() for param in model.parameters()
-    ], optimizer.metrics()
+    params = [param.to_local().detach() for param in model.parameters()]
+    return params, optimizer.metrics(), str(optimizer.describe())
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:.*gradients were changed after backward")
+@pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
 @pytest.mark.parametrize("limit", [math.inf, 1e-3])
-def test_gradients_of_fsdp_that_are_clipped_outside(limit: float) -> None:
-    expected, _ = sharded_run("sync", limit)
+def test_gradients_of_fsdp_that_are_clipped_outside(
+    limit: float, adversarial: bool
+) -> None:
+    expected, _, _ = sharded_run("sync", limit, adversarial)
     for mode in MODES[1:]:
-        params, metrics = sharded_run(mode, limit)
+        params, metrics, described = sharded_run(mode, limit, adversarial)
         assert same_bits(params, expected), mode
-        assert (metrics["speculation_stale"] == 0) == (limit == math.inf), mode
+        assert ("gradients of DTensors (FSDP2) come down" in described) == adversarial
+        if mode == "speculative" or not adversarial:
+            assert (metrics["speculation_stale"] == 0) == (limit == math.inf), mode
     if limit == math.inf:
         assert metrics["speculation_hits"] >= 5
