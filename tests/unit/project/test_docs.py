@@ -53,6 +53,9 @@ def blocks_of(name, language):
 
 
 def small_model():
+    torch.manual_seed(
+        0
+    )  # of 300 seeds, 7 make weights that one small step does not move
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
 
 
