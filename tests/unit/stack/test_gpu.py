@@ -1,5 +1,7 @@
 """What only a machine with an accelerator can show."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, to
 pytestmark = pytest.mark.gpu
 
 
-def run(precision, fraction, rule="adam", steps=50, **settings):
+def run(precision, fraction, rule="adam", steps=50, clip_to=None, **settings):
     model = TinyMoE(DTYPES[precision]).cuda()
     optimizer = get_megatron_optimizer(
         config_for(precision, fraction, optimizer=rule, **settings),
@@ -22,6 +24,8 @@ def run(precision, fraction, rule="adam", steps=50, **settings):
         optimizer.zero_grad()
         loss = model(tokens_of(step).cuda())
         optimizer.scale_loss(loss).backward()
+        if clip_to is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_to)
         optimizer.step()
         losses.append(loss.item())
     return losses, {n: p.detach().cpu() for n, p in model.named_parameters()}, optimizer
@@ -39,6 +43,22 @@ def test_fractions_give_the_same_bits_on_a_gpu(precision, rule):
         )
         assert losses == expected[0]
         assert all(same_bits(params[n], p) for n, p in expected[1].items())
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("limit", [math.inf, 1e-2])
+def test_work_in_backward_survives_a_clip_that_changes_nothing_on_a_gpu(limit):
+    settings = {"clip_grad": 0.0, "clip_to": limit, "steps": 12}
+    expected, params, _ = run("bf16", 0.0, **settings)
+    for mode in ("overlap", "speculative"):
+        losses, there, optimizer = run("bf16", 1.0, offload_mode=mode, **settings)
+        assert losses == expected
+        assert all(same_bits(there[n], p) for n, p in params.items())
+    metrics = optimizer.metrics()
+    if limit == math.inf:
+        assert metrics["speculation_stale"] == 0 and metrics["speculation_hits"] >= 11
+    else:
+        assert metrics["speculation_stale"] > 0
 
 
 @pytest.mark.usefixtures("deterministic")
