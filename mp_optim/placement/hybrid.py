@@ -68,17 +68,18 @@ class HybridDeviceOptimizer(SlotOptimizer):
     Args:
         params: parameters, named parameters or param groups, as torch takes them.
         offload_fraction: share of elements stepped on the host (see :func:`plan_offload`).
-        cpu_optimizer_cls, gpu_optimizer_cls: any torch optimizer classes; ours step in one pass.
+        cpu_optimizer_cls: any torch optimizer class; ours step in one pass.
+        gpu_optimizer_cls: the same, for what is not on the host.
         param_update_in_fp32: step 16-bit parameters through FP32 copies kept here (always done for
             this package's own optimizers, which only step FP32).
-        pin_cpu_grads, pin_cpu_params: page-lock host staging and host parameters, if an accelerator
-            is used.
+        pin_cpu_grads: page-lock host staging, if an accelerator is used.
+        pin_cpu_params: page-lock host parameters, if an accelerator is used.
         overlap_cpu_optimizer_d2h_h2d: overlap copies in both directions with the host's arithmetic.
         offload_mode: ``sync``: the host computes in ``step``. ``overlap``: gradients come down and
             are measured during backward. ``speculative``: they are also stepped, into a back buffer
             of main params and moments.
-        host_threads, host_cores: of the thread that works during backward; by default it leaves
-            some to others.
+        host_threads: threads of the kernels during backward; by default some are left to others.
+        host_cores: cores that those threads are pinned to.
         transfer: how tensors travel; by default what the parameters' device needs.
         bucket_bytes: staging memory per bucket, at most.
         speculation: when ``speculative`` pauses; by default as

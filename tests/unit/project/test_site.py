@@ -264,3 +264,10 @@ def test_the_layers_are_drawn_without_a_program_in_the_browser() -> None:
     for above, below in (("api", "planner"), ("slots", "ranks"), ("groups", "slots")):
         assert places[above][1] < places[below][1]
     assert page.count("marker-end") == text_of("design.md").count(" --> ")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+    shown = {*re.findall(r"::: mp_optim\.(\w+)", reference)}
+    shown |= {*re.findall(r"^`(\w+)` is another name", reference, re.MULTILINE)}
+    assert {*mp_optim.__all__} - shown == set()
