@@ -24,7 +24,7 @@ bash tools/smoke_test.sh
 # One process a core, one thread each; tests of threads ask for theirs.
 export OMP_NUM_THREADS=1
 echo "== pytest"
-python -m pytest -n auto --cov=mp_optim --cov-report=term --cov-fail-under=90
+python -m pytest -n auto --durations=40 --cov=mp_optim --cov-report=term --cov-fail-under=90
 # Again without the native kernels, and with each of the slower ones that this CPU has: all tests that step something
 # and do not choose level or backend themselves. MP_OPTIM_NATIVE=LEVEL before the line above runs the rest so too.
 chosen=(tests/functional/test_functional.py tests/unit/update
