@@ -87,7 +87,9 @@ class ParamState(LayeredState):
         self._stored, self._bound, self._agreement = stored, bound, agreement
         missing = (
             f"state of {bound.name}: master_param is missing, so its full-precision value is lost; "
-            "to start from the model's values, add them to the state dict under that key"
+            "to start from the model's values, add them under that key, or load what torch.optim "
+            "saved by mp_optim.checkpoint.foreign.import_state(optimizer, "
+            "from_torch(state_dict, names), main_from_model=True)"
         )
         if bound.has_master:
             stored = WithMainParam(stored, bound.name, bound.stepped, missing)

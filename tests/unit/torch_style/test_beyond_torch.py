@@ -11,7 +11,7 @@ from torch import nn
 import mp_optim
 from mp_optim import checkpoint
 from mp_optim.checkpoint.export import export_safetensors
-from mp_optim.checkpoint.foreign import export_state, import_state
+from mp_optim.checkpoint.foreign import export_state, from_torch, import_state
 
 
 def model() -> nn.Module:
@@ -94,3 +94,18 @@ def test_clipping_once_is_not() -> None:
     norms_in_turn(clip=None, scale=10.0)
     norms_in_turn(clip=None, scale=0.01)
     norms_in_turn(clip=1.0, scale=0.01)  # which clips nothing
+
+
+def test_state_of_torchs_adamw_goes_on_under_ours() -> None:
+    """What torch saved of bfloat16 parameters has no FP32 values; the message says what to do."""
+    layers = model()
+    before = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    step(layers, before, 3)
+    after = mp_optim.AdamW(layers.named_parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match=r"import_state\(optimizer, from_torch"):
+        after.load_state_dict(before.state_dict())
+    names = [name for name, _ in layers.named_parameters()]
+    import_state(after, from_torch(before.state_dict(), names), main_from_model=True)
+    assert float(after.state[layers[0].bias]["step"]) == 3.0
+    step(layers, after)
+    assert after.last_step.success
