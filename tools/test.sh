@@ -4,6 +4,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh dev
 
+# Arguments are for a look at some tests; without them the package is built and tried meanwhile.
+log="$(mktemp)"
+if [ "$#" -eq 0 ]; then bash tools/smoke_test.sh >"$log" 2>&1 & smoke=$!; fi
 echo "== ruff"
 ruff check .
 ruff format --check .
@@ -20,7 +23,7 @@ if [ "$#" -gt 0 ]; then
     exec python -m pytest --cov=mp_optim --cov-report=term "$@"
 fi
 echo "== the package as it is released"
-bash tools/smoke_test.sh
+wait "$smoke" && cat "$log" || { cat "$log"; exit 1; }
 # One process a core, one thread each; tests of threads ask for theirs.
 export OMP_NUM_THREADS=1
 echo "== pytest"
