@@ -33,6 +33,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=_NEEDS_A_GPU))
 
 
+@pytest.fixture(autouse=True)
+def _no_state_of_accelerates() -> Iterator[None]:
+    """accelerate and the Trainers keep settings for the process, in classes and the environment
+    (TRL's say bf16): none of them is for the next test."""
+    before = {name for name in os.environ if name.startswith("ACCELERATE_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        if name not in before:
+            del os.environ[name]
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """torch's deterministic algorithms, for one test."""
