@@ -273,6 +273,8 @@ def inner_optimizer(
         pin_cpu_params=config.pin_cpu_params,
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
         offload_mode=config.offload_mode,
+        offload_place=config.offload_place,
+        stream_window_bytes=config.stream_window_bytes,
         bucket_bytes=config.offload_bucket_bytes,
         host_threads=config.host_threads,
         host_cores=_host_cores(config),

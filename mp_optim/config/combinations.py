@@ -81,6 +81,7 @@ def _check_together(config: ConfigFields) -> None:
             "contradicts use_layer_wise_distributed_optimizer=True",
         )
     _check_release(config)
+    _check_streamed(config)
     try:
         coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
     except ValueError as error:
@@ -103,6 +104,23 @@ def _check_release(config: ConfigFields) -> None:
             "released gradients are measured on the host, where sums of squares have other bits "
             f"than those of fused_backend={config.fused_backend!r}; choose another, or set "
             "release_gradients=False",
+        )
+
+
+def _check_streamed(config: ConfigFields) -> None:
+    if config.offload_place != "streamed":
+        return
+    if config.offload_mode != "sync":
+        _fail(
+            config,
+            "offload_mode",
+            "with offload_place='streamed' the host steps nothing; use 'sync'",
+        )
+    if RULES[config.optimizer].reads == "matrices":
+        _fail(
+            config,
+            "offload_place",
+            f"{config.optimizer} needs whole matrices, which windows do not give it; use 'host'",
         )
 
 
@@ -193,15 +211,17 @@ def _has_second_moment(rule: RuleSpec) -> bool:
 
 _SECOND_MOMENT = [rule.name for rule in RULES.values() if _has_second_moment(rule)]
 
+_STEPPED_ON_HOST: tuple[str, Callable[[ConfigFields], bool]] = (
+    "optimizer_cpu_offload=True and offload_place='host'",
+    lambda c: c.optimizer_cpu_offload and c.offload_place == "host",
+)
+
 _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
     "optimizer_offload_fraction": (
         "optimizer_cpu_offload=True",
         lambda c: c.optimizer_cpu_offload,
     ),
-    "overlap_cpu_optimizer_d2h_h2d": (
-        "optimizer_cpu_offload=True",
-        lambda c: c.optimizer_cpu_offload,
-    ),
+    "overlap_cpu_optimizer_d2h_h2d": _STEPPED_ON_HOST,
     "offload_mode": (
         "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
         lambda c: c.may_offload,
@@ -214,11 +234,16 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         "optimizer_offload_fraction='auto'",
         lambda c: c.optimizer_offload_fraction == "auto",
     ),
-    "offload_bucket_bytes": (
-        "optimizer_cpu_offload=True",
-        lambda c: c.optimizer_cpu_offload,
+    "offload_place": (
+        "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
+        lambda c: c.may_offload,
     ),
-    "pin_cpu_grads": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "stream_window_bytes": (
+        "offload_place='streamed'",
+        lambda c: c.may_offload and c.offload_place == "streamed",
+    ),
+    "offload_bucket_bytes": _STEPPED_ON_HOST,
+    "pin_cpu_grads": _STEPPED_ON_HOST,
     "pin_cpu_params": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
     "loss_scale": ("fp16=True or bf16=True", lambda c: c.fp16 or c.bf16),
     "initial_loss_scale": (

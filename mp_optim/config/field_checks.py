@@ -85,6 +85,14 @@ CHECKS: dict[str, Check] = {
         optional=True,
     ),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
+    "offload_place": Choice(
+        ("host", "streamed"), (("auto", "there is no measured split yet"),)
+    ),
+    "stream_window_bytes": Size(
+        4096,
+        2**62,
+        "must be a whole number of bytes >= 4096, or text such as '256MiB'",
+    ),
     "offload_bucket_bytes": Size(
         1, 2**62, "must be a whole number of bytes >= 1, or text such as '64MiB'"
     ),

@@ -125,9 +125,9 @@ class ConfigFields:
     log_num_zeros_in_grad: bool = False
     """Count zero gradient elements (one more read of every gradient)."""
     optimizer_cpu_offload: bool = False
-    """Keep and step part of the optimizer on the host."""
+    """Keep part of the optimizer on the host, and step it there (or see ``offload_place``)."""
     optimizer_offload_fraction: float | str = 0.0
-    """Share of parameter elements that are stepped on the host, 0 to 1, or ``"auto"``: as little as
+    """Share of parameter elements that are offloaded, 0 to 1, or ``"auto"``: as little as
     ``gpu_memory`` allows, on each rank."""
     gpu_memory: int | None = None
     """Bytes of the accelerator that model parameters, gradients and optimizer may take with
@@ -139,6 +139,13 @@ class ConfigFields:
     """When the host works: sync (in ``step()``), overlap (gradients come down and are measured
     during backward) or speculative (they are also stepped then, into a second half of main params
     and moments; the verdict publishes it). The same bits in all three."""
+    offload_place: str = "host"
+    """Where offloaded parameters are stepped: host, or streamed: main params and state stay in host
+    memory and come to the accelerator window by window in ``step()``. The same bits in both."""
+    stream_window_bytes: int = 256 << 20
+    """Bytes of main params and state in a window; with ``offload_place="streamed"`` at most three
+    are on the accelerator, within ``step()``. Larger parameters go in pieces (adam, sgd, lion) or
+    are refused (lamb, adafactor)."""
     release_gradients: bool = False
     """With ``offload_mode`` overlap or speculative: what is stepped on the host leaves ``.grad`` as
     soon as its bucket is complete in backward, so that at most two buckets of such gradients lie on

@@ -26,7 +26,7 @@ from mp_optim.slots.host_part import Place
 from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.tensor_layout import split_dims
 
-PLACES: tuple[Place, ...] = ("device", "host")
+PLACES: tuple[Place, ...] = ("device", "host", "streamed")
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Assignment:
     """Where one slot is stepped.
 
     Attributes:
-        place: on the device of its parameter, or on the host.
+        place: where it is stepped.
         sub_slot: what it is called by the optimizer of that place: the same group, a position
             among the slots that are there.
         share: elements a rank holds of it, rounded up: the same number on every rank.
@@ -84,12 +84,14 @@ class Assignments:
         self,
         groups: Sequence[dict[str, Any]],
         fraction: float,
+        offloaded: Place,
         stepped_dtype: Callable[[torch.dtype], torch.dtype],
     ) -> None:
         """Plan the places of new groups, together.
 
         Args:
             fraction: see :func:`~mp_optim.placement.plan.plan_offload`.
+            offloaded: the place of what that chooses.
             stepped_dtype: dtype that a parameter of a dtype is stepped in.
         """
         params = [param for group in groups for param in group["params"]]
@@ -100,7 +102,7 @@ class Assignments:
             assigned: list[Assignment] = []
             counts: dict[Place, int] = dict.fromkeys(PLACES, 0)
             for index, param in enumerate(group["params"], start):
-                place: Place = "host" if index in hosted else "device"
+                place: Place = offloaded if index in hosted else "device"
                 resident = (
                     place == "device" and stepped_dtype(param.dtype) == param.dtype
                 )
@@ -119,13 +121,13 @@ class Assignments:
         assigned.resident, assigned.main = True, None
         return assigned
 
-    def host_slots(self, param_groups: ParamGroups) -> list[HostSlot]:
-        """Slots of the host's optimizer, in the order in which backward is expected to reach them:
-        the last first."""
+    def offloaded_slots(self, param_groups: ParamGroups) -> list[HostSlot]:
+        """Slots of the optimizer whose state is in host memory, in the order in which backward is
+        expected to reach them: the last first."""
         slots = []
         for slot, param in iter_slots(param_groups):
             assigned = self[slot]
-            if assigned.place == "host":
+            if assigned.place != "device":
                 sizes = assigned.share, local_tensor(param).numel()
                 slots.append(HostSlot(assigned.sub_slot, *sizes, assigned.model_dtype))
         return slots[::-1]

@@ -54,11 +54,14 @@ class HostBytes(NamedTuple):
     Attributes:
         staging: for gradients and parameters on their way.
         back_mains, back_state: of the back buffer, for main params and for the rest.
+        moments, remainders: of streamed slots, whose state lies in memory that copies read.
     """
 
     staging: tuple[int, ...]
     back_mains: tuple[int, ...] = ()
     back_state: tuple[int, ...] = ()
+    moments: tuple[int, ...] = ()
+    remainders: tuple[int, ...] = ()
 
     @property
     def back(self) -> int:

@@ -38,8 +38,10 @@ class HostStepSettings:
         set_up: called once in the thread that works during backward.
         bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by
             itself.
+        window_bytes: of state that is on the device at a time, of streamed slots.
         pipelined: overlap copies in both directions with the arithmetic.
-        pin_staging, pin_mains: page-lock staging memory, and the back buffer of main params.
+        pin_staging, pin_mains: page-lock staging memory; the back buffer of main params, and
+            streamed state.
         speculation: when it pauses.
     """
 
@@ -47,6 +49,7 @@ class HostStepSettings:
     timeline: StepTimeline
     set_up: Callable[[], None]
     bucket_bytes: int
+    window_bytes: int
     pipelined: bool
     pin_staging: bool
     pin_mains: bool
@@ -195,6 +198,11 @@ class HostStepper(HostPart):
         """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
         is held from then on."""
         return HostBytes(tuple(staging.capacity for staging in self._staging))
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that is held within ``step()``, beside gradients and parameters."""
+        return 0
 
     # -- in step ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""HybridDeviceOptimizer: one optimizer, part of whose parameters are stepped on the host.
+"""HybridDeviceOptimizer: one optimizer, part of whose state is in host memory.
 
 Keyed by position. Tensors in ``param_groups`` may be replaced at any time: before each step the
 sub-optimizers, one for each place, are handed whatever sits at each slot now.
@@ -17,9 +17,13 @@ from mp_optim.placement.assignments import Assignment, Assignments
 from mp_optim.placement.cores import occupy, worker_threads
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.host_step import HostStepper, HostStepSettings
-from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.speculation import SpeculationSettings
-from mp_optim.placement.speculative_step import SpeculativeHostStepper
+from mp_optim.placement.steppers import (
+    check_can_step,
+    checked_place,
+    new_stepper,
+    only_accelerator,
+)
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.process.host_memory import Block, aligned_bytes
@@ -47,29 +51,24 @@ from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import part_of
 from mp_optim.update import (
     FusedAdam,
-    RuleOptimizer,
     as_slot_optimizer,
     global_grad_norm,
 )
 from mp_optim.update.foreign import ForeignOptimizer
 from mp_optim.update.main_param_state import WithMainParam
 
-_STEPPERS = {
-    "sync": HostStepper,
-    "overlap": OverlappedHostStepper,
-    "speculative": SpeculativeHostStepper,
-}
 _NOT_PUSHED = ("params", "param_names", "fqns")
 
 
 class HybridDeviceOptimizer(SlotOptimizer):
-    """Steps a fraction of its parameters on the host, the rest where they lie.
+    """Keeps main params and state of a fraction of its parameters on the host, and steps them there
+    or streams them through the device; the rest is stepped where it lies.
 
     Args:
         params: parameters, named parameters or param groups, as torch takes them.
-        offload_fraction: share of elements stepped on the host (see :func:`plan_offload`).
+        offload_fraction: share of elements that are offloaded (see :func:`plan_offload`).
         cpu_optimizer_cls: any torch optimizer class; ours step in one pass.
-        gpu_optimizer_cls: the same, for what is not on the host.
+        gpu_optimizer_cls: the same, for what is stepped on the device.
         param_update_in_fp32: step 16-bit parameters through FP32 copies kept here (always done for
             this package's own optimizers, which only step FP32).
         pin_cpu_grads: page-lock host staging, if an accelerator is used.
@@ -78,6 +77,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
         offload_mode: ``sync``: the host computes in ``step``. ``overlap``: gradients come down and
             are measured during backward. ``speculative``: they are also stepped, into a back buffer
             of main params and moments.
+        offload_place: ``host``, or ``streamed``: main params and state come to the device window by
+            window and are stepped there.
+        stream_window_bytes: of such a window; there are at most three.
         host_threads: threads of the kernels during backward; by default some are left to others.
         host_cores: cores that those threads are pinned to.
         transfer: how tensors travel; by default what the parameters' device needs.
@@ -88,8 +90,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
         **kwargs: hyperparameters for both optimizer classes.
 
     Raises:
-        ValueError: for a fraction outside [0, 1], parameters on several accelerators, or
-            ``speculative`` with a rule that cannot be carried out apart from its step.
+        ValueError: for a fraction outside [0, 1], parameters on several accelerators, or a rule
+            that cannot be stepped so.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
         overlap_cpu_optimizer_d2h_h2d: bool = True,
         *,
         offload_mode: str = "sync",
+        offload_place: str = "host",
+        stream_window_bytes: int = 256 << 20,
         host_threads: int | None = None,
         host_cores: Sequence[int] | None = None,
         transfer: Transfer | None = None,
@@ -112,14 +116,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
         sub_optimizer_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if offload_mode not in _STEPPERS:
-            raise ValueError(
-                f"offload_mode={offload_mode!r}: must be one of {list(_STEPPERS)}"
-            )
+        self.offload_place = place = checked_place(offload_place, offload_mode)
         construction = sub_optimizer_kwargs or {}
         classes: dict[Place, type[torch.optim.Optimizer]] = {
             "device": gpu_optimizer_cls,
-            "host": cpu_optimizer_cls,
+            place: gpu_optimizer_cls if place == "streamed" else cpu_optimizer_cls,
         }
         self.offload_fraction = offload_fraction
         self._fp32 = param_update_in_fp32 or any(
@@ -132,45 +133,48 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self._subs: dict[Place, SlotOptimizer] = {}
         self._bound: list[Tensor] | None = None
         super().__init__(params, dict(kwargs))
-        device = _only_accelerator(self.param_groups)
+        named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
+        device = only_accelerator(local_tensor(param).device for _, _, param in named)
         transfer = transfer if transfer is not None else transfer_for(device)
         self._assignments.assign(
-            self.param_groups, offload_fraction, self._stepped_dtype
+            self.param_groups, offload_fraction, place, self._stepped_dtype
         )
         self._host_mains = Block(
             self._host_main_bytes(),
             partial(transfer.empty_host, pin=pin_cpu_params),
         )
         indices = range(len(self.param_groups))
-        for place, kind in classes.items():
-            groups = [self._sub_group(index, place) for index in indices]
+        for where, kind in classes.items():
+            groups = [self._sub_group(index, where) for index in indices]
             sub = kind(groups, **kwargs, **construction)
-            self._subs[place] = as_slot_optimizer(sub)
+            self._subs[where] = as_slot_optimizer(sub)
         self._tell_subs(indices)
         self.use_mark(self.step_mark)
-        if offload_mode == "speculative":
-            self._check_can_speculate(cpu_optimizer_cls)
         self.timeline = StepTimeline()
         settings = HostStepSettings(
             transfer,
             self.timeline,
             partial(occupy, worker_threads(host_threads), host_cores),
             bucket_bytes,
+            stream_window_bytes,
             overlap_cpu_optimizer_d2h_h2d,
             pin_cpu_grads,
             pin_cpu_params,
             speculation or SpeculationSettings(),
         )
-        slots = self._assignments.host_slots(self.param_groups)
-        self.stepper = _STEPPERS[offload_mode](
-            self._subs["host"], slots, self, settings
+        check_can_step(
+            place, offload_mode, self._subs[place], named, self._is_offloaded, settings
+        )
+        slots = self._assignments.offloaded_slots(self.param_groups)
+        self.stepper = new_stepper(
+            place, offload_mode, self._subs[place], slots, self, settings
         )
         self._own_grads = _OwnGrads(self) if self.stepper.works_in_backward else None
 
     def _host_main_bytes(self) -> int:
         sizes = []
         for slot, param in iter_slots(self.param_groups):
-            if self.place(slot) == "host":
+            if self._is_offloaded(slot):
                 numel, dtype = local_tensor(param).numel(), self.main_dtype(param.dtype)
                 sizes.append(aligned_bytes(numel, dtype))
         return sum(sizes)
@@ -184,30 +188,17 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def host(self) -> HostStepper:
         return self.stepper
 
-    def _check_can_speculate(self, kind: type[torch.optim.Optimizer]) -> None:
-        host = self._subs["host"]
-        if not isinstance(host, RuleOptimizer):
-            raise ValueError(
-                f"offload_mode='speculative': {kind.__name__} cannot step into other memory than "
-                "it steps from; use one of this package's optimizers, or 'overlap'"
-            )
-        for slot, param in iter_slots(self.param_groups):
-            name = self.slot_name(slot)
-            if host.is_collective(update_of(slot, name, param, param)):
-                raise ValueError(
-                    f"offload_mode='speculative': {type(host).__name__} steps {name}, which is "
-                    "split over ranks, by a collective, which may not meet those of backward; use "
-                    "'overlap'"
-                )
-
     # -- places and sub-optimizers ----------------------------------------------------------------
 
     def place(self, slot: Slot) -> Place:
         return self._assignments[slot].place
 
+    def _is_offloaded(self, slot: Slot) -> bool:
+        return self.place(slot) != "device"
+
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The device's optimizer, then the host's, as their classes built them."""
+        """The device's optimizer, then that of what is offloaded, as their classes built them."""
         return [
             sub.optimizer if isinstance(sub, ForeignOptimizer) else sub
             for sub in self._subs.values()
@@ -249,7 +240,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
             return
         index = len(self.param_groups) - 1
         groups = [self.param_groups[index]]
-        self._assignments.assign(groups, self.offload_fraction, self._stepped_dtype)
+        self._assignments.assign(
+            groups, self.offload_fraction, self.offload_place, self._stepped_dtype
+        )
         for place, sub in self._subs.items():
             sub.add_param_group(self._sub_group(index, place))
         self._tell_subs([index])
@@ -268,7 +261,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self._cut_buckets()
 
     def _cut_buckets(self) -> None:
-        self.stepper.cut_buckets(self._assignments.host_slots(self.param_groups))
+        self.stepper.cut_buckets(self._assignments.offloaded_slots(self.param_groups))
 
     def memory_moved(self) -> None:
         for sub in self._subs.values():
@@ -306,16 +299,17 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
         super().reserve_main_params(
-            [pair for pair in coming if self.place(pair[0]) == "device"]
+            [pair for pair in coming if not self._is_offloaded(pair[0])]
         )
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        """Main param, born where it is stepped: on the host it never exists in FP32 on the
+        """Main param, born where it is kept: one on the host never exists in FP32 on the
         device."""
         self._bound = None
-        if self._assignments.make_resident(slot).place == "device":
+        place = self._assignments.make_resident(slot).place
+        if place == "device":
             return super().new_main_param(slot, source)
-        main = self._copy(source, "host", self.main_dtype(source.dtype))
+        main = self._copy(source, place, self.main_dtype(source.dtype))
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
 
@@ -383,7 +377,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         at live tensors by it."""
         assigned = self._assignments[slot]
         self._sub_params(assigned)[assigned.sub_slot.position] = self._stepped(slot)
-        if assigned.place == "host":
+        if assigned.place != "device":
             self.stepper.state_exposed(assigned.sub_slot)
         return self._subs[assigned.place], assigned.sub_slot
 
@@ -440,7 +434,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
                         by_place["device"], grad_norm=grad_norm
                     )
 
-            self.stepper.step_buckets(by_place["host"], grad_norm, step_device)
+            self.stepper.step_buckets(
+                by_place[self.offload_place], grad_norm, step_device
+            )
 
     def verdict_device(self) -> torch.device | None:
         return None if self.stepper.has_slots else self._subs["device"].verdict_device()
@@ -487,16 +483,6 @@ def _adopt_defaults(groups: ParamGroups, subs: Sequence[SlotOptimizer]) -> None:
                 group.setdefault(key, value)
 
 
-def _only_accelerator(groups: ParamGroups) -> torch.device:
-    devices = {str(local_tensor(param).device) for _, param in iter_slots(groups)}
-    found = sorted(devices - {"cpu", "meta"})
-    if len(found) > 1:
-        raise ValueError(
-            f"parameters lie on several accelerators {found}; build one optimizer per device"
-        )
-    return torch.device(found[0] if found else "meta" if devices == {"meta"} else "cpu")
-
-
 def _is_own(tensor: Tensor) -> bool:
     """Whether a tensor to step is one of this package's, not a model's parameter."""
     return type(tensor) is Tensor and not tensor.requires_grad
@@ -516,7 +502,7 @@ class _OwnGrads:
         """Notice gradients of the parameters that the optimizer has now."""
         optimizer = self._optimizer
         self._watched = list(iter_slots(optimizer.param_groups))
-        wanted = [optimizer.place(slot) == "host" for slot, _ in self._watched]
+        wanted = [optimizer.place(slot) != "device" for slot, _ in self._watched]
         self._hooks.follow([param for _, param in self._watched], wanted)
 
     def _on_grad(self, index: int) -> None:

@@ -210,7 +210,7 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
 def _reserves(
     part: WrappedOptimizer, config: OptimizerConfig
 ) -> Iterator[tuple[str, str, int]]:
-    """Where, what for, and how much host memory is taken when stepping begins."""
+    """Where, what for, and how much memory is taken when stepping begins."""
     if not isinstance(part.inner, HybridDeviceOptimizer):
         return
     held, pins_mains = part.inner.stepper.host_bytes(), config.pin_cpu_params
@@ -218,6 +218,9 @@ def _reserves(
     yield _taken("staging", held.staging, config.pin_cpu_grads)
     yield _taken("double_buffers", held.back_mains, pins_mains)
     yield _taken("double_buffers", held.back_state, False)
+    yield _taken("moments", held.moments, pins_mains)
+    yield _taken("main_params", held.remainders, pins_mains)
+    yield "accelerator", "staging", part.inner.stepper.device_bytes
 
 
 def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:
@@ -229,11 +232,14 @@ def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str,
 def _tensors(part: WrappedOptimizer) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and bytes of main params on the accelerator and of all state."""
     for slot in filter(part.has_state, part.slots()):
-        on_device = part.inner.place(slot) == "device"
+        place = part.inner.place(slot)
+        on_device = place == "device"
         if on_device and part.has_separate_main(slot):
             main = param_at(part.inner.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes
         for key, value in part.inner.slot_state(slot).items():
+            if place == "streamed" and key != "step":
+                continue  # among the reserves
             is_here = on_device and key != "step"
             where = "accelerator" if is_here else "pageable_host"
             what = "main_params" if key == REMAINDER else "moments"

@@ -20,6 +20,8 @@ _OFFLOADING = (
     "optimizer_offload_fraction",
     "overlap_cpu_optimizer_d2h_h2d",
     "offload_mode",
+    "offload_place",
+    "stream_window_bytes",
     "release_gradients",
     "offload_bucket_bytes",
     "pin_cpu_grads",

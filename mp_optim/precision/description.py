@@ -22,8 +22,8 @@ class DescriptionRow:
     """Slots of one param group that share place and dtype.
 
     Attributes:
-        group: index of the param group. place: ``device`` or ``host``. model_dtype: of the
-            parameters.
+        group: index of the param group. place: ``device``, ``host`` or ``streamed``. model_dtype:
+            of the parameters.
         slots: how many parameters. params: how many elements on this rank.
         bytes: main params and optimizer state, not counting the model's own parameters.
         backend: what steps them. why: how it was chosen.

@@ -160,6 +160,15 @@ class Block:
         self._used = 0
 
 
+def zeros_beside(
+    forms: Sequence[Form], allocate: Callable[[int], Tensor]
+) -> list[Tensor]:
+    """Zeroed tensors in one piece of memory, which ``allocate`` returns."""
+    size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
+    block = Block(size, allocate)
+    return [block.take(shape, dtype).zero_() for shape, dtype in forms]
+
+
 def beside(forms: Sequence[Form]) -> list[Tensor] | None:
     """Zeroed host tensors that lie one after the other, for many that are stepped together; None if
     all of them are too little to be worth it."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from mp_optim.slots.identity import Slot
 from mp_optim.slots.updates import SlotUpdate
 
-Place = Literal["device", "host"]
-"""Where a slot is stepped: where its parameter lies, or in host memory."""
+Place = Literal["device", "host", "streamed"]
+"""Where a slot is stepped: where its parameter lies, with its main param and state beside it
+(``device``) or brought there from host memory for the step (``streamed``); or in host memory."""
 
 
 @dataclass

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mp_optim.config.rules import RULES, moment_of
-from mp_optim.process.host_memory import Form, as_tensor, beside, zeros
+from mp_optim.process.host_memory import (
+    Form,
+    as_tensor,
+    beside,
+    zeros,
+    zeros_beside,
+)
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import (
     CachedTensorList,
@@ -26,6 +32,7 @@ from mp_optim.slots.state_keys import MASTER, REMAINDER, scale_key
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.codecs import SECOND, is_blocked, join, keep_valid, split_
 from mp_optim.update.group_state import GroupState
+from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.state_format import (
     StatePrecision,
     fitted,
@@ -47,6 +54,7 @@ class RuleState(SlotOptimizer):
     ) -> None:
         self.precision = precision
         self._groups: list[GroupState] = []
+        self._allocate: Callable[[int], Tensor] | None = None
         super().__init__(params, defaults)
 
     # -- what a rule provides -------------------------------------------------------------------
@@ -96,10 +104,9 @@ class RuleState(SlotOptimizer):
         tensor = group["params"][slot.position]
         main = local_tensor(tensor)
         state.setdefault("step", group_state.steps[slot.position])
-        new = {
-            key: zeros(*form, main.device)
-            for key, form in self._missing(slot, main).items()
-        }
+        missing = self._missing(slot, main)
+        tensors = self._new_state(list(missing.values()), main.device)
+        new = dict(zip(missing, tensors, strict=True))
         new |= {
             key: value.to(main.device)
             for key, value in state.items()
@@ -129,25 +136,49 @@ class RuleState(SlotOptimizer):
         names = self.moments(self.param_groups[slot.group])
         return tuple(name for name in names if moment_of(name).shape(whole) is not None)
 
+    def allocate_by(self, allocate: Callable[[int], Tensor]) -> None:
+        """From now on, allocate state in host memory by this: it returns so many bytes as a 1-D
+        uint8 tensor."""
+        self._allocate = allocate
+
+    def _new_state(self, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
+        if forms and self._allocate is not None and device.type == "cpu":
+            return zeros_beside(forms, self._allocate)
+        return [zeros(*form, device) for form in forms]
+
+    def forms(self, slot: Slot) -> dict[str, Form]:
+        """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
+        state."""
+        param = self.stepped(slot)
+        main = param.shape, self.main_dtype(param.dtype)
+        return {MAIN: main, **self._state_forms(slot, main)}
+
     def _missing(self, slot: Slot, main: Tensor) -> dict[str, Form]:
         """State that a main param lacks."""
+        state = self._groups[slot.group].slots[slot.position]
+        forms = self._state_forms(slot, (main.shape, main.dtype))
+        return {key: form for key, form in forms.items() if key not in state}
+
+    def _state_forms(self, slot: Slot, main: Form) -> dict[str, Form]:
+        """State of a main param."""
+        main_shape, dtype = main
         state = self._groups[slot.group].slots[slot.position]
         whole = self._groups[slot.group].parts[slot.position].shape
         forms: dict[str, Form] = {}
         for name in self.moments(self.param_groups[slot.group]):
-            shape = moment_of(name).local_shape(main.shape, whole)
+            shape = moment_of(name).local_shape(main_shape, whole)
             if shape is None:
                 continue
             if name in state and state[name].shape != shape:
                 raise ValueError(
-                    f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main.shape)}, "
+                    f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
                     "its "
                     f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape"
                 )
             wanted = moment_forms(name, shape, self.precision.stored_dtype(name))
-            forms |= {key: form for key, form in wanted.items() if key not in state}
-        if self._is_split(main) and REMAINDER not in state:
-            forms[REMAINDER] = (main.shape, self.precision.remainder_dtype)
+            forms |= wanted
+        if self._is_split_dtype(dtype):
+            forms[REMAINDER] = (main_shape, self.precision.remainder_dtype)
         return forms
 
     @in_own_modes
@@ -159,7 +190,11 @@ class RuleState(SlotOptimizer):
                 for key, form in self._missing(slot, main).items():
                     missing[key].append((slot, form))
         for key, wanted in missing.items():
-            tensors = beside([form for _, form in wanted])
+            forms = [form for _, form in wanted]
+            if self._allocate is None:
+                tensors = beside(forms)
+            else:
+                tensors = zeros_beside(forms, self._allocate)
             for (slot, _), tensor in zip(wanted, tensors or (), strict=False):
                 group_state = self._groups[slot.group]
                 group_state.slots[slot.position].setdefault(
@@ -228,10 +263,10 @@ class RuleState(SlotOptimizer):
         return local_tensor(self.param_groups[slot.group]["params"][slot.position])
 
     def _is_split(self, main: Tensor) -> bool:
-        return (
-            main.dtype != torch.float32
-            and self.precision.main_dtype(main.dtype) == main.dtype
-        )
+        return self._is_split_dtype(main.dtype)
+
+    def _is_split_dtype(self, dtype: torch.dtype) -> bool:
+        return dtype != torch.float32 and self.precision.main_dtype(dtype) == dtype
 
     @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:

@@ -154,7 +154,7 @@ class AdversarialTransfer:
         self, is_upload: bool, to: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> int:
         for destination in to:
-            destination.fill_(float("nan"))
+            destination.fill_(float("nan") if destination.is_floating_point() else 1)
         self.pending.append((is_upload, list(zip(to, sources, strict=True))))
         return len(self.pending) - 1
 

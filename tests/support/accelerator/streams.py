@@ -98,9 +98,8 @@ class Executor:
 
     @staticmethod
     def _exhaust(streams: Iterable[Stream]) -> None:
-        """Go on in these streams as far as they do not wait for others."""
-        moving = list(streams)
-        while moving:
-            moving = [s for s in moving if s.next is not None and s.next.is_free]
+        """Go on in these streams as far as they do not wait for others than these."""
+        every = list(streams)
+        while moving := [s for s in every if s.next is not None and s.next.is_free]:
             for stream in moving:
                 stream.go_on()

@@ -35,7 +35,7 @@ from support.accelerator.schedules import (
 from support.accelerator.simulation import Simulation
 from support.accelerator.stand_in import simulated_accelerator
 from support.accelerator.streams import Pace
-from support.offload import MODES
+from support.offload import MODES, differing, state_of
 
 pytestmark = [
     pytest.mark.native,
@@ -166,6 +166,40 @@ def release_of_what_is_on_its_way(simulation):
     return job.updates is None and staged.grads[0].tolist() == [3.0] * 16
 
 
+def streamed_params(simulation=None):
+    """Parameters and state after three steps, in windows of which five make a step."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 300 + 7 * n)) for n in range(4)]
+    params.append(torch.nn.Parameter(torch.ones(500)))
+    place = {"offload_place": "streamed", "stream_window_bytes": 4096}
+    optimizer = HybridDeviceOptimizer(
+        params, 0.9, FusedAdam, FusedAdam, lr=0.5, **place if simulation else {}
+    )
+    if simulation:
+        optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+    for step in range(3):
+        for number, param in enumerate(params):
+            grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
+            if simulation:
+                simulation.to_device(param, DEVICE)
+                simulation.to_device(grad, DEVICE)
+            param.grad = grad * 0.5  # an operation of the device
+        optimizer.step()
+    return {
+        **state_of(optimizer),
+        **dict(enumerate(p.detach().clone() for p in params)),
+    }
+
+
+def streamed_windows(simulation):
+    streamed = streamed_params(simulation)
+    simulation.synchronize()
+    simulation.reports |= simulation.torn  # nothing may be written while it comes down
+    return not differing(streamed, PLAIN_STREAM)
+
+
+PLAIN_STREAM = streamed_params()
+
+
 @dataclass
 class Directly:
     """A use of the transfer without a schedule; it tells whether the values were right."""
@@ -207,6 +241,8 @@ SCENARIOS = [
     Directly(fetched_number, Pace.LAZY),
     Directly(download_of_a_transfer_that_is_dropped),
     Directly(release_of_what_is_on_its_way),
+    Directly(streamed_windows),
+    Directly(streamed_windows, Pace.LAZY),
     InSchedule(Schedule(mode="overlap", rounds=rounds(), pauses=LATE)),
     InSchedule(Schedule(mode="sync", rounds=rounds(), pipelined=False)),
     InSchedule(

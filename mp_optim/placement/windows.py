@@ -1,0 +1,180 @@
+"""Windows: which parts of which launches lie on the device at a time. Plans, made of sizes alone.
+
+A window is filled in the order of the launches. A tensor that fits into one is never cut; a larger
+one is cut at blocks of 256 elements, if its rule allows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import Tensor
+
+from mp_optim.checkpoint.blocks import BLOCK
+from mp_optim.process.host_memory import ALIGNMENT, Form, aligned_bytes
+from mp_optim.slots import CachedTensorList
+from mp_optim.slots.state_keys import is_scale
+from mp_optim.update.codecs import blocks_of
+from mp_optim.update.kernel_args import MAIN, TensorLists
+from mp_optim.update.launches import PlannedLaunch
+
+IN_FLIGHT = 3
+"""Windows on the device: one comes up, one is stepped, one goes down."""
+SMALLEST_WINDOW = 4096
+"""Bytes in which a block of 256 elements of every form of state has room."""
+
+Tensors = Mapping[str, Tensor]
+"""A main param, by ``MAIN``, and its state, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some elements of one tensor of a launch.
+
+    Attributes:
+        launch, index: which launch of a step, and which tensor of its lists.
+        start, count: which elements; all of them if ``is_whole``.
+        held: main param and state of these elements, where they are kept.
+    """
+
+    launch: int
+    index: int
+    start: int
+    count: int
+    is_whole: bool
+    held: Tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in a window."""
+        return sum(
+            aligned_bytes(each.numel(), each.dtype) for each in self.held.values()
+        )
+
+
+Window = list[Piece]
+
+
+def forms_bytes(forms: Iterable[Form]) -> int:
+    """What tensors of these forms take in a window."""
+    return sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
+
+
+def ring_sizes(total: int, most: int) -> list[int]:
+    """Bytes of each window of the ring, for so many bytes of main params and state."""
+    return [total] if total <= most else [most] * IN_FLIGHT
+
+
+def cut_windows(
+    launches: Sequence[PlannedLaunch], most: int, may_cut: bool
+) -> list[Window]:
+    """The windows of a step, of at most ``most`` bytes each.
+
+    Args:
+        may_cut: whether a part of a tensor can be stepped by itself.
+
+    Raises:
+        ValueError: a tensor that may not be cut is larger than that, naming its bytes.
+    """
+    windows: list[Window] = []
+    filled = 0
+    for piece in _pieces(launches, most, may_cut):
+        size = piece.num_bytes
+        if not windows or filled + size > most:
+            windows.append([])
+            filled = 0
+        windows[-1].append(piece)
+        filled += size
+    return windows
+
+
+def _pieces(
+    launches: Sequence[PlannedLaunch], most: int, may_cut: bool
+) -> Iterator[Piece]:
+    for launch, planned in enumerate(launches):
+        for index, main in enumerate(planned.lists.main):
+            held = _held(planned.lists, index)
+            whole = Piece(launch, index, 0, main.numel(), True, held)
+            if whole.num_bytes <= most:
+                yield whole
+                continue
+            if not may_cut:
+                raise ValueError(
+                    f"a whole parameter of {whole.num_bytes} bytes does not fit into "
+                    f"stream_window_bytes={most}; nothing was stepped"
+                )
+            limit = _elements_that_fit(held, most)
+            for start in range(0, main.numel(), limit):
+                count = min(limit, main.numel() - start)
+                part = {
+                    key: _cut(key, each, start, count) for key, each in held.items()
+                }
+                yield Piece(launch, index, start, count, False, part)
+
+
+def _held(lists: TensorLists, index: int) -> dict[str, Tensor]:
+    state = {key: tensors[index] for key, tensors in lists.state.items()}
+    return {MAIN: lists.main[index], **state}
+
+
+def _elements_that_fit(held: Tensors, most: int) -> int:
+    """Whole blocks of 256 elements, with room for the tensors' ends."""
+    of_block = sum(
+        each.itemsize * (1 if is_scale(key) else BLOCK) for key, each in held.items()
+    )
+    return max(1, (most - ALIGNMENT * len(held)) // of_block) * BLOCK
+
+
+def _cut(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
+    if is_scale(key):
+        return tensor.narrow(0, start // BLOCK, blocks_of(count))
+    return tensor.view(-1).narrow(0, start, count)
+
+
+def launches_of(
+    launches: Sequence[PlannedLaunch], window: Window, lying: Sequence[Tensors]
+) -> Iterator[PlannedLaunch]:
+    """The launches of a window.
+
+    Args:
+        lying: for each piece main param and state in the window, to be stepped there.
+    """
+    pairs = zip(window, lying, strict=True)
+    for launch, run in groupby(pairs, key=lambda pair: pair[0].launch):
+        yield _launch_of(launches[launch], list(run))
+
+
+def _launch_of(
+    planned: PlannedLaunch, members: Sequence[tuple[Piece, Tensors]]
+) -> PlannedLaunch:
+    pieces = [piece for piece, _ in members]
+    lists, indices = planned.lists, [piece.index for piece in pieces]
+    grads = CachedTensorList(_of_piece(lists.grad[p.index], p) for p in pieces)
+    outputs = [_of_output(lists.output[p.index], p) for p in pieces]
+    mains = CachedTensorList(tensors[MAIN] for _, tensors in members)
+    state = {key: [tensors[key] for _, tensors in members] for key in lists.state}
+    noise = lists.noise and [
+        replace(lists.noise[p.index], start=lists.noise[p.index].start + p.start)
+        for p in pieces
+    ]
+    there = planned.launch._replace(device=mains[0].device)
+    return PlannedLaunch(
+        planned.group,
+        list(map(planned.positions.__getitem__, indices)),
+        planned.settings,
+        there,
+        planned.updates.take(indices),
+        mains,
+        outputs,
+        TensorLists(mains, grads, state, outputs, noise),
+    )
+
+
+def _of_piece(tensor: Tensor, piece: Piece) -> Tensor:
+    return tensor if piece.is_whole else _cut(MAIN, tensor, piece.start, piece.count)
+
+
+def _of_output(output: Tensor | None, piece: Piece) -> Tensor | None:
+    return None if output is None else _of_piece(output, piece)
