@@ -86,11 +86,8 @@ def check_can_step(
 
 def _check_speculative(sub: SlotOptimizer, params: Sequence[NamedParam]) -> None:
     if not isinstance(sub, RuleOptimizer):
-        name = type(
-            sub.optimizer if isinstance(sub, ForeignOptimizer) else sub
-        ).__name__
         raise ValueError(
-            f"offload_mode='speculative': {name} cannot step into other memory than "
+            f"offload_mode='speculative': {_class_of(sub)} cannot step into other memory than "
             "it steps from; use one of this package's optimizers, or 'overlap'"
         )
     for name in _collective(sub, params):
@@ -104,8 +101,12 @@ def _check_speculative(sub: SlotOptimizer, params: Sequence[NamedParam]) -> None
 def _check_streamed(
     sub: SlotOptimizer, params: Sequence[NamedParam], window_bytes: int
 ) -> None:
+    if not isinstance(sub, RuleOptimizer):
+        raise ValueError(
+            f"offload_place='streamed': {_class_of(sub)} cannot be stepped in windows; use one of "
+            "this package's optimizers, or 'host'"
+        )
     check_can_stream(sub, window_bytes)
-    assert isinstance(sub, RuleOptimizer)
     for name in _collective(sub, params):
         raise ValueError(
             f"offload_place='streamed': {type(sub).__name__} steps {name}, which is split over "
@@ -117,6 +118,10 @@ def _check_streamed(
             f"offload_place='streamed': {' and '.join(devices.values())} lie on different devices "
             f"({', '.join(map(str, devices))}); use 'host'"
         )
+
+
+def _class_of(sub: SlotOptimizer) -> str:
+    return type(sub.optimizer if isinstance(sub, ForeignOptimizer) else sub).__name__
 
 
 def _collective(sub: RuleOptimizer, params: Sequence[NamedParam]) -> Iterable[str]:

@@ -29,15 +29,14 @@ from mp_optim.placement.windows import (
 from mp_optim.process.host_memory import aligned_bytes
 from mp_optim.slots import SlotUpdates
 from mp_optim.slots.host_part import TransferBytes
-from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch
 from mp_optim.update.rule import RuleOptimizer
 
 
-def check_can_stream(sub: SlotOptimizer, most: int) -> None:
-    """Raise unless an optimizer can step its slots in windows of at most ``most`` bytes.
+def check_can_stream(rule: RuleOptimizer, most: int) -> None:
+    """Raise unless a rule can step its slots in windows of at most ``most`` bytes.
 
     Raises:
         ValueError: naming the rule, or the parameter and its bytes.
@@ -46,19 +45,19 @@ def check_can_stream(sub: SlotOptimizer, most: int) -> None:
         raise ValueError(
             f"stream_window_bytes={most}: must be at least {SMALLEST_WINDOW}"
         )
-    name = sub.rule if isinstance(sub, RuleOptimizer) else type(sub).__name__
+    name = rule.rule
     reads = RULES[name].reads if name in RULES else "matrices"
-    if not isinstance(sub, RuleOptimizer) or reads == "matrices":
+    if reads == "matrices":
         raise ValueError(
             f"offload_place='streamed': {name} cannot be stepped in windows (adam, lamb, sgd, lion "
             "and adafactor can); use 'host'"
         )
-    for slot in sub.slots() if reads == "sums" else ():
-        size = forms_bytes(sub.forms(slot).values())
+    for slot in rule.slots() if reads == "sums" else ():
+        size = forms_bytes(rule.forms(slot).values())
         if size > most:
             raise ValueError(
                 f"stream_window_bytes={most}: {name} needs whole parameters, and "
-                f"{sub.slot_name(slot)} takes {size} bytes; set stream_window_bytes to at least "
+                f"{rule.slot_name(slot)} takes {size} bytes; set stream_window_bytes to at least "
                 "that, or offload_place='host'"
             )
 
@@ -72,7 +71,7 @@ class StreamedStepper(HostStepper):
         return self._host
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:
-        check_can_stream(self._host, self.settings.window_bytes)
+        check_can_stream(self._rule, self.settings.window_bytes)
         self._slots = {slot.slot: slot for slot in slots}
         self._plan = BucketPlan((), {})
         pin = self.settings.pin_mains

@@ -1,0 +1,309 @@
+"""State that is streamed: the bits of the device, in at most three windows of it."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mp_optim import (
+    FusedAdam,
+    HybridDeviceOptimizer,
+    OptimizerConfig,
+    checkpoint,
+    get_megatron_optimizer,
+)
+from mp_optim.planner import plan
+from mp_optim.process.page_locked import page_locked_bytes
+from mp_optim.slots.interrupted_step import BrokenOffError
+from mp_optim.update.rule import RuleOptimizer
+from support.models import AdversarialTransfer
+from support.offload import differing, hybrids, snapshot
+
+SHAPES = {"big": (3, 701), "left": (40, 20), "bias": (7,), "one": (1,), "right": (300,)}
+LARGEST = 3 * 701 * 12 + 256
+"""Bytes that the largest parameter takes in a window, at most."""
+FORMS = {
+    "fp32": {},
+    "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+    "fp16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
+    "8-bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+}
+KEEPS = {
+    "adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
+    "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
+    "sgd": ("exp_avg_dtype",),
+    "lion": ("exp_avg_dtype",),
+    "adafactor": (),
+}
+WHOLE = ("lamb", "adafactor")
+
+
+class Model(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            value = torch.randn(shape, generator=generator).to(dtype)
+            setattr(self, name, nn.Parameter(value))
+
+
+def give_gradients(model, step, bad=False):
+    generator = torch.Generator().manual_seed(1 + step)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    if bad:
+        model.left.grad[1, 1] = math.nan
+
+
+def build(dtype=torch.bfloat16, fraction=1.0, place="streamed", window=4096, **fields):
+    model = Model(dtype)
+    halves = {
+        torch.bfloat16: {"bf16": True},
+        torch.float16: {"fp16": True, "loss_scale": 1.0},
+    }
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    if place == "streamed":
+        offload |= {"offload_place": place, "stream_window_bytes": window}
+    if fields.get("optimizer") != "adafactor":
+        fields.setdefault("weight_decay", 0.1)
+    config = OptimizerConfig(
+        **{"lr": 1e-2, **halves.get(dtype, {}), **fields},
+        **(offload if place != "device" else {}),
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    for hybrid in hybrids(optimizer):
+        hybrid.stepper.use_transfer(AdversarialTransfer())
+    return model, optimizer
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        give_gradients(model, step)
+        optimizer.step()
+    return snapshot(model, optimizer)
+
+
+# -- the bits of every other place ----------------------------------------------------------------
+
+
+@st.composite
+def programs(draw):
+    rule = draw(st.sampled_from(list(KEEPS)))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    form = FORMS[draw(st.sampled_from(list(FORMS)))]
+    form = {field: value for field, value in form.items() if field in KEEPS[rule]}
+    bits = draw(st.sampled_from([None, 16, 8])) if dtype == torch.bfloat16 else None
+    fields = {"optimizer": rule, **form}
+    if form or bits:
+        fields["use_precision_aware_optimizer"] = True
+        fields["store_param_remainders"] = bits is not None
+    if bits == 8:
+        fields["param_remainder_bits"] = 8
+    if bits == 8 or form.get("exp_avg_dtype") in ("bfloat16", "uint8"):
+        fields["stochastic_rounding"] = draw(st.booleans())
+    windows = [LARGEST, 1 << 20] if rule in WHOLE else [4096, 6000, LARGEST, 1 << 20]
+    return {
+        "dtype": dtype,
+        "fraction": draw(st.sampled_from([0.2, 0.7, 1.0])),
+        "window": draw(st.sampled_from(windows)),
+        **fields,
+    }
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(program=programs())
+def test_the_bits_of_the_device(program):
+    expected = train(*build(place="device", **program), 3)
+    assert differing(train(*build(**program), 3), expected) == []
+
+
+def test_resumed_in_other_places(tmp_path):
+    compact = {"use_precision_aware_optimizer": True, **FORMS["8-bit"]}
+    expected = train(*build(place="device", **compact), 6)
+    model, optimizer = build(place="device", **compact)
+    train(model, optimizer, 2)
+    for start, place in ((2, "streamed"), (4, "host")):
+        saved = tmp_path / place
+        checkpoint.save(saved, model, optimizer)
+        model, optimizer = build(place=place, **compact)
+        checkpoint.load(saved, model, optimizer)
+        found = train(model, optimizer, 2, start)
+    assert differing(found, expected) == []
+
+
+def test_a_state_dict_is_taken_to_another_place():
+    expected = train(*build(place="device"), 4)
+    model, optimizer = build()
+    train(model, optimizer, 2)
+    weights, state = model.state_dict(), optimizer.state_dict()
+    model, optimizer = build(place="device")
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+def test_offload_to_cpu_moves_nothing_and_changes_nothing():
+    model, optimizer = build()
+    train(model, optimizer, 2)
+
+    def addresses():
+        tensors = [*optimizer.state_dict()["state"][0].values()]
+        return [tensor.data_ptr() for tensor in tensors if tensor.dim()]
+
+    before = addresses()
+    optimizer.offload_to_cpu()
+    optimizer.restore_from_cpu()
+    assert addresses() == before
+    expected = train(*build(place="device"), 4)
+    assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+# -- steps that fail ------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model, optimizer = build()
+    before = train(model, optimizer, 2)
+    give_gradients(model, 2, bad=True)
+    assert not optimizer.step().success
+    assert differing(snapshot(model, optimizer), before) == []
+
+
+def test_a_kernel_that_raises_breaks_the_step_off(monkeypatch):
+    model, optimizer = build()
+    train(model, optimizer, 2)
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    carry_out, calls = RuleOptimizer.carry_out, []
+
+    def third_fails(self, planned):
+        calls.append(planned)
+        if len(calls) == 3:
+            raise RuntimeError("mp_adam: the kernels failed")
+        carry_out(self, planned)
+
+    monkeypatch.setattr(RuleOptimizer, "carry_out", third_fails)
+    give_gradients(model, 2)
+    with pytest.raises(RuntimeError, match="mp_adam: the kernels failed"):
+        optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(BrokenOffError):
+        optimizer.step()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    expected = train(*build(place="device"), 4)
+    assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Rings(TorchDispatchMode):
+    """Counts the memory that is made like a gradient, which is on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self._made, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_empty.default:
+            self._made.append((StorageWeakRef(made.untyped_storage()), made.nbytes))
+            self.most = max(self.most, self.held)
+        return made
+
+    @property
+    def held(self):
+        return sum(size for storage, size in self._made if not storage.expired())
+
+
+class CountingTransfer(AdversarialTransfer):
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def empty_host(self, num_bytes, pin):
+        assert pin
+        self.sizes.append(num_bytes)
+        return super().empty_host(num_bytes, pin)
+
+
+@pytest.mark.parametrize("window", [4096, 8192, 1 << 20])
+@pytest.mark.parametrize("form", ["fp32", "8-bit"])
+def test_the_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
+    compact = {"use_precision_aware_optimizer": True} if form != "fp32" else {}
+    model, optimizer = build(window=window, **compact, **FORMS[form])
+    (hybrid,) = hybrids(optimizer)
+    transfer = CountingTransfer()
+    hybrid.stepper.use_transfer(transfer)
+    planned = plan(model, optimizer.config)
+    with Rings() as rings:
+        train(model, optimizer, 2)
+    assert rings.held == 0
+    assert 0 < rings.most <= 3 * window
+    assert planned.accelerator.staging == rings.most
+    assert planned.accelerator.main_params == planned.accelerator.moments == 0
+    pieces = [*transfer.sizes, hybrid.host_main_bytes]
+    pinned = planned.pinned_host.moments + planned.pinned_host.main_params
+    assert pinned == sum(map(page_locked_bytes, pieces))
+
+
+def test_what_it_says_of_itself():
+    model, optimizer = build()
+    train(model, optimizer, 1)
+    described = optimizer.describe()
+    assert {row.place for row in described.rows} == {"streamed"}
+    assert "windows of 4,096 bytes, 3 at a time" in str(described)
+    elements = sum(param.numel() for param in model.parameters())
+    metrics = optimizer.metrics()
+    assert metrics["bytes_up"] == metrics["bytes_down"] == 12 * elements
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optimizer": "lamb"}, r"big takes \d+ bytes; set stream_window_bytes"),
+        ({"optimizer": "adafactor"}, r"adafactor needs whole parameters, and big"),
+        ({"optimizer": "muon"}, "offload_place='streamed': muon needs whole matrices"),
+        ({"offload_mode": "overlap"}, "offload_mode='overlap': with offload_place="),
+        ({"offload_mode": "speculative"}, "the host steps nothing; use 'sync'"),
+        ({"fraction": 0.0}, "offload_place='streamed': has no effect without"),
+        ({"pin_cpu_grads": False}, "has no effect without .*offload_place='host'"),
+        ({"window": 100}, "stream_window_bytes=100: must be a whole number"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_by_name(fields, said):
+    with pytest.raises(ValueError, match=said):
+        build(**fields)
+
+
+def test_auto_is_not_there_yet():
+    with pytest.raises(ValueError, match="offload_place='auto': must be one of"):
+        OptimizerConfig(offload_place="auto").check()
+
+
+def test_a_class_of_torchs_cannot_be_streamed():
+    with pytest.raises(ValueError, match="AdamW cannot be stepped in windows"):
+        HybridDeviceOptimizer(
+            Model(torch.float32).parameters(),
+            1.0,
+            FusedAdam,
+            torch.optim.AdamW,
+            offload_place="streamed",
+        )
+
+
+def test_a_parameter_that_comes_later_must_fit_too():
+    _, optimizer = build(optimizer="lamb", window=LARGEST)
+    large = nn.Parameter(torch.ones(LARGEST))
+    with pytest.raises(ValueError, match="stream_window_bytes"):
+        optimizer.add_param_group({"params": [("large", large)]})
