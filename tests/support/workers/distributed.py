@@ -41,6 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BYTES = [("no_shard", False), ("optim", False), ("optim", True), ("optim_grads", False)]
 
 
+STREAMED = {"offload_place": "streamed", "stream_window_bytes": 4096}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     ranks: int
@@ -52,6 +55,7 @@ class Case:
     fp32_reduce: bool = True
     clip: float = 1.0
     mode: str = "sync"
+    place: str = "host"
 
 
 class SmallMoE(nn.Module):
@@ -117,6 +121,7 @@ def build(
         "grad_reduce_in_fp32": case.fp32_reduce,
         "clip_grad": case.clip,
         **({"offload_mode": case.mode} if case.fraction else {}),
+        **(STREAMED if case.place == "streamed" else {}),
         **SETTINGS[case.layout],
         **more,
     }
@@ -216,6 +221,10 @@ def cases() -> list[Case]:
         Case(3, compact, layout, 0.5)
         for layout in whole
         for compact in ("bf16-8bit", "bf16-stochastic", "bf16-remainder")
+    ]
+    found += [
+        Case(3, "bf16-stochastic", "optim", 0.5, place="streamed"),
+        Case(2, "bf16", "optim_grads-overlap", 1.0, place="streamed"),
     ]
     return found
 

@@ -46,12 +46,13 @@ def build_sharded(
 
 
 def eight_bit_resumes(directory: str) -> dict[str, object]:
-    """8-bit blocks are a shard's own; saved and loaded they are the same bits."""
+    """8-bit blocks are a shard's own; saved and loaded they are the same bits, streamed too."""
     model, optimizer = build_sharded("bf16-8bit8", 0.5)
     train(model, optimizer, 2)
     checkpoint.save(directory, model, optimizer)
     losses = train(model, optimizer, 2, start=2)
-    model, optimizer = build_sharded("bf16-8bit8", 1.0)
+    streamed = {"offload_place": "streamed", "stream_window_bytes": 4096}
+    model, optimizer = build_sharded("bf16-8bit8", 1.0, **streamed)
     checkpoint.load(directory, model, optimizer)
     return {"on": losses, "resumed": train(model, optimizer, 2, start=2)}
 
