@@ -24,6 +24,13 @@ _ELSEWHERE = {
         "overlap_param_gather=True gathers during the next forward"
     ),
     "num_distributed_optimizer_instances": "the state is shared out over all of ProcessGroups.dp",
+    **dict.fromkeys(
+        ("chunked_optimizer_state_offload", "offload_optimizer_states"),
+        "optimizer_cpu_offload=True with optimizer_offload_fraction and offload_place='streamed'",
+    ),
+    "optimizer_state_offload_fraction": "it is called optimizer_offload_fraction here",
+    "optimizer_state_offload_chunk_size_mb": "stream_window_bytes limits main params and state, in "
+    "bytes",
     "use_torch_optimizer_for_cpu_offload": "choose fused_backend='torch'",
     "fp8_recipe": "parameters in 8 bits are recognised, and quantised by their own recipe",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters in 8 bits are not sharded",

@@ -70,6 +70,10 @@ class StreamedStepper(HostStepper):
         assert isinstance(self._host, RuleOptimizer)
         return self._host
 
+    @property
+    def _may_cut(self) -> bool:
+        return RULES[self._rule.rule].reads == "elements"
+
     def _cut(self, slots: Sequence[HostSlot]) -> None:
         check_can_stream(self._rule, self.settings.window_bytes)
         self._slots = {slot.slot: slot for slot in slots}
@@ -84,8 +88,9 @@ class StreamedStepper(HostStepper):
     def _ring_sizes(self) -> list[int]:
         if not self._sizes:
             forms = map(self._rule.forms, self._slots)
-            total = sum(forms_bytes(of_slot.values()) for of_slot in forms)
-            self._sizes = ring_sizes(total, self.settings.window_bytes)
+            sizes = [forms_bytes(of_slot.values()) for of_slot in forms]
+            whole = 0 if self._may_cut else max(sizes, default=0)
+            self._sizes = ring_sizes(sum(sizes), whole, self.settings.window_bytes)
         return self._sizes
 
     @property
@@ -115,8 +120,7 @@ class StreamedStepper(HostStepper):
             self._rule.allocate_state(list(self._slots))  # side by side
             self._is_allocated = True
         launches = self._rule.plan(updates, grad_norm)
-        may_cut = RULES[self._rule.rule].reads == "elements"
-        windows = cut_windows(launches, self.settings.window_bytes, may_cut)
+        windows = cut_windows(launches, self._ring_sizes()[0], self._may_cut)
         if windows:
             ring = WindowRing(self.transfer, self._ring_sizes(), updates.grads[0])
             self._step_both(ring, launches, windows, step_device)

@@ -62,9 +62,18 @@ def forms_bytes(forms: Iterable[Form]) -> int:
     return sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
 
 
-def ring_sizes(total: int, most: int) -> list[int]:
-    """Bytes of each window of the ring, for so many bytes of main params and state."""
-    return [total] if total <= most else [most] * IN_FLIGHT
+def ring_sizes(total: int, whole: int, most: int) -> list[int]:
+    """Bytes of each window of the ring: at most ``most``, and together about ``total`` if that is
+    less.
+
+    Args:
+        total: bytes of all main params and state.
+        whole: bytes of the largest of those that may not be cut.
+    """
+    if total <= most:
+        return [total]
+    third = -(-total // (IN_FLIGHT * ALIGNMENT)) * ALIGNMENT
+    return [min(most, max(third, whole, SMALLEST_WINDOW))] * IN_FLIGHT
 
 
 def cut_windows(

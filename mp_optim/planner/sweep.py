@@ -125,14 +125,17 @@ def least(
     steps: int = 64,
 ) -> MemoryPlan:
     """The same for any way to plan a fraction."""
-    low, high = 0, steps
-    best = plan_at(1.0)
+    # Nothing first: a little that is streamed, in large windows, may take more.
+    low, high = 0, 0
+    best = plan_at(0.0)
+    if best.accelerator.total > gpu_memory:
+        high, best = steps, plan_at(1.0)
     if best.accelerator.total > gpu_memory:
         raise ValueError(
             f"gpu_memory={gpu_memory}: with the whole optimizer on the host the accelerator still "
             f"needs {best.accelerator.total} bytes; {_way_out(gpu_memory)}"
         )
-    while low < high:  # more on the host is never more on the accelerator
+    while low < high:  # beyond that, more on the host is never more on the accelerator
         middle = (low + high) // 2
         tried = plan_at(middle / steps)
         if tried.accelerator.total <= gpu_memory:

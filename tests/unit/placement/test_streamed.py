@@ -18,7 +18,8 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.planner import plan
+from mp_optim.planner import plan, smallest_fraction
+from mp_optim.planner.sweep import with_fraction
 from mp_optim.process.page_locked import page_locked_bytes
 from mp_optim.slots.interrupted_step import BrokenOffError
 from mp_optim.update.rule import RuleOptimizer
@@ -223,6 +224,42 @@ class Rings(TorchDispatchMode):
         return sum(size for storage, size in self._made if not storage.expired())
 
 
+class Recorded(AdversarialTransfer):
+    def __init__(self, calls):
+        super().__init__()
+        self._calls = calls
+
+    def upload(self, to, sources):
+        self._calls.append("up")
+        return super().upload(to, sources)
+
+    def download(self, to, sources, after=None):
+        self._calls.append("down")
+        return super().download(to, sources, after)
+
+
+def test_the_next_window_comes_up_before_one_is_stepped(monkeypatch):
+    """An upload waits for the steps that were queued before it."""
+    model, optimizer = build()
+    calls, carry_out = [], RuleOptimizer.carry_out
+
+    def recorded(self, planned):
+        calls.append("step")
+        carry_out(self, planned)
+
+    monkeypatch.setattr(RuleOptimizer, "carry_out", recorded)
+    (hybrid,) = hybrids(optimizer)
+    hybrid.stepper.use_transfer(Recorded(calls))
+    train(model, optimizer, 1)
+    # There are two groups, so one window holds a launch of each.
+    order = [
+        call for n, call in enumerate(calls) if calls[n - 1 : n + 1] != ["step"] * 2
+    ]
+    count = calls.count("up")
+    assert count > 3
+    assert order == ["up", *["up", "step", "down"] * (count - 1), "step", "down"]
+
+
 class CountingTransfer(AdversarialTransfer):
     def __init__(self):
         super().__init__()
@@ -265,6 +302,24 @@ def test_what_it_says_of_itself():
     assert metrics["bytes_up"] == metrics["bytes_down"] == 12 * elements
 
 
+@pytest.mark.parametrize("rule", ["adam", "lamb"])
+def test_the_smallest_fraction_is_the_smallest(rule):
+    """Of those that fit, though windows take memory."""
+    window = LARGEST if rule in WHOLE else 4096
+    model, optimizer = build(optimizer=rule, window=window)
+    config = optimizer.config
+
+    def needed(part):
+        return plan(model, with_fraction(config, part / 64)).accelerator.total
+
+    every = [needed(part) for part in range(65)]
+    limits = {every[64], every[40], every[0] - 1, every[0], max(every)}
+    for limit in limits - set(range(min(every))):
+        found = smallest_fraction(model, config, gpu_memory=limit).fraction
+        fitting = [part / 64 for part, total in enumerate(every) if total <= limit]
+        assert found == min(fitting)
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 
@@ -284,6 +339,19 @@ def test_what_it_says_of_itself():
 def test_what_cannot_be_streamed_is_refused_by_name(fields, said):
     with pytest.raises(ValueError, match=said):
         build(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("chunked_optimizer_state_offload", "offload_place='streamed'"),
+        ("optimizer_state_offload_fraction", "optimizer_offload_fraction"),
+        ("optimizer_state_offload_chunk_size_mb", "stream_window_bytes"),
+    ],
+)
+def test_megatrons_names_lead_here(name, said):
+    with pytest.raises(TypeError, match=said):
+        OptimizerConfig(**{name: 1})
 
 
 def test_auto_is_not_there_yet():
