@@ -56,6 +56,7 @@ class Schedule:
         pauses: seconds that jobs of the worker take longer, in turn.
         sets_device: whether the caller's current device is that of the model.
         releases: ``release_gradients``, of a stack that works during backward.
+        place: ``offload_place``.
     """
 
     owner: str = "stack"
@@ -71,6 +72,14 @@ class Schedule:
     seed: int = 0
     sets_device: bool = True
     releases: bool = False
+    place: str = "host"
+
+    @property
+    def placing(self) -> dict[str, Any]:
+        """Where offloaded slots are stepped, as settings."""
+        if self.place == "host":
+            return {"overlap_cpu_optimizer_d2h_h2d": self.pipelined}
+        return {"offload_place": self.place, "stream_window_bytes": 4096}
 
     @property
     def tears(self) -> bool:
@@ -94,6 +103,7 @@ class Schedule:
             pace=Pace.LAZY,
             seed=0,
             releases=False,
+            place="host",
         )
 
 
@@ -146,8 +156,8 @@ class _Run:
                 FusedAdam,
                 FusedAdam,
                 offload_mode=schedule.mode,
-                overlap_cpu_optimizer_d2h_h2d=schedule.pipelined,
                 lr=1e-2,
+                **schedule.placing,
             )
         zero = {
             "use_distributed_optimizer": True,
@@ -159,8 +169,8 @@ class _Run:
             schedule.fraction,
             offload_mode=schedule.mode,
             clip_grad=schedule.clip,
-            overlap_cpu_optimizer_d2h_h2d=schedule.pipelined,
             release_gradients=schedule.releases,
+            **schedule.placing,
             **(zero if schedule.owner == "zero" else {}),
         )
         predicate = None if schedule.owner == "zero" else is_expert

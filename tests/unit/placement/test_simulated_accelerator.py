@@ -61,6 +61,7 @@ def schedules(draw):
     owner = draw(st.sampled_from(["stack", "zero", "hybrid"]))
     mode = draw(st.sampled_from(MODES))
     releases = owner == "stack" and mode != "sync" and draw(st.booleans())
+    place = draw(st.sampled_from(["host", "streamed"])) if mode == "sync" else "host"
     unfit = {"zero": ["wider"], "hybrid": ["overflow"], "stack": []}[owner]
     unfit += WRITES_GRADIENTS if releases else []
     rounds = st.builds(
@@ -84,6 +85,7 @@ def schedules(draw):
         pace=draw(st.sampled_from(list(Pace))),
         seed=draw(st.integers(0, 99)),
         sets_device=draw(st.booleans()),
+        place=place,
     )
 
 
