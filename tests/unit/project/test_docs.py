@@ -244,6 +244,7 @@ def test_every_installed_command_exists(document):
     ("tool", "document"),
     [
         ("draw_layers", "docs/design.md"),
+        ("model_stream", "docs/benchmarks/streaming.md"),
         pytest.param("settings_table", "docs/settings.md", marks=pytest.mark.slow),
     ],
 )
