@@ -32,10 +32,13 @@ class StackSettings(TypedDict, total=False):
             bfloat16 one only what it does not say itself, ``"remainder16"`` (the same bits as
             ``"fp32"``) or ``"remainder8"`` (the upper 24 bits of FP32).
         stochastic_rounding: round bfloat16 and 8-bit state stochastically.
-        offload: share of the parameters' elements that are stepped on the host, 0.0 (the default)
-            to 1.0, or ``"auto"``: as few as the accelerator's memory allows.
+        offload: share of the parameters' elements that are kept on the host, 0.0 (the default) to
+            1.0, or ``"auto"``: as few as the accelerator's memory allows.
         offload_mode: when the host works: ``"sync"`` (in ``step()``, the default), ``"overlap"`` or
             ``"speculative"`` (during backward). The same bits in all three.
+        offload_place: where what is offloaded is stepped: ``"host"`` (the default), or
+            ``"streamed"``: it is kept on the host, comes to the accelerator window by window and
+            is stepped there. The same bits in both.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
         backend: what carries the rule out, as ``OptimizerConfig.fused_backend``; ``"auto"``.
         foreach: of torch's; any value will do, for every step here is fused.
@@ -51,6 +54,7 @@ class StackSettings(TypedDict, total=False):
     stochastic_rounding: bool
     offload: float | str
     offload_mode: str
+    offload_place: str
     max_grad_norm: float | None
     backend: str
     foreach: bool | None
@@ -67,6 +71,7 @@ _DEFAULTS: StackSettings = {
     "stochastic_rounding": False,
     "offload": 0.0,
     "offload_mode": "sync",
+    "offload_place": "host",
     "max_grad_norm": None,
     "backend": "auto",
 }
@@ -158,12 +163,14 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    if chosen["offload"] == 0.0 and chosen["offload_mode"] == "sync":
+    how = chosen["offload_mode"], chosen["offload_place"]
+    if chosen["offload"] == 0.0 and how == ("sync", "host"):
         return {}
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": chosen["offload"],
         "offload_mode": chosen["offload_mode"],
+        "offload_place": chosen["offload_place"],
     }
 
 

@@ -57,7 +57,7 @@ def train(layers: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     form=st.sampled_from(list(FORMS)),
     main=st.sampled_from(list(MAINS)),
     offload=st.sampled_from([0.0, 0.5, 1.0]),
-    mode=st.sampled_from(["sync", "overlap", "speculative"]),
+    mode=st.sampled_from(["sync", "overlap", "speculative", "streamed"]),
     limit=st.sampled_from([None, 0.05]),
     decay=st.sampled_from([0.0, 0.1]),
 )
@@ -74,7 +74,8 @@ def test_the_bits_of_the_factory(
 ) -> None:
     if rule is mp_optim.Adafactor:
         form, mode = "fp32", "sync" if mode == "speculative" else mode
-    placed = {"offload": offload, "offload_mode": mode} if offload else {}
+    how = {"offload_place": mode} if mode == "streamed" else {"offload_mode": mode}
+    placed = {"offload": offload, **how} if offload else {}
     mine = model(dtype)
     optimizer = rule(
         mine.parameters(),
@@ -92,7 +93,7 @@ def test_the_bits_of_the_factory(
         bf16=dtype == torch.bfloat16,
         clip_grad=limit or 0.0,
         **_compact(rule, form, main, dtype),
-        **_offloaded(offload, mode),
+        **_offloaded(offload, how),
     )
     other = model(dtype)
     groups = [{"params": list(other.parameters())}]
@@ -110,13 +111,13 @@ def _compact(rule: Any, form: str, main: str, dtype: torch.dtype) -> dict[str, A
     return {"use_precision_aware_optimizer": True, **fields}
 
 
-def _offloaded(offload: float, mode: str) -> dict[str, Any]:
+def _offloaded(offload: float, how: dict[str, str]) -> dict[str, Any]:
     if not offload:
         return {}
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": offload,
-        "offload_mode": mode,
+        **how,
     }
 
 
