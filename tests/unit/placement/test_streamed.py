@@ -51,7 +51,8 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(0)
         for name, shape in SHAPES.items():
             value = torch.randn(shape, generator=generator).to(dtype)
-            setattr(self, name, nn.Parameter(value))
+            lies = value.t().contiguous().t() if name == "left" else value
+            setattr(self, name, nn.Parameter(lies))
 
 
 def give_gradients(model, step, bad=False):
