@@ -20,6 +20,7 @@ _STATES = {
     "8bit": torch.uint8,
 }
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8}
+_WINDOW = OptimizerConfig.stream_window_bytes
 
 
 class StackSettings(TypedDict, total=False):
@@ -39,6 +40,7 @@ class StackSettings(TypedDict, total=False):
         offload_place: where what is offloaded is stepped: ``"host"`` (the default), or
             ``"streamed"``: it is kept on the host, comes to the accelerator window by window and
             is stepped there. The same bits in both.
+        stream_window_bytes: of a window of streamed state, 256 MiB; also text such as ``"64MiB"``.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
         backend: what carries the rule out, as ``OptimizerConfig.fused_backend``; ``"auto"``.
         foreach: of torch's; any value will do, for every step here is fused.
@@ -55,6 +57,7 @@ class StackSettings(TypedDict, total=False):
     offload: float | str
     offload_mode: str
     offload_place: str
+    stream_window_bytes: int | str
     max_grad_norm: float | None
     backend: str
     foreach: bool | None
@@ -72,6 +75,7 @@ _DEFAULTS: StackSettings = {
     "offload": 0.0,
     "offload_mode": "sync",
     "offload_place": "host",
+    "stream_window_bytes": _WINDOW,
     "max_grad_norm": None,
     "backend": "auto",
 }
@@ -163,15 +167,15 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    how = chosen["offload_mode"], chosen["offload_place"]
-    if chosen["offload"] == 0.0 and how == ("sync", "host"):
-        return {}
-    return {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": chosen["offload"],
+    how = {
         "offload_mode": chosen["offload_mode"],
         "offload_place": chosen["offload_place"],
+        "stream_window_bytes": chosen["stream_window_bytes"],
     }
+    if chosen["offload"] == 0.0 and [*how.values()] == ["sync", "host", _WINDOW]:
+        return {}
+    fraction = {"optimizer_offload_fraction": chosen["offload"]}
+    return {"optimizer_cpu_offload": True, **fraction, **how}
 
 
 def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:

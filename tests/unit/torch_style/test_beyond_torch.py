@@ -66,6 +66,21 @@ def test_it_says_what_is_where() -> None:
     assert optimizer.metrics()["steps"] == 1 and optimizer.last_step.success
 
 
+def test_streamed_in_windows_of_a_size() -> None:
+    layers, other = model(), model()
+    streamed = mp_optim.AdamW(
+        layers.parameters(),
+        offload=1.0,
+        offload_place="streamed",
+        stream_window_bytes="4KiB",
+    )
+    plain = mp_optim.AdamW(other.parameters())
+    step(layers, streamed, 3)
+    step(other, plain, 3)
+    assert "streamed" in str(streamed.describe()) and streamed.metrics()["bytes_up"] > 0
+    assert all(map(torch.equal, layers.parameters(), other.parameters()))
+
+
 def test_as_little_on_the_host_as_there_is_room_for() -> None:
     layers = model()
     optimizer = mp_optim.AdamW(layers.parameters(), offload="auto")

@@ -383,6 +383,10 @@ def test_what_a_grad_scaler_found_on_another_rank_skips_the_step_here() -> None:
         ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
         ({"offload": 2.0}, "offload=2.0: must be between 0 and 1"),
         ({"offload_mode": "overlap"}, "offload_mode='overlap': .*offload > 0"),
+        (
+            {"stream_window_bytes": "1MiB", "offload": 1.0},
+            "without offload_place='streamed'",
+        ),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be > 0"),
         ({"amsgrad": True}, "amsgrad=True: there is no amsgrad"),
         ({"stochastic_rounding": True}, "without bfloat16 or 8-bit state"),
