@@ -132,11 +132,13 @@ def _constant(node):
     return node.value if is_text else ""
 
 
-def test_the_readme_examples_run(capsys):
+def test_the_readme_examples_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = small_model()
     names = {"model": model, "loss": loss_of(model)}
     exec(blocks_of("README.md", "python")[0], names)
     assert names["optimizer"].last_step.success and "host" in capsys.readouterr().out
+    assert (tmp_path / "run" / "latest").exists()
     names["loss"] = loss_of(model)
     exec(blocks_of("README.md", "python")[1], names)
     assert names["success"] and names["grad_norm"] > 0
