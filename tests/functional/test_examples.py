@@ -3,14 +3,12 @@ optimizer."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from types import ModuleType
 
 import pytest
 
 from support.launch import TOOLS, run, torchrun
-from support.programs import PROGRAMS
+from support.programs import PROGRAMS, program
 
 EXAMPLES = TOOLS / "examples"
 ALONE = {
@@ -29,41 +27,31 @@ LAUNCHED = {
 """Examples with processes of their own: how many, or 0 for no launcher; and the same."""
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        f"example_{name}", EXAMPLES / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         *ALONE,
         *LAUNCHED,
-        *(program.split()[0] for program in PROGRAMS),
+        *(case.split()[0] for case in PROGRAMS),
         "rl_loop",
     }
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_example_learns(name: str) -> None:
-    losses = load(name).main()
+    losses = program(f"examples/{name}").main()
     assert losses[-1] < ALONE[name] * losses[0]
 
 
 def test_rl_example_learns() -> None:
-    rewards = load("rl_loop").main(60)
+    rewards = program("examples/rl_loop").main(60)
     assert rewards[0] < 0.4 and rewards[-1] > 0.7
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_launched_example_learns(name: str) -> None:
     processes, factor = LAUNCHED[name]
-    program = str(EXAMPLES / f"{name}.py")
-    written = torchrun(processes, program) if processes else run(program)
+    path = str(EXAMPLES / f"{name}.py")
+    written = torchrun(processes, path) if processes else run(path)
     found = re.search(r"([0-9.]+) -> ([0-9.]+)", written)
     assert found is not None, written
     first, last = map(float, found.groups())

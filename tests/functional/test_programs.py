@@ -3,18 +3,16 @@ that go on to the bit. docs/clients has the table."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import mp_optim.torch_style as ours
 from support.fp32_adamw import Fp32AdamW
-from support.launch import TOOLS, run_ranks
-from support.programs import PROGRAMS
+from support.launch import run_ranks
+from support.programs import PROGRAMS, program
 
 SETTINGS: dict[str, Any] = {
     "offload": 1.0,
@@ -32,22 +30,13 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
 
 
-def load(name: str) -> ModuleType:
-    path = TOOLS / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"program_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("case", PROGRAMS)
 def test_losses_are_those_of_torchs_adamw_in_fp32(
-    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main, how = load(program.split()[0]).main, PROGRAMS[program]
+    main, how = program(f"examples/{case.split()[0]}").main, PROGRAMS[case]
     found = main(str(tmp_path / "ours"), offload=0.5, **how)
-    if program == "torchtitan_container":
+    if case == "torchtitan_container":
         monkeypatch.setattr(ours, "AdamW", Fp32AdamW)  # which it asks for by name
         expected = main(str(tmp_path / "torch"), **how)
     else:
@@ -55,14 +44,14 @@ def test_losses_are_those_of_torchs_adamw_in_fp32(
     assert len(found) == len(expected) >= 50 and found[-1] < 0.8 * found[0]
     worst = max(abs(one - two) for one, two in zip(found, expected, strict=True))
     print(
-        f"{program}: {found[0]:.4f} -> {found[-1]:.4f}, differs by {worst / found[0]:.2%}"
+        f"{case}: {found[0]:.4f} -> {found[-1]:.4f}, differs by {worst / found[0]:.2%}"
     )
     assert worst <= TOLERANCE * found[0]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_resumed_run_goes_on_to_the_bit(program: str, tmp_path: Path) -> None:
-    main, how = load(program.split()[0]).main, PROGRAMS[program]
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_resumed_run_goes_on_to_the_bit(case: str, tmp_path: Path) -> None:
+    main, how = program(f"examples/{case.split()[0]}").main, PROGRAMS[case]
     whole = main(str(tmp_path / "run"), **how, **SETTINGS)
     resumed = main(str(tmp_path / "run"), resume=True, **how, **SETTINGS)
     half = len(whole) // 2

@@ -1,8 +1,24 @@
-"""The programs of tools/examples that are held against torch, and resumed: with what arguments."""
+"""The programs of tools, loaded by their paths; and which of the examples are held against torch,
+and resumed."""
 
 from __future__ import annotations
 
+import importlib.util
+from types import ModuleType
 from typing import Any
+
+from support.launch import TOOLS
+
+
+def program(name: str) -> ModuleType:
+    """A module below tools, such as ``examples/fabric``."""
+    path = TOOLS / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 PROGRAMS: dict[str, dict[str, Any]] = {
     "hf_trainer_class": {},
@@ -14,3 +30,4 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "torchtitan_container": {},
     "vision_ema": {},
 }
+"""Names of examples, and the arguments of their ``main``; what follows a blank tells two apart."""

@@ -3,7 +3,6 @@ to the bit."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 import torch
@@ -11,21 +10,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 import mp_optim
-from support.launch import TOOLS
+from support.programs import program
 
 HALF = 10
 
 
-def sharding_accelerator():
-    path = TOOLS / "examples" / "accelerate_fsdp2.py"
-    spec = importlib.util.spec_from_file_location("accelerate_fsdp2", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example.sharding_accelerator()
-
-
 def losses(folder: str, resume: bool) -> list[float]:
-    accelerator = sharding_accelerator()
+    accelerator = program("examples/accelerate_fsdp2").sharding_accelerator()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
     optimizer = mp_optim.AdamW(model.parameters(), lr=1e-2, offload=0.5, state="8bit")

@@ -20,6 +20,7 @@ from torch import nn
 import mp_optim
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from support.launch import ROOT
+from support.programs import program
 
 DOCS = ROOT / "docs"
 INCLUDE = re.compile(r'--8<-- "([\w./]+)"')
@@ -215,22 +216,13 @@ def test_the_line_at_the_door_runs() -> None:
 # -- how the site is made --------------------------------------------------------------------------
 
 
-def of_the_site(name: str) -> ModuleType:
-    path = ROOT / "tools/docs_site" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"docs_site_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_references_in_docstrings_become_links(tmp_path: Path) -> None:
     (tmp_path / "house.py").write_text(
         "from mp_optim.api import door\n"
         "def f():\n"
         '    """See :func:`door`, :class:`~mp_optim.planner.Layout`, :meth:`gone.away`."""\n'
     )
-    extensions = griffe.load_extensions(of_the_site("roles").Roles)
+    extensions = griffe.load_extensions(program("docs_site/roles").Roles)
     module = griffe.load("house", search_paths=[tmp_path], extensions=extensions)
     docstring = module["f"].docstring
     assert docstring is not None
@@ -244,7 +236,7 @@ def test_references_in_docstrings_become_links(tmp_path: Path) -> None:
 
 
 def test_documents_beside_the_docs_are_linked_as_pages() -> None:
-    linked = of_the_site("pages").on_page_markdown
+    linked = program("docs_site/pages").on_page_markdown
     assert linked("[a](../CONTRIBUTING.md#rules) [b](other.md)") == (
         "[a](contributing.md#rules) [b](other.md)"
     )
@@ -253,7 +245,7 @@ def test_documents_beside_the_docs_are_linked_as_pages() -> None:
 
 
 def test_the_layers_are_drawn_without_a_program_in_the_browser() -> None:
-    page = of_the_site("flowchart").on_page_markdown(text_of("design.md"))
+    page = program("docs_site/flowchart").on_page_markdown(text_of("design.md"))
     assert "mermaid" not in page
     names = re.findall(r"<text[^>]*>(\w+)</text>", page)
     corners = re.findall(r'<rect x="(\d+)" y="(\d+)"', page)
