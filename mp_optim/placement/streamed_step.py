@@ -9,7 +9,7 @@ the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from mp_optim.config.rules import RULES
@@ -27,7 +27,7 @@ from mp_optim.placement.windows import (
     ring_sizes,
 )
 from mp_optim.process.host_memory import aligned_bytes
-from mp_optim.slots import SlotUpdates
+from mp_optim.slots import Slot, SlotUpdates
 from mp_optim.slots.host_part import TransferBytes
 from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update.kernel_args import MAIN
@@ -60,6 +60,17 @@ def check_can_stream(rule: RuleOptimizer, most: int) -> None:
                 f"{rule.slot_name(slot)} takes {size} bytes; set stream_window_bytes to at least "
                 "that, or offload_place='host'"
             )
+
+
+def state_bytes(rule: RuleOptimizer, slots: Iterable[Slot]) -> HostBytes:
+    """Host memory of the state of some slots, each kind of it in one piece."""
+    sizes: Counter[str] = Counter()
+    for slot in slots:
+        for key, (shape, dtype) in rule.forms(slot).items():
+            sizes[key] += aligned_bytes(shape.numel(), dtype)
+    moments = [size for key, size in sizes.items() if key not in (MAIN, REMAINDER)]
+    rest = [sizes[REMAINDER]] if REMAINDER in sizes else []
+    return HostBytes((), moments=tuple(moments), remainders=tuple(rest))
 
 
 class StreamedStepper(HostStepper):
@@ -98,13 +109,7 @@ class StreamedStepper(HostStepper):
         return sum(self._ring_sizes())
 
     def host_bytes(self) -> HostBytes:
-        sizes: Counter[str] = Counter()
-        for slot in self._slots:
-            for key, (shape, dtype) in self._rule.forms(slot).items():
-                sizes[key] += aligned_bytes(shape.numel(), dtype)
-        moments = [size for key, size in sizes.items() if key not in (MAIN, REMAINDER)]
-        rest = [sizes[REMAINDER]] if REMAINDER in sizes else []
-        return HostBytes((), moments=tuple(moments), remainders=tuple(rest))
+        return state_bytes(self._rule, self._slots)
 
     # -- in step ----------------------------------------------------------------------------------
 
@@ -115,31 +120,38 @@ class StreamedStepper(HostStepper):
         step_device: Callable[[], None],
     ) -> None:
         self.timeline.begin_step()
+        for _ in self.windows_of_step(updates, grad_norm, step_device):
+            pass
+        self.timeline.end_step()
+
+    def windows_of_step(
+        self,
+        updates: SlotUpdates,
+        grad_norm: float | None,
+        step_device: Callable[[], None],
+    ) -> Iterator[float]:
+        """Step, window by window, at the caller's pace; all is stepped at the end.
+
+        Yields:
+            Which share of the windows is queued on the device; first 0.0, as soon as the first is
+            on its way and the device's own slots are queued.
+        """
         self.transfer_bytes = TransferBytes()
         if not self._is_allocated:
             self._rule.allocate_state(list(self._slots))  # side by side
             self._is_allocated = True
         launches = self._rule.plan(updates, grad_norm)
         windows = cut_windows(launches, self._ring_sizes()[0], self._may_cut)
-        if windows:
-            ring = WindowRing(self.transfer, self._ring_sizes(), updates.grads[0])
-            self._step_both(ring, launches, windows, step_device)
-        else:
+        if not windows:
             step_device()
-        self.timeline.end_step()
-
-    def _step_both(
-        self,
-        ring: WindowRing,
-        launches: Sequence[PlannedLaunch],
-        windows: Sequence[Window],
-        step_device: Callable[[], None],
-    ) -> None:
+            return
+        ring = WindowRing(self.transfer, self._ring_sizes(), updates.grads[0])
         try:
             first = ring.upload(windows[0])
             step_device()
+            yield 0.0
             self._host.step_mark.touch()
-            self._stream(ring, launches, windows, first)
+            yield from self._stream(ring, launches, windows, first)
         finally:
             # NOTE: the ring's memory and the host's are read and written by copies until here.
             with self.timeline.stage(WAIT_COPIES):
@@ -155,7 +167,7 @@ class StreamedStepper(HostStepper):
         launches: Sequence[PlannedLaunch],
         windows: Sequence[Window],
         lying: Sequence[Tensors],
-    ) -> None:
+    ) -> Iterator[float]:
         """Step all windows; the first is on its way up."""
         for number, window in enumerate(windows):
             ring.arrive()
@@ -167,6 +179,7 @@ class StreamedStepper(HostStepper):
                     self._rule.carry_out(launch)
             ring.download(number, window, lying)
             lying = coming
+            yield (number + 1) / len(windows)
 
     def _label_of(self, launches: Sequence[PlannedLaunch], window: Window) -> str:
         slots = [launches[p.launch].updates.slots[p.index] for p in window]
