@@ -108,13 +108,14 @@ def _check_release(config: ConfigFields) -> None:
 
 
 def _check_streamed(config: ConfigFields) -> None:
-    if config.offload_place != "streamed":
+    if config.offload_place == "host":
         return
-    if config.offload_mode != "sync":
+    if config.offload_place == "streamed" and config.offload_mode != "sync":
         _fail(
             config,
             "offload_mode",
-            "with offload_place='streamed' the host steps nothing; use 'sync'",
+            "with offload_place='streamed' the host steps nothing; use 'sync', or "
+            "offload_place='auto'",
         )
     if RULES[config.optimizer].reads == "matrices":
         _fail(
@@ -212,8 +213,8 @@ def _has_second_moment(rule: RuleSpec) -> bool:
 _SECOND_MOMENT = [rule.name for rule in RULES.values() if _has_second_moment(rule)]
 
 _STEPPED_ON_HOST: tuple[str, Callable[[ConfigFields], bool]] = (
-    "optimizer_cpu_offload=True and offload_place='host'",
-    lambda c: c.optimizer_cpu_offload and c.offload_place == "host",
+    "optimizer_cpu_offload=True and offload_place='host' or 'auto'",
+    lambda c: c.optimizer_cpu_offload and c.offload_place != "streamed",
 )
 
 _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
@@ -239,8 +240,12 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         lambda c: c.may_offload,
     ),
     "stream_window_bytes": (
-        "offload_place='streamed'",
-        lambda c: c.may_offload and c.offload_place == "streamed",
+        "offload_place='streamed' or 'auto'",
+        lambda c: c.may_offload and c.offload_place != "host",
+    ),
+    "offload_streamed_fraction": (
+        "offload_place='auto'",
+        lambda c: c.may_offload and c.offload_place == "auto",
     ),
     "offload_bucket_bytes": _STEPPED_ON_HOST,
     "pin_cpu_grads": _STEPPED_ON_HOST,

@@ -85,8 +85,9 @@ CHECKS: dict[str, Check] = {
         optional=True,
     ),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
-    "offload_place": Choice(
-        ("host", "streamed"), (("auto", "there is no measured split yet"),)
+    "offload_place": Choice(("host", "streamed", "auto")),
+    "offload_streamed_fraction": Number(
+        0.0, 1.0, said="must be between 0 and 1", optional=True
     ),
     "stream_window_bytes": Size(
         4096,

@@ -141,7 +141,11 @@ class ConfigFields:
     and moments; the verdict publishes it). The same bits in all three."""
     offload_place: str = "host"
     """Where offloaded parameters are stepped: host, or streamed: main params and state stay in host
-    memory and come to the accelerator window by window in ``step()``. The same bits in both."""
+    memory and come to the accelerator window by window in ``step()``; or auto: a share of them is
+    streamed while the host steps the rest. The same bits in all three."""
+    offload_streamed_fraction: float | None = None
+    """With ``offload_place="auto"``: the share of offloaded elements that is streamed, 0 to 1; by
+    default the first steps are timed, and both finish together."""
     stream_window_bytes: int = 256 << 20
     """Bytes of main params and state in a window; with ``offload_place="streamed"`` at most three
     are on the accelerator, within ``step()``. Larger parameters go in pieces (adam, sgd, lion) or

@@ -31,6 +31,7 @@ class _Pair:
     live: Tensor
     front: Tensor
     back: Tensor
+    is_swapped: bool = False
 
     def fits(self, live: Tensor) -> bool:
         memory = live.data_ptr(), live.shape
@@ -39,6 +40,12 @@ class _Pair:
     def swap(self) -> None:
         self.front, self.back = self.back, self.front
         self.live.data = self.front
+        self.is_swapped = not self.is_swapped
+
+    def come_home(self) -> None:
+        if self.is_swapped and self.live.data_ptr() == self.front.data_ptr():
+            self.back.copy_(self.front)
+            self.swap()
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,12 @@ class DoubleBuffer:
             back = block.with_room(back_buffer_bytes([live])).take(*form)
         self._pairs[key] = _Pair(live, live.data, back)
         return self._pairs[key]
+
+    def come_home(self) -> None:
+        """Have all tensors be in the memory that they had at first; nothing of the back buffer is
+        in use any more."""
+        for pair in self._pairs.values():
+            pair.come_home()
 
     def swap(self, keys: Iterable[Key]) -> None:
         """Give these tensors the memory of the back buffer, and it theirs."""

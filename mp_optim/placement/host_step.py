@@ -6,6 +6,7 @@ the one before on their way up. Gradients and parameters travel in the dtype the
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,7 +24,12 @@ from mp_optim.placement.staging import StagedTensors, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.placement.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection
-from mp_optim.slots.host_part import GradientSource, HostPart, TransferBytes
+from mp_optim.slots.host_part import (
+    GradientSource,
+    HostPart,
+    Place,
+    TransferBytes,
+)
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.update import choose_backend
 
@@ -126,15 +132,71 @@ class _NoSource:
         return choose_backend("auto", grads[0].device)[0].sum_of_squares(grads)
 
 
-class HostStepper(HostPart):
+def nothing_beside(done: float) -> None:
+    """For :attr:`HostStepper.beside`."""
+
+
+class Stepper(HostPart):
+    """What steps the slots of an optimizer whose state is in host memory."""
+
+    @property
+    @abstractmethod
+    def has_slots(self) -> bool:
+        """Whether anything is offloaded."""
+
+    @abstractmethod
+    def place_of(self, slot: Slot) -> Place:
+        """Where one of these slots is stepped."""
+
+    @abstractmethod
+    def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
+        """Cut buckets anew, for other slots. What was begun early is dropped."""
+
+    @abstractmethod
+    def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
+        """Have tensors travel another way from now on, or in other buckets; nothing may be on its
+        way."""
+
+    @abstractmethod
+    def host_bytes(self) -> HostBytes:
+        """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
+        is held from then on."""
+
+    @property
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Device memory that is held within ``step()``, beside gradients and parameters."""
+
+    @abstractmethod
+    def step_buckets(
+        self,
+        updates: SlotUpdates,
+        grad_norm: float | None,
+        step_device: Callable[[], None],
+    ) -> None:
+        """Step these slots, and the device's in between; on return uploads are ordered before later
+        work there.
+
+        Args:
+            updates: with gradients and outputs on the device.
+            step_device: steps what is not offloaded.
+        """
+
+
+class HostStepper(Stepper):
     """Steps the host's slots in ``step()``, and nothing before: ``offload_mode="sync"``.
 
     Args:
         host: the host's optimizer.
         slots: of it, in the order in which their gradients are expected.
         owner: the optimizer that it is a part of.
+
+    Attributes:
+        beside: called between buckets with the share of them that is stepped, and at the end with
+            1.0, for what is done at the same time.
     """
 
+    beside: Callable[[float], None]
     mode: OffloadMode = "sync"
 
     def __init__(
@@ -149,6 +211,7 @@ class HostStepper(HostPart):
         self.transfer, self.timeline = settings.transfer, settings.timeline
         self._host, self._owner = host, owner
         self._source: GradientSource = _NoSource()
+        self.beside = nothing_beside
         self._staging: list[Staging] = []
         self._routes: (
             tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None
@@ -157,8 +220,10 @@ class HostStepper(HostPart):
 
     @property
     def has_slots(self) -> bool:
-        """Whether anything is stepped on the host."""
         return bool(self._slots)
+
+    def place_of(self, slot: Slot) -> Place:
+        return "host"
 
     def connect(self, source: GradientSource) -> None:
         self._source = source
@@ -167,13 +232,14 @@ class HostStepper(HostPart):
     # -- buckets and their memory -----------------------------------------------------------------
 
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
-        """Cut buckets anew, for other slots. What was begun early is dropped."""
         self.discard()
         self._cut(slots)
 
+    def come_home(self) -> None:
+        """Have all slots be in the memory that they had before the first step; nothing may be
+        begun."""
+
     def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
-        """Have tensors travel another way from now on, or in other buckets; nothing may be on its
-        way."""
         self.discard()
         if bucket_bytes is None:
             bucket_bytes = self.settings.bucket_bytes
@@ -195,13 +261,10 @@ class HostStepper(HostPart):
         self._routes = None
 
     def host_bytes(self) -> HostBytes:
-        """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
-        is held from then on."""
         return HostBytes(tuple(staging.capacity for staging in self._staging))
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that is held within ``step()``, beside gradients and parameters."""
         return 0
 
     # -- in step ----------------------------------------------------------------------------------
@@ -212,13 +275,6 @@ class HostStepper(HostPart):
         grad_norm: float | None,
         step_device: Callable[[], None],
     ) -> None:
-        """Step the host's slots bucket by bucket, and the device's in between; on return uploads
-        are ordered before later work there.
-
-        Args:
-            updates: with gradients and outputs on the device.
-            step_device: steps what does not lie on the host.
-        """
         self.timeline.begin_step()
         self._step_both_places(self._bucket_steps(updates), grad_norm, step_device)
         self.transfer.join()
@@ -287,9 +343,11 @@ class HostStepper(HostPart):
                 coming.start(gradients)
                 started += 1
             self._wait(step)
+            self.beside(done / len(steps))
             self._run_rule(step, grad_norm, done, len(steps))
             with self.timeline.stage("publish", step.label):
                 step.upload()
+        self.beside(1.0)
 
     def _run_rule(
         self, step: BucketStep, grad_norm: float | None, done: int, count: int

@@ -16,12 +16,10 @@ from torch import Tensor
 from mp_optim.placement.assignments import Assignment, Assignments
 from mp_optim.placement.cores import occupy, worker_threads
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
-from mp_optim.placement.host_step import HostStepper, HostStepSettings
+from mp_optim.placement.host_step import HostStepSettings, Stepper
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.steppers import (
-    check_can_step,
-    checked_place,
-    new_stepper,
+    OffloadedStep,
     only_accelerator,
 )
 from mp_optim.placement.timeline import StepTimeline
@@ -78,7 +76,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
             are measured during backward. ``speculative``: they are also stepped, into a back buffer
             of main params and moments.
         offload_place: ``host``, or ``streamed``: main params and state come to the device window by
-            window and are stepped there.
+            window and are stepped there; or ``auto``: a share of them does, beside the host.
+        offload_streamed_fraction: that share; by default it is measured.
         stream_window_bytes: of such a window; there are at most three.
         host_threads: threads of the kernels during backward; by default some are left to others.
         host_cores: cores that those threads are pinned to.
@@ -107,6 +106,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         *,
         offload_mode: str = "sync",
         offload_place: str = "host",
+        offload_streamed_fraction: float | None = None,
         stream_window_bytes: int = 256 << 20,
         host_threads: int | None = None,
         host_cores: Sequence[int] | None = None,
@@ -116,7 +116,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
         sub_optimizer_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.offload_place = place = checked_place(offload_place, offload_mode)
+        how = OffloadedStep(offload_place, offload_mode, offload_streamed_fraction)
+        how.check_classes(cpu_optimizer_cls, gpu_optimizer_cls)
+        self._offloaded = place = how.sub_place
         construction = sub_optimizer_kwargs or {}
         classes: dict[Place, type[torch.optim.Optimizer]] = {
             "device": gpu_optimizer_cls,
@@ -162,13 +164,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
             pin_cpu_params,
             speculation or SpeculationSettings(),
         )
-        check_can_step(
-            place, offload_mode, self._subs[place], named, self._is_offloaded, settings
-        )
+        how.check(self._subs[place], named, self._is_offloaded, settings)
         slots = self._assignments.offloaded_slots(self.param_groups)
-        self.stepper = new_stepper(
-            place, offload_mode, self._subs[place], slots, self, settings
-        )
+        self.stepper = how.new_stepper(self._subs[place], slots, self, settings)
         self._own_grads = _OwnGrads(self) if self.stepper.works_in_backward else None
 
     def _host_main_bytes(self) -> int:
@@ -185,16 +183,19 @@ class HybridDeviceOptimizer(SlotOptimizer):
         return self._host_mains.capacity
 
     @property
-    def host(self) -> HostStepper:
+    def host(self) -> Stepper:
         return self.stepper
 
     # -- places and sub-optimizers ----------------------------------------------------------------
 
     def place(self, slot: Slot) -> Place:
-        return self._assignments[slot].place
+        assigned = self._assignments[slot]
+        if assigned.place == "device":
+            return "device"
+        return self.stepper.place_of(assigned.sub_slot)
 
     def _is_offloaded(self, slot: Slot) -> bool:
-        return self.place(slot) != "device"
+        return self._assignments[slot].place != "device"
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -205,7 +206,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
         ]
 
     def sub_optimizer(self, place: Place) -> SlotOptimizer:
-        return self._subs[place]
+        """What steps the slots of a place."""
+        return self._subs["device" if place == "device" else self._offloaded]
 
     def _sub_group(self, index: int, place: Place) -> dict[str, Any]:
         """A group as the optimizer of a place is given it."""
@@ -241,7 +243,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         index = len(self.param_groups) - 1
         groups = [self.param_groups[index]]
         self._assignments.assign(
-            groups, self.offload_fraction, self.offload_place, self._stepped_dtype
+            groups, self.offload_fraction, self._offloaded, self._stepped_dtype
         )
         for place, sub in self._subs.items():
             sub.add_param_group(self._sub_group(index, place))
@@ -384,7 +386,11 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for place, sub in self._subs.items():
             sub.allocate_state(
-                [self._in_sub(slot)[1] for slot in slots if self.place(slot) == place]
+                [
+                    self._in_sub(slot)[1]
+                    for slot in slots
+                    if self._assignments[slot].place == place
+                ]
             )
 
     def state_of(self, slot: Slot) -> SlotState:
@@ -434,9 +440,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
                         by_place["device"], grad_norm=grad_norm
                     )
 
-            self.stepper.step_buckets(
-                by_place[self.offload_place], grad_norm, step_device
-            )
+            self.stepper.step_buckets(by_place[self._offloaded], grad_norm, step_device)
 
     def verdict_device(self) -> torch.device | None:
         return None if self.stepper.has_slots else self._subs["device"].verdict_device()

@@ -96,7 +96,7 @@ class OverlappedHostStepper(HostStepper):
     # -- buckets and their memory -----------------------------------------------------------------
 
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
-        self._knows_order = False
+        self._knows_order, self._order = False, {}
         super().cut_buckets(slots)
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:

@@ -38,6 +38,11 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         pin = self.settings.pin_mains
         self._back = [DoubleBuffer(self.transfer, pin) for _ in self.buckets]
 
+    def come_home(self) -> None:
+        for back in self._back:
+            back.come_home()
+        self._rule.memory_moved()
+
     @property
     def _rule(self) -> RuleOptimizer:
         assert isinstance(self._host, RuleOptimizer)

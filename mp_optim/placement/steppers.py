@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mp_optim.placement.auto_step import AutoStepper
 from mp_optim.placement.host_bytes import HostSlot
-from mp_optim.placement.host_step import HostOwner, HostStepper, HostStepSettings
+from mp_optim.placement.host_step import (
+    HostOwner,
+    HostStepper,
+    HostStepSettings,
+    Stepper,
+)
+from mp_optim.placement.measured_split import FixedSplit, MeasuredSplit
 from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.speculative_step import SpeculativeHostStepper
 from mp_optim.placement.streamed_step import StreamedStepper, check_can_stream
@@ -26,62 +34,98 @@ _MODES: dict[str, type[HostStepper]] = {
     "overlap": OverlappedHostStepper,
     "speculative": SpeculativeHostStepper,
 }
-_PLACES: tuple[Place, ...] = ("host", "streamed")
+_PLACES = ("host", "streamed", "auto")
 
 
-def checked_place(place: str, mode: str) -> Place:
-    """Where offloaded slots are stepped.
+@dataclass(frozen=True)
+class OffloadedStep:
+    """Where and when offloaded slots are stepped.
 
-    Raises:
-        ValueError: place or mode is unknown, or they do not go together.
-    """
-    if mode not in _MODES:
-        raise ValueError(f"offload_mode={mode!r}: must be one of {list(_MODES)}")
-    for known in _PLACES:
-        if known == place and (known == "host" or mode == "sync"):
-            return known
-    if place in _PLACES:
-        raise ValueError(
-            f"offload_mode={mode!r}: with offload_place={place!r} the host steps nothing; use "
-            "'sync'"
-        )
-    raise ValueError(f"offload_place={place!r}: must be one of {list(_PLACES)}")
-
-
-def new_stepper(
-    place: Place,
-    mode: str,
-    sub: SlotOptimizer,
-    slots: Sequence[HostSlot],
-    owner: HostOwner,
-    settings: HostStepSettings,
-) -> HostStepper:
-    """What steps the offloaded slots, which are ``sub``'s."""
-    kind = StreamedStepper if place == "streamed" else _MODES[mode]
-    return kind(sub, slots, owner, settings)
-
-
-def check_can_step(
-    place: Place,
-    mode: str,
-    sub: SlotOptimizer,
-    params: Sequence[NamedParam],
-    is_offloaded: Callable[[Slot], bool],
-    settings: HostStepSettings,
-) -> None:
-    """Raise unless an optimizer can step what is offloaded.
-
-    Args:
-        params: all of them. is_offloaded: whether a slot is.
+    Attributes:
+        place: ``host``, ``streamed``, or ``auto``: some on the host and some streamed.
+        mode: when the host works.
+        streamed_fraction: with ``auto``, the share of their elements that is streamed; None: it is
+            measured.
 
     Raises:
-        ValueError: naming the class, or the parameter.
+        ValueError: place or mode is unknown, they do not go together, or no share between 0 and 1.
     """
-    if place == "streamed":
-        here = [param for param in params if is_offloaded(param[0])]
-        _check_streamed(sub, here, settings.window_bytes)
-    elif mode == "speculative":
-        _check_speculative(sub, params)
+
+    place: str
+    mode: str
+    streamed_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise ValueError(
+                f"offload_mode={self.mode!r}: must be one of {list(_MODES)}"
+            )
+        if self.place not in _PLACES:
+            raise ValueError(
+                f"offload_place={self.place!r}: must be one of {list(_PLACES)}"
+            )
+        if self.place == "streamed" and self.mode != "sync":
+            raise ValueError(
+                f"offload_mode={self.mode!r}: with offload_place='streamed' the host steps "
+                "nothing; use 'sync', or offload_place='auto'"
+            )
+        if self.streamed_fraction is not None and not 0 <= self.streamed_fraction <= 1:
+            raise ValueError(
+                f"offload_streamed_fraction={self.streamed_fraction!r}: must be between 0 and 1"
+            )
+
+    @property
+    def sub_place(self) -> Place:
+        """By which the optimizer of the offloaded slots is known."""
+        return "streamed" if self.place == "streamed" else "host"
+
+    def new_stepper(
+        self,
+        sub: SlotOptimizer,
+        slots: Sequence[HostSlot],
+        owner: HostOwner,
+        settings: HostStepSettings,
+    ) -> Stepper:
+        """What steps the offloaded slots, which are ``sub``'s."""
+        kind = _MODES[self.mode]
+        if self.place == "auto":
+            share = self.streamed_fraction
+            split = MeasuredSplit() if share is None else FixedSplit(share)
+            return AutoStepper(kind, sub, slots, owner, settings, split)
+        if self.place == "streamed":
+            kind = StreamedStepper
+        return kind(sub, slots, owner, settings)
+
+    def check_classes(
+        self, host: type[torch.optim.Optimizer], device: type[torch.optim.Optimizer]
+    ) -> None:
+        """Raise ValueError unless slots can be stepped by either class where they may change."""
+        if self.place == "auto" and host is not device:
+            raise ValueError(
+                f"offload_place='auto': a parameter is stepped on the host or streamed, by one "
+                f"class; {host.__name__} and {device.__name__} are two"
+            )
+
+    def check(
+        self,
+        sub: SlotOptimizer,
+        params: Sequence[NamedParam],
+        is_offloaded: Callable[[Slot], bool],
+        settings: HostStepSettings,
+    ) -> None:
+        """Raise unless an optimizer can step what is offloaded.
+
+        Args:
+            params: all of them. is_offloaded: whether a slot is.
+
+        Raises:
+            ValueError: naming the class, or the parameter.
+        """
+        if self.place != "host":
+            here = [param for param in params if is_offloaded(param[0])]
+            _check_streamed(self.place, sub, here, settings.window_bytes)
+        if self.mode == "speculative":
+            _check_speculative(sub, params)
 
 
 def _check_speculative(sub: SlotOptimizer, params: Sequence[NamedParam]) -> None:
@@ -99,23 +143,23 @@ def _check_speculative(sub: SlotOptimizer, params: Sequence[NamedParam]) -> None
 
 
 def _check_streamed(
-    sub: SlotOptimizer, params: Sequence[NamedParam], window_bytes: int
+    place: str, sub: SlotOptimizer, params: Sequence[NamedParam], window_bytes: int
 ) -> None:
     if not isinstance(sub, RuleOptimizer):
         raise ValueError(
-            f"offload_place='streamed': {_class_of(sub)} cannot be stepped in windows; use one of "
+            f"offload_place={place!r}: {_class_of(sub)} cannot be stepped in windows; use one of "
             "this package's optimizers, or 'host'"
         )
-    check_can_stream(sub, window_bytes)
+    check_can_stream(sub, window_bytes, place)
     for name in _collective(sub, params):
         raise ValueError(
-            f"offload_place='streamed': {type(sub).__name__} steps {name}, which is split over "
+            f"offload_place={place!r}: {type(sub).__name__} steps {name}, which is split over "
             "ranks, by a collective, and ranks may cut other windows; use 'host'"
         )
     devices = {local_tensor(param).device: name for _, name, param in params}
     if len(devices) > 1:
         raise ValueError(
-            f"offload_place='streamed': {' and '.join(devices.values())} lie on different devices "
+            f"offload_place={place!r}: {' and '.join(devices.values())} lie on different devices "
             f"({', '.join(map(str, devices))}); use 'host'"
         )
 

@@ -9,7 +9,7 @@ the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 
 from mp_optim.config.rules import RULES
@@ -28,14 +28,14 @@ from mp_optim.placement.windows import (
 )
 from mp_optim.process.host_memory import aligned_bytes
 from mp_optim.slots import Slot, SlotUpdates
-from mp_optim.slots.host_part import TransferBytes
+from mp_optim.slots.host_part import Place, TransferBytes
 from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch
 from mp_optim.update.rule import RuleOptimizer
 
 
-def check_can_stream(rule: RuleOptimizer, most: int) -> None:
+def check_can_stream(rule: RuleOptimizer, most: int, place: str = "streamed") -> None:
     """Raise unless a rule can step its slots in windows of at most ``most`` bytes.
 
     Raises:
@@ -49,7 +49,7 @@ def check_can_stream(rule: RuleOptimizer, most: int) -> None:
     reads = RULES[name].reads if name in RULES else "matrices"
     if reads == "matrices":
         raise ValueError(
-            f"offload_place='streamed': {name} cannot be stepped in windows (adam, lamb, sgd, lion "
+            f"offload_place={place!r}: {name} cannot be stepped in windows (adam, lamb, sgd, lion "
             "and adafactor can); use 'host'"
         )
     for slot in rule.slots() if reads == "sums" else ():
@@ -81,6 +81,9 @@ class StreamedStepper(HostStepper):
         assert isinstance(self._host, RuleOptimizer)
         return self._host
 
+    def place_of(self, slot: Slot) -> Place:
+        return "streamed"
+
     @property
     def _may_cut(self) -> bool:
         return RULES[self._rule.rule].reads == "elements"
@@ -98,15 +101,22 @@ class StreamedStepper(HostStepper):
 
     def _ring_sizes(self) -> list[int]:
         if not self._sizes:
-            forms = map(self._rule.forms, self._slots)
-            sizes = [forms_bytes(of_slot.values()) for of_slot in forms]
-            whole = 0 if self._may_cut else max(sizes, default=0)
-            self._sizes = ring_sizes(sum(sizes), whole, self.settings.window_bytes)
+            self._sizes = self._ring_sizes_for(self._slots)
         return self._sizes
+
+    def _ring_sizes_for(self, slots: Iterable[Slot]) -> list[int]:
+        forms = map(self._rule.forms, slots)
+        sizes = [forms_bytes(of_slot.values()) for of_slot in forms]
+        whole = 0 if self._may_cut else max(sizes, default=0)
+        return ring_sizes(sum(sizes), whole, self.settings.window_bytes)
 
     @property
     def device_bytes(self) -> int:
         return sum(self._ring_sizes())
+
+    def device_bytes_for(self, slots: Iterable[Slot]) -> int:
+        """Device memory that is held within ``step()`` if these slots are streamed."""
+        return sum(self._ring_sizes_for(slots))
 
     def host_bytes(self) -> HostBytes:
         return state_bytes(self._rule, self._slots)
@@ -129,7 +139,7 @@ class StreamedStepper(HostStepper):
         updates: SlotUpdates,
         grad_norm: float | None,
         step_device: Callable[[], None],
-    ) -> Iterator[float]:
+    ) -> Generator[float, None, None]:
         """Step, window by window, at the caller's pace; all is stepped at the end.
 
         Yields:

@@ -201,7 +201,7 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for part in optimizer.chained_optimizers:
         assert isinstance(part, WrappedOptimizer)  # nothing is distributed here
-        for kind, what, size in (*_reserves(part, config), *_tensors(part)):
+        for kind, what, size in (*_reserves(part, config), *_tensors(part, config)):
             sizes[kind][what] += size
     device, pinned, pageable = (Memory(**of_kind) for of_kind in sizes.values())
     return MemoryPlan(device, pinned, pageable)
@@ -229,17 +229,19 @@ def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str,
     return "pageable_host", what, sum(pieces)
 
 
-def _tensors(part: WrappedOptimizer) -> Iterator[tuple[str, str, int]]:
+def _tensors(
+    part: WrappedOptimizer, config: OptimizerConfig
+) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and bytes of main params on the accelerator and of all state."""
     for slot in filter(part.has_state, part.slots()):
-        place = part.inner.place(slot)
-        on_device = place == "device"
+        on_device = part.inner.place(slot) == "device"
+        is_reserved = not on_device and config.offload_place != "host"
         if on_device and part.has_separate_main(slot):
             main = param_at(part.inner.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes
         for key, value in part.inner.slot_state(slot).items():
-            if place == "streamed" and key != "step":
-                continue  # among the reserves
+            if is_reserved and key != "step":
+                continue
             is_here = on_device and key != "step"
             where = "accelerator" if is_here else "pageable_host"
             what = "main_params" if key == REMAINDER else "moments"

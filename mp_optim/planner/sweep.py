@@ -21,6 +21,7 @@ _OFFLOADING = (
     "overlap_cpu_optimizer_d2h_h2d",
     "offload_mode",
     "offload_place",
+    "offload_streamed_fraction",
     "stream_window_bytes",
     "release_gradients",
     "offload_bucket_bytes",

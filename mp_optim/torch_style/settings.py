@@ -37,9 +37,10 @@ class StackSettings(TypedDict, total=False):
             1.0, or ``"auto"``: as few as the accelerator's memory allows.
         offload_mode: when the host works: ``"sync"`` (in ``step()``, the default), ``"overlap"`` or
             ``"speculative"`` (during backward). The same bits in all three.
-        offload_place: where what is offloaded is stepped: ``"host"`` (the default), or
+        offload_place: where what is offloaded is stepped: ``"host"`` (the default);
             ``"streamed"``: it is kept on the host, comes to the accelerator window by window and
-            is stepped there. The same bits in both.
+            is stepped there; or ``"auto"``: both at once, in shares that are measured in the first
+            steps. The same bits in all three.
         stream_window_bytes: of a window of streamed state, 256 MiB; also text such as ``"64MiB"``.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
         backend: what carries the rule out, as ``OptimizerConfig.fused_backend``; ``"auto"``.

@@ -77,9 +77,9 @@ class Schedule:
     @property
     def placing(self) -> dict[str, Any]:
         """Where offloaded slots are stepped, as settings."""
-        if self.place == "host":
-            return {"overlap_cpu_optimizer_d2h_h2d": self.pipelined}
-        return {"offload_place": self.place, "stream_window_bytes": 4096}
+        host = {"overlap_cpu_optimizer_d2h_h2d": self.pipelined}
+        streamed = {"offload_place": self.place, "stream_window_bytes": 4096}
+        return {"host": host, "streamed": streamed, "auto": host | streamed}[self.place]
 
     @property
     def tears(self) -> bool:
@@ -230,6 +230,8 @@ class _Run:
         return param.grad if grad is None else grad
 
     def round(self, number: int, what: Round) -> None:
+        if self.schedule.place == "auto":
+            self._stream((self.schedule.seed + 2 * number) % 5 / 4)
         if what.event == "abandon":
             self.optimizer.zero_grad()
             self._backward(100 + number)
@@ -241,6 +243,10 @@ class _Run:
         if what.event == "wider":
             for param in self.model.parameters():
                 del param.main_grad
+
+    def _stream(self, share: float) -> None:
+        for part in self._hybrids():
+            part.stepper.stream(share)
 
     def outcome(self) -> dict[str, Tensor]:
         bits = {**params_of(self.model), **state_of(self.optimizer)}

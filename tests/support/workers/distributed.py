@@ -42,6 +42,7 @@ BYTES = [("no_shard", False), ("optim", False), ("optim", True), ("optim_grads",
 
 
 STREAMED = {"offload_place": "streamed", "stream_window_bytes": 4096}
+AUTO = {**STREAMED, "offload_place": "auto", "offload_streamed_fraction": 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def build(
         "grad_reduce_in_fp32": case.fp32_reduce,
         "clip_grad": case.clip,
         **({"offload_mode": case.mode} if case.fraction else {}),
-        **(STREAMED if case.place == "streamed" else {}),
+        **{"host": {}, "streamed": STREAMED, "auto": AUTO}[case.place],
         **SETTINGS[case.layout],
         **more,
     }
@@ -224,7 +225,7 @@ def cases() -> list[Case]:
     ]
     found += [
         Case(3, "bf16-stochastic", "optim", 0.5, place="streamed"),
-        Case(2, "bf16", "optim_grads-overlap", 1.0, place="streamed"),
+        Case(2, "bf16", "optim_grads-overlap", 1.0, mode="speculative", place="auto"),
     ]
     return found
 

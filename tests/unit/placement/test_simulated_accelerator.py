@@ -61,7 +61,8 @@ def schedules(draw):
     owner = draw(st.sampled_from(["stack", "zero", "hybrid"]))
     mode = draw(st.sampled_from(MODES))
     releases = owner == "stack" and mode != "sync" and draw(st.booleans())
-    place = draw(st.sampled_from(["host", "streamed"])) if mode == "sync" else "host"
+    places = ["host", "auto", *(["streamed"] if mode == "sync" else [])]
+    place = draw(st.sampled_from(places))
     unfit = {"zero": ["wider"], "hybrid": ["overflow"], "stack": []}[owner]
     unfit += WRITES_GRADIENTS if releases else []
     rounds = st.builds(

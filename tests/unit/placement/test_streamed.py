@@ -1,12 +1,10 @@
 """State that is streamed: the bits of the device, in at most three windows of it."""
 
 import copy
-import math
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +14,6 @@ from mp_optim import (
     HybridDeviceOptimizer,
     OptimizerConfig,
     checkpoint,
-    get_megatron_optimizer,
 )
 from mp_optim.planner import plan, smallest_fraction
 from mp_optim.planner.sweep import with_fraction
@@ -25,97 +22,18 @@ from mp_optim.slots.interrupted_step import BrokenOffError
 from mp_optim.update.rule import RuleOptimizer
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
-
-SHAPES = {"big": (3, 701), "left": (40, 20), "bias": (7,), "one": (1,), "right": (300,)}
-LARGEST = 3 * 701 * 12 + 256
-"""Bytes that the largest parameter takes in a window, at most."""
-FORMS = {
-    "fp32": {},
-    "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
-    "fp16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
-    "8-bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
-}
-KEEPS = {
-    "adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
-    "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
-    "sgd": ("exp_avg_dtype",),
-    "lion": ("exp_avg_dtype",),
-    "adafactor": (),
-}
-WHOLE = ("lamb", "adafactor")
-
-
-class Model(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        for name, shape in SHAPES.items():
-            value = torch.randn(shape, generator=generator).to(dtype)
-            lies = value.t().contiguous().t() if name == "left" else value
-            setattr(self, name, nn.Parameter(lies))
-
-
-def give_gradients(model, step, bad=False):
-    generator = torch.Generator().manual_seed(1 + step)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-    if bad:
-        model.left.grad[1, 1] = math.nan
-
-
-def build(dtype=torch.bfloat16, fraction=1.0, place="streamed", window=4096, **fields):
-    model = Model(dtype)
-    halves = {
-        torch.bfloat16: {"bf16": True},
-        torch.float16: {"fp16": True, "loss_scale": 1.0},
-    }
-    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    if place == "streamed":
-        offload |= {"offload_place": place, "stream_window_bytes": window}
-    if fields.get("optimizer") != "adafactor":
-        fields.setdefault("weight_decay", 0.1)
-    config = OptimizerConfig(
-        **{"lr": 1e-2, **halves.get(dtype, {}), **fields},
-        **(offload if place != "device" else {}),
-    )
-    optimizer = get_megatron_optimizer(config, model)
-    for hybrid in hybrids(optimizer):
-        hybrid.stepper.use_transfer(AdversarialTransfer())
-    return model, optimizer
-
-
-def train(model, optimizer, steps, start=0):
-    for step in range(start, start + steps):
-        give_gradients(model, step)
-        optimizer.step()
-    return snapshot(model, optimizer)
-
+from support.streamed import (
+    FORMS,
+    LARGEST,
+    WHOLE,
+    Model,
+    build,
+    give_gradients,
+    programs,
+    train,
+)
 
 # -- the bits of every other place ----------------------------------------------------------------
-
-
-@st.composite
-def programs(draw):
-    rule = draw(st.sampled_from(list(KEEPS)))
-    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-    form = FORMS[draw(st.sampled_from(list(FORMS)))]
-    form = {field: value for field, value in form.items() if field in KEEPS[rule]}
-    bits = draw(st.sampled_from([None, 16, 8])) if dtype == torch.bfloat16 else None
-    fields = {"optimizer": rule, **form}
-    if form or bits:
-        fields["use_precision_aware_optimizer"] = True
-        fields["store_param_remainders"] = bits is not None
-    if bits == 8:
-        fields["param_remainder_bits"] = 8
-    if bits == 8 or form.get("exp_avg_dtype") in ("bfloat16", "uint8"):
-        fields["stochastic_rounding"] = draw(st.booleans())
-    windows = [LARGEST, 1 << 20] if rule in WHOLE else [4096, 6000, LARGEST, 1 << 20]
-    return {
-        "dtype": dtype,
-        "fraction": draw(st.sampled_from([0.2, 0.7, 1.0])),
-        "window": draw(st.sampled_from(windows)),
-        **fields,
-    }
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -331,7 +249,7 @@ def test_the_smallest_fraction_is_the_smallest(rule):
         ({"optimizer": "adafactor"}, r"adafactor needs whole parameters, and big"),
         ({"optimizer": "muon"}, "offload_place='streamed': muon needs whole matrices"),
         ({"offload_mode": "overlap"}, "offload_mode='overlap': with offload_place="),
-        ({"offload_mode": "speculative"}, "the host steps nothing; use 'sync'"),
+        ({"offload_mode": "speculative"}, "use 'sync', or offload_place='auto'"),
         ({"fraction": 0.0}, "offload_place='streamed': has no effect without"),
         ({"pin_cpu_grads": False}, "has no effect without .*offload_place='host'"),
         ({"window": 100}, "stream_window_bytes=100: must be a whole number"),
@@ -353,11 +271,6 @@ def test_what_cannot_be_streamed_is_refused_by_name(fields, said):
 def test_megatrons_names_lead_here(name, said):
     with pytest.raises(TypeError, match=said):
         OptimizerConfig(**{name: 1})
-
-
-def test_auto_is_not_there_yet():
-    with pytest.raises(ValueError, match="offload_place='auto': must be one of"):
-        OptimizerConfig(offload_place="auto").check()
 
 
 def test_a_class_of_torchs_cannot_be_streamed():

@@ -1,0 +1,110 @@
+"""A model of parameters of all kinds whose state is streamed, and random programs of it."""
+
+import math
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from support.models import AdversarialTransfer
+from support.offload import hybrids, snapshot
+
+SHAPES = {"big": (3, 701), "left": (40, 20), "bias": (7,), "one": (1,), "right": (300,)}
+LARGEST = 3 * 701 * 12 + 256
+"""Bytes that the largest parameter takes in a window, at most."""
+FORMS = {
+    "fp32": {},
+    "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+    "fp16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
+    "8-bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+}
+KEEPS = {
+    "adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
+    "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
+    "sgd": ("exp_avg_dtype",),
+    "lion": ("exp_avg_dtype",),
+    "adafactor": (),
+}
+WHOLE = ("lamb", "adafactor")
+
+
+class Model(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            value = torch.randn(shape, generator=generator).to(dtype)
+            lies = value.t().contiguous().t() if name == "left" else value
+            setattr(self, name, nn.Parameter(lies))
+
+
+def give_gradients(model, step, bad=False):
+    generator = torch.Generator().manual_seed(1 + step)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    if bad:
+        model.left.grad[1, 1] = math.nan
+
+
+def go_backward(model, step):
+    """The same gradients, from backward, in the order of the names' ends."""
+    generator = torch.Generator().manual_seed(1 + step)
+    losses = []
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = None
+        losses.append((param * grad).sum())
+    sum(losses).backward()
+
+
+def build(dtype=torch.bfloat16, fraction=1.0, place="streamed", window=4096, **fields):
+    model = Model(dtype)
+    halves = {
+        torch.bfloat16: {"bf16": True},
+        torch.float16: {"fp16": True, "loss_scale": 1.0},
+    }
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    if place in ("streamed", "auto"):
+        offload |= {"offload_place": place, "stream_window_bytes": window}
+    if fields.get("optimizer") != "adafactor":
+        fields.setdefault("weight_decay", 0.1)
+    config = OptimizerConfig(
+        **{"lr": 1e-2, **halves.get(dtype, {}), **fields},
+        **(offload if place != "device" else {}),
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    for hybrid in hybrids(optimizer):
+        hybrid.stepper.use_transfer(AdversarialTransfer())
+    return model, optimizer
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        give_gradients(model, step)
+        optimizer.step()
+    return snapshot(model, optimizer)
+
+
+@st.composite
+def programs(draw):
+    rule = draw(st.sampled_from(list(KEEPS)))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    form = FORMS[draw(st.sampled_from(list(FORMS)))]
+    form = {field: value for field, value in form.items() if field in KEEPS[rule]}
+    bits = draw(st.sampled_from([None, 16, 8])) if dtype == torch.bfloat16 else None
+    fields = {"optimizer": rule, **form}
+    if form or bits:
+        fields["use_precision_aware_optimizer"] = True
+        fields["store_param_remainders"] = bits is not None
+    if bits == 8:
+        fields["param_remainder_bits"] = 8
+    if bits == 8 or form.get("exp_avg_dtype") in ("bfloat16", "uint8"):
+        fields["stochastic_rounding"] = draw(st.booleans())
+    windows = [LARGEST, 1 << 20] if rule in WHOLE else [4096, 6000, LARGEST, 1 << 20]
+    return {
+        "dtype": dtype,
+        "fraction": draw(st.sampled_from([0.2, 0.7, 1.0])),
+        "window": draw(st.sampled_from(windows)),
+        **fields,
+    }
