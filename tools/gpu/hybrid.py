@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.opponents import CLIP, DECAY, LR
 from benchmarks.sections import Section
 from gpu.timing import alternate
-from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 PIECE = 1 << 22
 
@@ -30,6 +30,26 @@ def fractions(device: torch.device, numel: int, rounds: int) -> Section:
     return section
 
 
+def filled_model(device: torch.device, numel: int) -> nn.ParameterList:
+    """Parameters with gradients, in bf16, of about so many elements together."""
+    params = nn.ParameterList()
+    for _ in range(numel // PIECE or 1):
+        size = min(PIECE, numel)
+        value = torch.full((size,), 0.02, dtype=torch.bfloat16, device=device)
+        param = nn.Parameter(value)
+        param.grad = torch.full_like(param, 1e-3)
+        params.append(param)
+    return params
+
+
+def optimizer_of(model: nn.Module, **settings: Any) -> MegatronOptimizer:
+    """AdamW with clipping, as everywhere in these measurements."""
+    config = OptimizerConfig(
+        bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, **settings
+    )
+    return get_megatron_optimizer(config, model, config_overrides={})
+
+
 def _one(
     device: torch.device, count: int, fraction: float, rounds: int
 ) -> dict[str, float]:
@@ -44,23 +64,8 @@ def _one(
     )
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if cuda else 0
-    model = nn.ParameterList(
-        [
-            nn.Parameter(
-                torch.full((PIECE,), 0.02, dtype=torch.bfloat16, device=device)
-            )
-            for _ in range(count)
-        ]
-    )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, **settings
-        ),
-        model,
-        config_overrides={},
-    )
-    for param in model:
-        param.grad = torch.full_like(param, 1e-3)
+    model = filled_model(device, count * PIECE)
+    optimizer = optimizer_of(model, **settings)
     optimizer.init_state()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)

@@ -59,6 +59,9 @@ PARTS = {
     ),
     "steps": Part("the full step against Megatron's sequence", "run:steps"),
     "hybrid": Part("steps at offload fractions, bytes over the bus", "run:hybrids"),
+    "places": Part(
+        "state on the host, streamed, or both, against the model", "run:places_of_state"
+    ),
     "verdict": Part("time until step() returns", "run:verdicts"),
     "many": Part("10,000 small tensors", "run:many"),
     "tests-marked": Part("tests marked gpu", "suite:marked"),

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from benchmarks.sections import Section
-from gpu import agreement, hybrid, speed, waiting
+from gpu import agreement, hybrid, places, speed, waiting
 from gpu.parts import Sizes, run_here
 
 
@@ -52,6 +52,11 @@ def hybrids(sizes: Sizes) -> Section:
     return hybrid.fractions(
         torch.device(sizes.device), sizes.hybrid_params, sizes.rounds
     )
+
+
+def places_of_state(sizes: Sizes) -> Section:
+    """State in host memory, stepped there, streamed, or both."""
+    return places.places(_rate(sizes), sizes.hybrid_params, sizes.rounds)
 
 
 def _rate(sizes: Sizes) -> speed.Rate:
