@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("LOCAL_WORLD_SIZE", workers)
 
 _NEEDS_A_GPU = "needs an accelerator that torch can use"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from support.scheduling import ModuleFixturesOnce  # where xdist is installed
+
+    return ModuleFixturesOnce(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

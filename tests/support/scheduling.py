@@ -1,0 +1,23 @@
+"""Which process runs which test."""
+
+from __future__ import annotations
+
+import functools
+
+from xdist.scheduler import LoadScopeScheduling
+
+from support.launch import ROOT
+
+
+class ModuleFixturesOnce(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests one by one to whoever is free, but those of a module with fixtures of its own to one
+    process: what such a fixture finds on several ranks takes up to a minute."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if _has_module_fixtures(file) else nodeid
+
+
+@functools.cache
+def _has_module_fixtures(file: str) -> bool:
+    return 'scope="module"' in (ROOT / file).read_text()
