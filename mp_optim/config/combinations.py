@@ -125,12 +125,18 @@ def _check_streamed(config: ConfigFields) -> None:
         )
 
 
+ROUNDS_AVERAGES = (
+    "rounded to nearest, an average in bfloat16 would not move; set stochastic_rounding=True, or "
+    "leave it at torch.float32"
+)
+"""What is said of averages in bfloat16."""
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _STATE_DTYPES = {
     "main_grads_dtype": (torch.float32,),
     "main_params_dtype": (torch.float32,),
     "exp_avg_dtype": _MOMENT_DTYPES,
     "exp_avg_sq_dtype": _MOMENT_DTYPES,
+    "ema_dtype": (torch.float32, torch.bfloat16),
 }
 
 
@@ -173,6 +179,8 @@ def _check_precision(config: ConfigFields) -> None:
         _fail(config, *refused)
     if config.param_remainder_bits not in (8, 16):
         _fail(config, "param_remainder_bits", "must be 16 or 8")
+    if config.ema_dtype == torch.bfloat16 and not config.stochastic_rounding:
+        _fail(config, "ema_dtype", ROUNDS_AVERAGES)
 
 
 _DISTRIBUTED: tuple[str, Callable[[ConfigFields], bool]] = (
@@ -211,6 +219,15 @@ def _has_second_moment(rule: RuleSpec) -> bool:
 
 
 _SECOND_MOMENT = [rule.name for rule in RULES.values() if _has_second_moment(rule)]
+
+
+def _has_rounded_state(config: ConfigFields) -> bool:
+    """Whether moments or remainders may be rounded stochastically."""
+    dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
+    is_rounded = not dtypes.isdisjoint({torch.bfloat16, torch.uint8})
+    has_any = is_rounded or config.param_remainder_bits == 8
+    return config.use_precision_aware_optimizer and has_any
+
 
 _STEPPED_ON_HOST: tuple[str, Callable[[ConfigFields], bool]] = (
     "optimizer_cpu_offload=True and offload_place='host' or 'auto'",
@@ -287,17 +304,11 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         "use_precision_aware_optimizer=True, store_param_remainders=True and bf16=True",
         lambda c: c.keeps_remainders,
     ),
+    "ema_dtype": ("ema_decay", lambda c: c.ema_decay is not None),
     "stochastic_rounding": (
-        "use_precision_aware_optimizer=True and bfloat16 or 8-bit state",
-        lambda c: (
-            c.use_precision_aware_optimizer
-            and (
-                c.param_remainder_bits == 8
-                or not {c.exp_avg_dtype, c.exp_avg_sq_dtype}.isdisjoint(
-                    {torch.bfloat16, torch.uint8}
-                )
-            )
-        ),
+        "use_precision_aware_optimizer=True and bfloat16 or 8-bit state, or "
+        "ema_dtype=torch.bfloat16",
+        lambda c: c.ema_dtype == torch.bfloat16 or _has_rounded_state(c),
     ),
     "stochastic_rounding_seed": (
         "stochastic_rounding=True",

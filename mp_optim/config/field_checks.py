@@ -59,12 +59,16 @@ CHECKS: dict[str, Check] = {
             "main_params_dtype",
             "exp_avg_dtype",
             "exp_avg_sq_dtype",
+            "ema_dtype",
         ),
         as_dtype,
     ),
     "param_remainder_bits": Whole(8, 16, "must be 16 or 8"),
     "stochastic_rounding_seed": Whole(
         0, 2**32 - 1, "must be a whole number in [0, 2**32)"
+    ),
+    "ema_decay": Number(
+        0.0, 1.0, open_high=True, optional=True, said="must be in [0, 1), or None"
     ),
     "loss_scale": Number(
         1 / _SCALE_LIMIT, _SCALE_LIMIT, optional=True, said=_SCALE_SAID

@@ -58,6 +58,11 @@ class ConfigFields:
     threads."""
     stochastic_rounding_seed: int = 0
     """Seed of the random bits."""
+    ema_decay: float | None = None
+    """Keep a moving average of every main param, with this decay a step; None keeps none.
+    ``optimizer.averaged_weights()`` evaluates with them."""
+    ema_dtype: torch.dtype | str = torch.float32
+    """Dtype of these averages: float32, or bfloat16 with ``stochastic_rounding``."""
     loss_scale: float | None = None
     """Constant loss scale, for fp16 or bf16; with fp16 dynamic if not given, with bf16 none."""
     initial_loss_scale: float = 2.0**32

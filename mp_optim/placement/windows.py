@@ -177,7 +177,9 @@ def _launch_of(
         planned.updates.take(indices),
         mains,
         outputs,
-        TensorLists(mains, grads, state, outputs, noise),
+        TensorLists(
+            mains, grads, state, outputs, noise, average_weight=lists.average_weight
+        ),
     )
 
 

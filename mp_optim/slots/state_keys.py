@@ -6,6 +6,9 @@ MASTER = "master_param"
 REMAINDER = "remainder"
 """The lower bits of a main param whose upper ones are the bfloat16 parameter."""
 
+AVERAGE = "averaged_param"
+"""The moving average of the main param."""
+
 SCALE = "_scale"
 
 

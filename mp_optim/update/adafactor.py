@@ -140,6 +140,7 @@ class Adafactor(RuleOptimizer):
             _step(passes, params, scalars, [updates.shard_groups[at] for at in members])
             for at, param in zip(members, params, strict=True):
                 _store(lists, at, param)
+        backend.average(lists)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ def _empty(lists: TensorLists) -> Batch:
             {key: [] for key in lists.state},
             [],
             None if lists.noise is None else [],
+            average_weight=lists.average_weight,
         ),
     )
 

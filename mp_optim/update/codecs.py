@@ -218,6 +218,19 @@ def _codes(scaled: Tensor, roots: bool, noise: Noise | None) -> Tensor:
     return scaled.round().clamp_(0 if roots else -127, 255 if roots else 127)
 
 
+# -- averages -------------------------------------------------------------------------------------
+
+
+def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
+    """Store FP32 averages: as they are, or in bfloat16 with random bits."""
+    if noise is None or stored.dtype == torch.float32:
+        stored.copy_(value)
+        return
+    words = noise.words(value.numel(), value.device)
+    sixteen = (_mix(words ^ _GOLDEN) >> 16).int().view(value.shape)
+    stored.copy_(_dithered(value, sixteen))
+
+
 # -- main params ----------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER
 from mp_optim.update.codecs import Noise
 
 MAIN = ""
@@ -30,12 +31,14 @@ class TensorLists:
         main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]``.
         grad: any floating dtype.
         state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for
-            those in blocks.
+            those in blocks; ``state[AVERAGE]``, where averages are kept.
         output: tensor that receives the updated parameter in its dtype, or None; bfloat16 beside a
             remainder.
         source: where the present values of main (``MAIN``) and state are, if not in ``main`` and
             ``state``, whose values then mean nothing. Only for backends that have ``reads_source``.
         noise: for each tensor, to round state stochastically; None rounds to nearest.
+        average_weight: what new main params weigh in their averages, an FP32 number; at 1 the
+            averages become the main params.
 
     A list that is a ``CachedTensorList`` may be the same one in every step.
     """
@@ -46,6 +49,7 @@ class TensorLists:
     output: Sequence[Tensor | None]
     noise: list[Noise] | None = None
     source: Mapping[str, Sequence[Tensor]] | None = None
+    average_weight: float = 1.0
 
     def take(self, indices: Sequence[int]) -> TensorLists:
         """Some of the tensors."""
@@ -63,7 +67,17 @@ class TensorLists:
             None
             if source is None
             else {key: some(each) for key, each in source.items()},
+            self.average_weight,
         )
+
+    def for_averages(self) -> TensorLists:
+        """The lists without what averages do not read; empty ones where none are kept."""
+        if AVERAGE not in self.state or not self.main:
+            return TensorLists([], [], {}, [])
+        names = (REMAINDER, AVERAGE)
+        kept = {key: self.state[key] for key in names if key in self.state}
+        none = [None] * len(self.main)
+        return replace(self, state=kept, output=none, source=None)
 
     def in_place(self) -> TensorLists:
         """The lists with present values brought to where they are stepped."""

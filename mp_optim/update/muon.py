@@ -192,6 +192,7 @@ class Muon(RuleOptimizer):
                 float(multiplier),
                 updates[index].layout,
             )
+        backend.average(lists)
 
 
 def _check_matrices(group: Mapping[str, Any]) -> None:

@@ -347,6 +347,7 @@ class RuleOptimizer(RuleState):
             noise=_noise(
                 self.precision, map(self.slot_name, updates.slots), launch, updates
             ),
+            average_weight=self.precision.average_weight(int(launch.step) + 1),
         )
         return PlannedLaunch(
             index, positions, settings, launch, updates, mains, outputs, lists

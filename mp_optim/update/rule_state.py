@@ -28,7 +28,7 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState, State, check_fits, check_state
-from mp_optim.slots.state_keys import MASTER, REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, MASTER, REMAINDER, scale_key
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.codecs import SECOND, is_blocked, join, keep_valid, split_
 from mp_optim.update.group_state import GroupState
@@ -43,7 +43,8 @@ from mp_optim.update.state_format import (
 
 class RuleState(SlotOptimizer):
     """What a rule keeps: per slot ``step`` (0-d FP32 on the CPU), its moments, with
-    ``<moment>_scale`` if they are stored in blocks, and ``remainder`` if there is one.
+    ``<moment>_scale`` if they are stored in blocks, ``remainder`` if there is one, and
+    ``averaged_param`` if averages are kept (which begins with the first step).
 
     Args:
         precision: how state is stored.
@@ -179,6 +180,8 @@ class RuleState(SlotOptimizer):
             forms |= wanted
         if self._is_split_dtype(dtype):
             forms[REMAINDER] = (main_shape, self.precision.remainder_dtype)
+        if self.precision.ema_decay is not None:
+            forms[AVERAGE] = (main_shape, self.precision.ema_dtype)
         return forms
 
     @in_own_modes
@@ -251,7 +254,9 @@ class RuleState(SlotOptimizer):
             for name in names
             if is_blocked(self.precision.stored_dtype(name))
         ]
-        return [*names, *scales, *([REMAINDER] if dtype != torch.float32 else [])]
+        remainder = [REMAINDER] if dtype != torch.float32 else []
+        average = [] if self.precision.ema_decay is None else [AVERAGE]
+        return [*names, *scales, *remainder, *average]
 
     # -- main params ----------------------------------------------------------------------------
 

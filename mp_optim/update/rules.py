@@ -68,5 +68,7 @@ def construction_of(config: OptimizerConfig) -> dict[str, Any]:
         "param_remainder_bits": config.param_remainder_bits,
         "stochastic_rounding": config.stochastic_rounding,
         "seed": config.stochastic_rounding_seed,
+        "ema_decay": config.ema_decay,
+        "ema_dtype": config.ema_dtype,
         **{name: getattr(config, source) for name, source in sources.items()},
     }

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.config.combinations import ROUNDS_AVERAGES
 from mp_optim.config.rules import moment_of
 from mp_optim.process.host_memory import Form, zeros
 from mp_optim.slots.slot_state import State, check_fits
@@ -25,6 +26,7 @@ from mp_optim.update.codecs import (
     split_,
     stored_dtype,
 )
+from mp_optim.update.kernel_args import fp32
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class StatePrecision:
         param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits.
         stochastic_rounding: of bfloat16 and 8-bit state.
         seed: of the random bits, 32 bits.
+        ema_decay: of the averages of main params; None keeps none.
+        ema_dtype: of these averages, float32 or bfloat16.
 
     Raises:
         ValueError: a value that there is no format for, naming it.
@@ -51,6 +55,8 @@ class StatePrecision:
     param_remainder_bits: int = 16
     stochastic_rounding: bool = False
     seed: int = 0
+    ema_decay: float | None = None
+    ema_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -64,6 +70,19 @@ class StatePrecision:
             )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
+        self._check_averages()
+
+    def _check_averages(self) -> None:
+        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
+            raise ValueError(
+                f"ema_decay={self.ema_decay!r}: must be in [0, 1), or None"
+            )
+        if self.ema_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"ema_dtype={self.ema_dtype}: must be torch.float32 or torch.bfloat16"
+            )
+        if self.ema_dtype == torch.bfloat16 and not self.stochastic_rounding:
+            raise ValueError(f"ema_dtype={self.ema_dtype}: {ROUNDS_AVERAGES}")
 
     @property
     def is_plain(self) -> bool:
@@ -88,6 +107,12 @@ class StatePrecision:
             if dtype == torch.bfloat16 and self.store_param_remainders
             else torch.float32
         )
+
+    def average_weight(self, step: int) -> float:
+        """What a new main param weighs in its average at step ``step`` >= 1; an FP32 number."""
+        if step == 1 or self.ema_decay is None:
+            return 1.0
+        return fp32(1.0 - self.ema_decay)
 
     @property
     def remainder_dtype(self) -> torch.dtype:

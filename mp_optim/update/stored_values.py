@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from mp_optim.slots.state_keys import REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.chunking import publish
-from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, split_
+from mp_optim.update.codecs import (
+    SECOND,
+    Noise,
+    decode,
+    encode_,
+    join,
+    split_,
+    store_average,
+)
 from mp_optim.update.kernel_args import TensorLists
 
 Lists = list[Tensor]
@@ -55,3 +64,22 @@ def write_mains(batch: TensorLists, values: Lists) -> None:
         ):
             split_(value, main, rest, noise)
     publish(batch)
+    take_averages(batch)
+
+
+def take_averages(batch: TensorLists) -> None:
+    """Let the averages take the new main params, as these are stored. Nothing to do where none are
+    kept."""
+    weight = batch.average_weight
+    for main, average, noise in zip(
+        read_mains(batch) if AVERAGE in batch.state else (),
+        batch.state.get(AVERAGE, ()),
+        _noise(batch),
+        strict=False,
+    ):
+        if weight == 1.0:
+            store_average(main, average, noise)
+            continue
+        value = average.float()
+        distance = torch.sub(main, value).mul_(weight)
+        store_average(distance.add_(value), average, noise)

@@ -19,6 +19,7 @@ from mp_optim.update.backends.multi_tensor import (
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import mark_written, piece_elements, publish
 from mp_optim.update.kernel_args import AdamScalars, LambScalars, TensorLists
+from mp_optim.update.stored_values import take_averages
 
 
 def load() -> ApexBackend:
@@ -109,6 +110,7 @@ class ApexBackend(MultiTensorBackend):
             scalars.adapts,
         )
         publish(batch)
+        take_averages(batch)
 
 
 def _together(lists: TensorLists, indices: list[int]) -> list[list[int]]:

@@ -30,7 +30,8 @@ Multiplier = Any
 
 
 class Backend(Protocol):
-    """Each method updates every tensor of the lists in place and writes the outputs."""
+    """Each method updates every tensor of the lists in place and writes the outputs, and what takes
+    the step lets the averages take the new main params, too (``TensorLists.average_weight``)."""
 
     name: str
 
@@ -93,6 +94,11 @@ class Backend(Protocol):
     def sgd(
         self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
     ) -> None: ...
+
+    def average(self, lists: TensorLists) -> None:
+        """Let the averages take the main params that are there, for rules in torch operations; the
+        methods of the other rules do so themselves. Nothing to do where none are kept."""
+        ...
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP64, shape (n,)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
-from mp_optim.slots.state_keys import REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.codecs import is_blocked
 from mp_optim.update.kernel_args import TensorLists
 
@@ -35,6 +35,7 @@ class Kind(NamedTuple):
     moment1: torch.dtype | None = None
     moment2: torch.dtype | None = None
     output: torch.dtype | None = None
+    average: torch.dtype | None = None
 
     @property
     def is_supported(self) -> bool:
@@ -44,6 +45,7 @@ class Kind(NamedTuple):
             and self.moment1 in (None, *FLOATS, torch.int8)
             and self.moment2 in (None, *FLOATS, torch.uint8)
             and self.output in _OUTPUTS.get((self.main, self.remainder), ())
+            and self.average in (None, torch.float32, torch.bfloat16)
         )
 
 
@@ -73,6 +75,7 @@ def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
         lists.state.get(REMAINDER),
         *(None if name is None else lists.state[name] for name in names),
         lists.output,
+        lists.state.get(AVERAGE),
     ]
     dtypes = [_dtypes(column) for column in columns]
     if all(len(each) == 1 for each in dtypes):
@@ -113,4 +116,6 @@ def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind
         for name, dtype in dtypes
     )
     seeds = {item.seed for item in lists.noise or []}
-    return kind if kind.is_supported and scaled and len(seeds) <= 1 else None
+    rounds = kind.average != torch.bfloat16 or lists.noise is not None
+    fits = kind.is_supported and scaled and rounds
+    return kind if fits and len(seeds) <= 1 else None

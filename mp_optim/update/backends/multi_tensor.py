@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mp_optim.slots.state_keys import AVERAGE
 from mp_optim.update.backends.launch_kinds import current_device
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import batches, mark_written, publish
 from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
+from mp_optim.update.stored_values import take_averages
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 CHUNK = 2048 * 32
@@ -94,7 +96,11 @@ def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:
     for index, (main, grad, output) in enumerate(
         zip(lists.main, lists.grad, lists.output, strict=True)
     ):
-        state = tuple(tensors[index].dtype for tensors in lists.state.values())
+        state = tuple(
+            tensors[index].dtype
+            for key, tensors in lists.state.items()
+            if key != AVERAGE
+        )
         if main.numel():
             kind = Kind(
                 grad.dtype, None if output is None else output.dtype, main.dtype, state
@@ -167,6 +173,7 @@ class MultiTensorBackend(ReferenceBackend):
                 continue
             for batch in batches(part, MOST_TENSORS):
                 self.adam_launch(kind, batch.lists, scalars, multiplier)
+                take_averages(batch.lists)
             mark_written(part)
 
     def adam_launch(
@@ -209,6 +216,7 @@ class MultiTensorBackend(ReferenceBackend):
             multiplier if grads is batch.grad else 1.0,
         )
         publish(batch)
+        take_averages(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP32 norms of pieces, added up in FP64. What overflows FP32 is summed by ``reference``:

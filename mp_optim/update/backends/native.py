@@ -22,12 +22,12 @@ from torch import Tensor
 
 from mp_optim.process.host_share import HostShare, host_share
 from mp_optim.slots import CachedTensorList
-from mp_optim.slots.state_keys import REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.launch_kinds import FLOATS, Kind, parts_of
 from mp_optim.update.backends.memory_access import LARGE, AccessChoice
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.chunking import mark_written
+from mp_optim.update.chunking import mark_written, tell_autograd
 from mp_optim.update.codecs import Noise
 from mp_optim.update.kernel_args import (
     MAIN,
@@ -176,10 +176,12 @@ class _Table:
         kind: Kind,
         lists: Mapping[str, Sequence[Tensor]],
         noise: Sequence[Noise] | None = None,
+        average_weight: float = 1.0,
     ) -> None:
         steady = {name: CachedTensorList.of(tensors) for name, tensors in lists.items()}
         self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
-        self._arrays["numel"] = (steady.get("moment1") or steady["grad"]).sizes
+        sized = steady.get("moment1") or steady.get("grad") or steady["main"]
+        self._arrays["numel"] = sized.sizes
         if noise is not None:
             self._arrays["stream"] = array("I", [item.own_stream for item in noise])
         addresses = {
@@ -189,8 +191,13 @@ class _Table:
             f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()
         }
         seed = noise[0].seed if noise else 0
+        count = len(steady.get("grad") or steady["main"])
         self.tensors = lib.Tensors(
-            count=len(steady["grad"]), seed=seed, **addresses, **dtypes
+            count=count,
+            seed=seed,
+            average_weight=average_weight,
+            **addresses,
+            **dtypes,
         )
 
     @property
@@ -298,6 +305,14 @@ class NativeBackend(ReferenceBackend):
                 self._call("mp_lamb_apply", table, values, part_ratios.buffer_info()[0])
                 mark_written(part)
 
+    def average(self, lists: TensorLists) -> None:
+        for _, kind, part in parts_of(lists.for_averages(), ()):
+            if kind is None:
+                super().average(part)
+            else:
+                self._call("mp_average", _table(part, kind, ()))
+                tell_autograd(list(part.state[AVERAGE]))
+
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)
         if len(steady.dtypes) == 1:
@@ -349,7 +364,7 @@ def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
     """Where present values are read, by the names of ``MpTensors``; empty if they are in place."""
     if lists.source is None:
         return {}
-    names = {MAIN: "main", REMAINDER: "remainder"}
+    names = {MAIN: "main", REMAINDER: "remainder", AVERAGE: "average"}
     for at, name in enumerate(moments, start=1):
         names |= {name: f"moment{at}", scale_key(name): f"scale{at}"}
     return {f"from_{names[key]}": tensors for key, tensors in lists.source.items()}
@@ -366,9 +381,10 @@ def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
     """Lists of tensors by the names of ``MpTensors``, without the outputs."""
     columns: dict[str, Sequence[Any]] = {"grad": lists.grad, "main": lists.main}
     columns |= {f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments)}
-    return columns | (
-        {"remainder": lists.state[REMAINDER]} if REMAINDER in lists.state else {}
-    )
+    for key, name in ((REMAINDER, "remainder"), (AVERAGE, "average")):
+        if key in lists.state:
+            columns[name] = lists.state[key]
+    return columns
 
 
 def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> _Table:
@@ -381,4 +397,4 @@ def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> _Table:
     if kind.output is not None:
         columns["output"] = _outputs(lists)
     columns |= _sources(lists, moments)
-    return _Table(kind, columns, lists.noise)
+    return _Table(kind, columns, lists.noise, lists.average_weight)

@@ -18,7 +18,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 7
+_ABI = 8
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -65,6 +65,10 @@ class Tensors(ctypes.Structure):
         *zip(_DTYPES, repeat(ctypes.c_int32)),
         ("seed", ctypes.c_uint32),
         *zip(_SOURCES, repeat(ctypes.c_void_p)),
+        ("average", ctypes.c_void_p),
+        ("from_average", ctypes.c_void_p),
+        ("average_dtype", ctypes.c_int32),
+        ("average_weight", ctypes.c_float),
     ]
 
 
@@ -161,6 +165,7 @@ _SIGNATURES = {
     "mp_lion": [_T, ctypes.POINTER(Lion), _I],
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
+    "mp_average": [_T, _I],
     "mp_measure": [_T, _P, _P, _I],
     "mp_largest": [_P, _N, _P, _I],
     "mp_total_digits": [_P, _N, _D, _P, _I],

@@ -23,6 +23,7 @@ from mp_optim.update.kernel_args import (
 from mp_optim.update.stored_values import (
     read_mains,
     read_moment,
+    take_averages,
     write_mains,
     write_moment,
 )
@@ -184,6 +185,10 @@ class ReferenceBackend:
             torch._foreach_add_(m, torch._foreach_mul(grads, scalars.one_minus_beta2))
             write_moment(batch, "exp_avg", m)
             write_mains(batch, p)
+
+    def average(self, lists: TensorLists) -> None:
+        for batch in batches(lists.for_averages()):
+            take_averages(batch.lists)
 
     @staticmethod
     def _momentum(buffers: Lists, grads: Lists, s: SgdScalars) -> Lists:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import batches, mark_written, publish
 from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
+from mp_optim.update.stored_values import take_averages
 
 
 class TorchBackend(ReferenceBackend):
@@ -59,6 +60,7 @@ class TorchBackend(ReferenceBackend):
                 maximize=False,
             )
             publish(batch)
+            take_averages(batch)
         mark_written(lists)
 
     def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
@@ -76,6 +78,7 @@ class TorchBackend(ReferenceBackend):
                 is_first_step=scalars.first,
             )
             publish(batch)
+            take_averages(batch)
         mark_written(lists)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import importlib
 import torch
 from torch import Tensor
 
-from mp_optim.slots.state_keys import REMAINDER
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER
 from mp_optim.update.backends.multi_tensor import READABLE, Kind, MultiTensorBackend
 from mp_optim.update.chunking import publish
 from mp_optim.update.kernel_args import AdamScalars, TensorLists
@@ -48,7 +48,8 @@ class TransformerEngineBackend(MultiTensorBackend):
             or kind.grad not in READABLE
         ):
             return False
-        state = dict(zip(lists.state, kind.state, strict=True))
+        keys = [key for key in lists.state if key != AVERAGE]
+        state = dict(zip(keys, kind.state, strict=True))
         remainder = state.pop(REMAINDER, None)
         mains = (kind.main, remainder) in (
             (torch.float32, None),

@@ -64,7 +64,8 @@ bool is_full(const MpTensors& t, Table table) {
 
 bool valid_dtypes(const MpTensors& t) {
     bool compact = t.remainder_dtype != MP_NONE;
-    return is_one_of(t.grad_dtype, {MP_F32, MP_BF16, MP_F16}) &&
+    bool grads = is_one_of(t.grad_dtype, {MP_F32, MP_BF16, MP_F16}) || (!t.grad && t.grad_dtype == MP_NONE);
+    return grads && is_one_of(t.average_dtype, {MP_NONE, MP_F32, MP_BF16}) &&
            is_one_of(t.main_dtype, {MP_NONE, compact ? MP_BF16 : MP_F32}) &&
            is_one_of(t.remainder_dtype, {MP_NONE, MP_I16, MP_I8}) &&
            is_one_of(t.moment1_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_I8}) &&
@@ -78,23 +79,25 @@ bool valid_sources(const MpTensors& t) {
     auto goes_with = [&](auto from, auto to) { return (from != nullptr) == (any && to != nullptr) && is_full(t, from); };
     return goes_with(t.from_main, t.main) && goes_with(t.from_remainder, t.remainder) &&
            goes_with(t.from_moment1, t.moment1) && goes_with(t.from_moment2, t.moment2) &&
-           goes_with(t.from_scale1, t.scale1) && goes_with(t.from_scale2, t.scale2);
+           goes_with(t.from_scale1, t.scale1) && goes_with(t.from_scale2, t.scale2) &&
+           goes_with(t.from_average, t.average);
 }
 
 bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads) {
     if (t.count < 0 || threads < 1 || !valid_dtypes(t)) return false;
     if (t.count == 0) return true;
-    if (!t.numel || !t.grad || (needs_main && !t.main) || (needs_first && !t.moment1)) return false;
+    if (!t.numel || (!t.grad && !t.average) || (needs_main && !t.main) || (needs_first && !t.moment1)) return false;
     if (needs_second && !t.moment2) return false;
     if (!fits(t.main, t.main_dtype) || !fits(t.remainder, t.remainder_dtype) || !fits(t.output, t.output_dtype) ||
         !fits(t.moment1, t.moment1_dtype) || !fits(t.moment2, t.moment2_dtype))
         return false;
+    if (!fits(t.average, t.average_dtype) || (t.average && !t.main)) return false;
     if ((t.scale1 != nullptr) != is_blocked(t.moment1_dtype) || (t.scale2 != nullptr) != is_blocked(t.moment2_dtype))
         return false;
     if (t.remainder && !t.main) return false;
     for (int64_t i = 0; i < t.count; ++i)
         if (t.numel[i] < 0) return false;
-    for (void* const* table : {t.main, t.remainder, t.grad, t.moment1, t.moment2, t.output})
+    for (void* const* table : {t.main, t.remainder, t.grad, t.moment1, t.moment2, t.output, t.average})
         if (!is_full(t, table)) return false;
     return valid_sources(t) && is_full(t, t.scale1) && is_full(t, t.scale2);
 }
@@ -113,6 +116,7 @@ void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
     elements(t.from_remainder, t.remainder, t.remainder_dtype);
     elements(t.from_moment1, t.moment1, t.moment1_dtype);
     elements(t.from_moment2, t.moment2, t.moment2_dtype);
+    elements(t.from_average, t.average, t.average_dtype);
     copy(t.from_scale1, t.scale1, scale, scales);
     copy(t.from_scale2, t.scale2, scale, scales);
 }
@@ -136,6 +140,9 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.old_remainder = apart ? at(t.from_remainder, t.remainder_dtype) : run.remainder;
     run.old_moment1 = apart ? at(t.from_moment1, t.moment1_dtype) : run.moment1;
     run.old_moment2 = apart ? at(t.from_moment2, t.moment2_dtype) : run.moment2;
+    run.average = at(t.average, t.average_dtype);
+    run.old_average = apart ? at(t.from_average, t.average_dtype) : run.average;
+    run.average_weight = t.average_weight;
     run.old_scale1 = apart ? scale_at(t.from_scale1) : run.scale1;
     run.old_scale2 = apart ? scale_at(t.from_scale2) : run.scale2;
     run.numel = count;
@@ -160,6 +167,7 @@ void fetch_beginning(const MpTensors& t, int64_t index) {
     fetch(t.moment1);
     fetch(t.moment2);
     fetch(t.output);
+    fetch(t.average);
 }
 
 // Where the elements of a call are, counted in units: pieces or blocks of a tensor, the last one maybe short.
@@ -213,14 +221,21 @@ void split(const Units& units, int32_t threads, Body body) {
     });
 }
 
-// Runs kernel(run, tensor) over all elements.
+constexpr int64_t kTile = 8 * kBlock;  // elements whose new main params stay in cache until their averages are taken
+
+// Runs kernel(run, tensor) over all elements. Averages take new main params tile by tile.
 template <class Kernel>
 void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
     Units units(t, kBlock);
     const bool stream = units.elements() >= kLargeLaunch, apart = t.from_main != nullptr;
     split(units, threads, [&](int64_t i, int64_t, int64_t start, int64_t count) {
         fetch_beginning(t, i + 1);
-        kernel(run_at(t, i, start, count, stream, apart), i);
+        if (!t.average) return kernel(run_at(t, i, start, count, stream, apart), i);
+        for (int64_t done = 0; done < count; done += kTile) {
+            Run run = run_at(t, i, start + done, std::min(kTile, count - done), stream, apart);
+            kernel(run, i);
+            level().average(run);
+        }
     });
 }
 
@@ -311,8 +326,13 @@ int32_t mp_lamb_apply(const MpTensors* t, const MpLamb* s, const float* ratios, 
     });
 }
 
+int32_t mp_average(const MpTensors* t, int32_t threads) {
+    if (!t || !valid(*t, true, false, false, threads) || t->from_main || (t->count && !t->average)) return MP_BAD_ARGUMENT;
+    return guarded([&] { elementwise(*t, threads, [](const Run&, int64_t) {}); });
+}
+
 int32_t mp_measure(const MpTensors* t, double* sums, int64_t* zeros, int32_t threads) {
-    if (!t || !sums || !valid(*t, false, false, false, threads)) return MP_BAD_ARGUMENT;
+    if (!t || !sums || (t->count && !t->grad) || !valid(*t, false, false, false, threads)) return MP_BAD_ARGUMENT;
     return guarded([&] {
         Units units(*t, kPiece);
         std::vector<int64_t> counts(zeros ? units.total() : 0);
@@ -368,4 +388,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 7; }
+int32_t mp_abi() { return 8; }

@@ -44,6 +44,12 @@ struct MpTensors {
     const void* const* from_moment2;
     const float* const* from_scale1;
     const float* const* from_scale2;
+    // Averages of main params, which take the new ones in the same pass: average + weight * (main - average), or main at
+    // weight 1. mp_lamb_moments leaves them alone.
+    void* const* average;     // average_dtype: MP_F32, or MP_BF16, rounded stochastically
+    const void* const* from_average;
+    int32_t average_dtype;
+    float average_weight;
 };
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.
@@ -88,6 +94,8 @@ MP_EXPORT int32_t mp_lion(const MpTensors* tensors, const MpLion* scalars, int32
 // sums: (count, 2) FP64, of the param before the step and of the direction.
 MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalars, double* sums, int32_t threads);
 MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);
+// The averages alone, of main params that are there; needs no gradients.
+MP_EXPORT int32_t mp_average(const MpTensors* tensors, int32_t threads);
 // sums: (count,) FP64 sums of squares of the gradients; zeros: (count,) numbers of zero elements, or null.
 MP_EXPORT int32_t mp_measure(const MpTensors* tensors, double* sums, int64_t* zeros, int32_t threads);
 

@@ -4,9 +4,9 @@
 // -- chunks -------------------------------------------------------------------------------------------
 
 constexpr Stream Run::* kStreams[] = {&Run::grad,        &Run::old_main, &Run::old_remainder, &Run::old_moment1,
-                                      &Run::old_moment2, &Run::main,     &Run::remainder,     &Run::moment1,
-                                      &Run::moment2,     &Run::output};
-constexpr int kStreamCount = 10, kFirstWritten = 5;
+                                      &Run::old_moment2, &Run::old_average, &Run::main,       &Run::remainder,
+                                      &Run::moment1,     &Run::moment2,  &Run::output,        &Run::average};
+constexpr int kStreamCount = 12, kFirstWritten = 6;
 
 // The part of a run from `start` on, a multiple of kScaled.
 MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
@@ -206,7 +206,8 @@ MP_INLINE Run with_ways(const Run& given) {
     auto can_stream = [](const Stream& to) { return uintptr_t(to.data) % 32 == 0; };
     Run run = given;
     run.stream = given.stream && given.output.data && can_stream(given.output);
-    run.past = given.main.data != given.old_main.data && can_stream(given.main) && can_stream(given.moment1) &&
+    // averages read new main params again, so these stay in the caches
+    run.past = !given.average.data && given.main.data != given.old_main.data && can_stream(given.main) && can_stream(given.moment1) &&
                can_stream(given.moment2);
     return run;
 }

@@ -204,6 +204,23 @@ MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
         outlined([&] { write_moment_here<second, F>(r, i, values); });
 }
 
+// The random bits of a word that no moment is rounded with.
+MP_INLINE u32x16 other_bits(u32x16 words) { return mix(words ^ 0x9e3779b9u); }
+
+MP_INLINE u32x16 dithered_average(f32x16 x, uint32_t key, uint32_t index) {
+    u32x16 bits = quiet_bits(x), is_finite = as<u32x16>((bits & 0x7f800000) != 0x7f800000);
+    return bits + ((other_bits(random_words(key, index)) >> 16) & is_finite);
+}
+
+MP_INLINE void write_averages_randomly(const float* from, char* to, uint32_t key, uint32_t index) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x32 low, high;
+        halves(dithered_average(load<f32x16>(from + i), key, index + i),
+               dithered_average(load<f32x16>(from + i + kLanes), key, index + i + kLanes), low, high);
+        store(to + 2 * i, high);
+    }
+}
+
 // Upper halves rounded to nearest, ties away from zero, and what is missing: the lower halves, as signed integers.
 MP_INLINE u16x32 split(u32x16 a, u32x16 b, u16x32& low) {
     u16x32 high;
@@ -225,7 +242,7 @@ MP_INLINE void split_16(const float* from, char* main, char* remainder, char* ou
 // Bits rounded to the upper 24, to nearest even or stochastically.
 MP_INLINE u32x16 upper_24(f32x16 x, bool noisy, uint32_t key, uint32_t index) {
     u32x16 bits = quiet_bits(x);
-    u32x16 added = noisy ? mix(random_words(key, index) ^ 0x9e3779b9u) & 0xff : ((bits >> 8) & 1) + 0x7f;
+    u32x16 added = noisy ? other_bits(random_words(key, index)) & 0xff : ((bits >> 8) & 1) + 0x7f;
     return (bits + added) & 0xffffff00;  // inf and the quiet NaN end in zeros and stay what they are
 }
 

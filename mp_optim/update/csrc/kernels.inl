@@ -31,6 +31,43 @@ static void lion(const Run& run, const MpLion& s) { run_rule(run, LionRule(s)); 
 
 static void lamb_apply(const Run& run, const MpLamb& s, float ratio) { run_rule(run, LambApplyRule(s, ratio)); }
 
+// A chunk of averages, of main params as they lie in memory.
+template <int32_t rest>
+MP_INLINE void average_chunk(const Run& run, int64_t i) {
+    alignas(64) float p[kChunk], values[kChunk];
+    const float* main = (const float*)run.main.data + i;
+    if constexpr (rest != MP_NONE) {
+        join<rest>(run.main.data + 2 * i, run.remainder.at(i), p);
+        main = p;
+    }
+    const bool wide = run.average.dtype == MP_F32, starts = run.average_weight == 1.0f;
+    float* to = wide ? (float*)run.average.at(i) : values;
+    for (int k = 0; k < kChunk; k += kLanes) {
+        f32x16 x = load<f32x16>(main + k);
+        const char* from = run.old_average.at(i + k);
+        f32x16 mean = wide ? load<f32x16>(from) : read_bf16(from);
+        store(to + k, starts ? x : mean + (x - mean) * run.average_weight);
+    }
+    if (!wide) write_averages_randomly(values, run.average.at(i), run.key, run.start + uint32_t(i));
+}
+
+template <int32_t rest>
+__attribute__((noinline)) static void average_run(const Run& given) {
+    for_whole_chunks(given, [](const Run& run, int64_t) {
+        for (int64_t i = 0; i < run.numel; i += kChunk) average_chunk<rest>(run, i);
+    });
+}
+
+static void average(const Run& given) {
+    Run run = given;  // nothing else is read or written: the last elements are copied, and copied back
+    run.grad.data = run.moment1.data = run.moment2.data = run.output.data = nullptr;
+    run.old_main.data = run.old_remainder.data = run.old_moment1.data = run.old_moment2.data = nullptr;
+    run.scale1 = run.scale2 = nullptr;
+    if (run.remainder.dtype == MP_NONE) return average_run<MP_NONE>(run);
+    if (run.remainder.dtype == MP_I16) return average_run<MP_I16>(run);
+    average_run<MP_I8>(run);
+}
+
 // Params and directions of at most kBlock elements, in FP32, filled up with zeros.
 struct Directions {
     alignas(64) float params[kBlock], updates[kBlock];

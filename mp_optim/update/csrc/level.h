@@ -30,6 +30,8 @@ struct Stream {
 struct Run {
     Stream main, remainder, grad, moment1, moment2, output;
     Stream old_main, old_remainder, old_moment1, old_moment2;  // where present values are read: mostly the same places
+    Stream average, old_average;
+    float average_weight;
     float *scale1, *scale2;  // of moments in blocks: one for each kScaled elements
     const float *old_scale1, *old_scale2;
     int64_t numel;
@@ -49,6 +51,7 @@ struct Level {
     void (*lion)(const Run&, const MpLion&);
     void (*lamb_moments)(const Run&, const MpLamb&, double* squares);  // of params and directions
     void (*lamb_apply)(const Run&, const MpLamb&, float ratio);
+    void (*average)(const Run&);  // of main params as they are in memory
     double (*sum_of_squares)(const Run&, int64_t* zeros);
     // Adafactor's, over elements that lie side by side
     int32_t (*largest_bits)(const float* x, int64_t n);
