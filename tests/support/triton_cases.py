@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mp_optim.slots.state_keys import REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.codecs import Noise, blocks_of, encode_, is_blocked, split_
 from mp_optim.update.kernel_args import (
     AdamScalars,
@@ -19,6 +19,7 @@ from mp_optim.update.kernel_args import (
     LionScalars,
     SgdScalars,
     TensorLists,
+    fp32,
 )
 
 ODD = [
@@ -63,7 +64,7 @@ KEYS = {
 @dataclass(frozen=True)
 class Case:
     """What a launch's tensors look like. ``inside``: random numbers are those of parts that begin
-    inside of their parameters."""
+    inside of their parameters. ``average``: dtype of averages of main params, if there are any."""
 
     grad: torch.dtype = torch.bfloat16
     output: torch.dtype | None = torch.bfloat16
@@ -73,6 +74,7 @@ class Case:
     odd: bool = False
     aligned: bool = False
     inside: bool = False
+    average: torch.dtype | None = None
 
 
 def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
@@ -119,17 +121,22 @@ def lists_of(
             value = values(generator, len(stored), case.odd)
             second = key == "exp_avg_sq"
             encode_(value.abs_() if second else value, stored, scale, second)
+    grads = random(case.grad)
+    outputs = [None] * len(sizes) if case.output is None else random(case.output)
+    if case.average is not None:
+        state[AVERAGE] = random(case.average)
     return TensorLists(
         main,
-        random(case.grad),
+        grads,
         state,
-        [None] * len(sizes) if case.output is None else random(case.output),
+        outputs,
         [
             Noise(0x9ABCDEF1, 77 + at, STARTS[at % 4] * case.inside)
             for at in range(len(sizes))
         ]
         if case.noisy
         else None,
+        average_weight=fp32(0.01),
     )
 
 

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,12 @@ VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "adam, 16 bits": (
         "adam",
         Case(rest=torch.int16, moments=(torch.bfloat16, torch.float16), aligned=True),
+        {},
+    ),
+    "adam, averages": ("adam", replace(PLAIN, average=torch.float32), {}),
+    "adam, 8 bits, averages in 16": (
+        "adam",
+        replace(SMALL, noisy=True, average=torch.bfloat16),
         {},
     ),
     "sgd": (
@@ -149,7 +156,9 @@ def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
         return {"ld": 0, "st": 0, "ld half": 0, "st half": 0}
     moments = list(case.moments if two_moments else case.moments[:1])
     main = [torch.bfloat16, case.rest] if case.rest else [torch.float32]
-    read, written = [case.grad, *main, *moments], [*main, *moments, case.output]
+    average = [] if case.average is None else [case.average]
+    read = [case.grad, *main, *moments, *average]
+    written = [*main, *moments, case.output, *average]
     if kernel == "lamb_moments":
         written = moments
     elif kernel == "lamb_apply":
@@ -175,7 +184,8 @@ def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> i
     if kernel == "chunk_sums":
         return piece_sums.SUM_CHUNK // (32 * 4)
     main = torch.float32 if case.rest is None else torch.bfloat16
-    shape = shape_of(kernel, Kind(case.grad, main, case.rest, *moments))
+    kind = Kind(case.grad, main, case.rest, *moments, average=case.average)
+    shape = shape_of(kernel, kind)
     rows = backend.CHUNK // 1024 if kernel == "lamb_moments" else shape["ROWS"]
     return int(rows * 256 // (32 * shape["num_warps"]))
 

@@ -99,12 +99,12 @@ def on_device(lists: TensorLists) -> TensorLists:
             for t in tensors
         ]
 
-    return TensorLists(
-        moved(lists.main),
-        moved(lists.grad),
-        {k: moved(v) for k, v in lists.state.items()},
-        moved(lists.output),
-        lists.noise,
+    return replace(
+        lists,
+        main=moved(lists.main),
+        grad=moved(lists.grad),
+        state={k: moved(v) for k, v in lists.state.items()},
+        output=moved(lists.output),
     )
 
 
@@ -114,12 +114,12 @@ def on_host(lists: TensorLists) -> TensorLists:
     def moved(tensors: Sequence[Tensor | None]) -> list[Any]:
         return [None if t is None else t.cpu().clone() for t in tensors]
 
-    return TensorLists(
-        moved(lists.main),
-        moved(lists.grad),
-        {k: moved(v) for k, v in lists.state.items()},
-        moved(lists.output),
-        lists.noise,
+    return replace(
+        lists,
+        main=moved(lists.main),
+        grad=moved(lists.grad),
+        state={k: moved(v) for k, v in lists.state.items()},
+        output=moved(lists.output),
     )
 
 
@@ -224,6 +224,7 @@ cases = st.builds(
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    average=st.sampled_from([None, torch.float32, torch.bfloat16]),
 )
 sizes_of_tensors = st.lists(
     st.one_of(st.integers(0, 70), st.sampled_from(SIZES), st.integers(0, 5000)),
@@ -264,8 +265,8 @@ def test_parts_that_begin_inside_a_parameter_have_their_own_random_numbers(
     """As under the distributed optimizer; and none of it is left to ``reference``."""
     bytewise = Case(torch.float32, None, torch.int8, (torch.int8, torch.uint8))
     for case in (
-        bytewise,
-        Case(moments=(torch.bfloat16, torch.bfloat16)),
+        replace(bytewise, average=torch.bfloat16),
+        Case(moments=(torch.bfloat16, torch.bfloat16), average=torch.float32),
     ):
         case = replace(case, noisy=True, inside=True)
         theirs = lists_of(1, [700, 3, 9000, 300], KEYS[rule], case)

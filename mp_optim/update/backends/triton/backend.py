@@ -169,7 +169,8 @@ class TritonBackend(ReferenceBackend):
         kernel for it."""
         for part in parts_of(lists, moments):
             if part.kind is not None:
-                row = row_of(scalars, _seed(part.lists))
+                weight = part.lists.average_weight
+                row = row_of(scalars, _seed(part.lists), weight)
                 yield part, self.launcher.numbers(row, part.lists.main[0].device)
                 continue
             self.launcher.by_reference(

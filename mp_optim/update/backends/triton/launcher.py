@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Of every launch."""
 ROWS, COMPACT_ROWS = 8, 4
 """Blocks of 256 elements in a tile: 16 elements for each of 128 threads, or 8 where state is in
-fewer bits than FP32."""
+fewer bits than FP32, or averages are kept."""
 TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -36,8 +36,8 @@ TYPES = {
     None: None,
 }
 WIDTH = 16
-"""Int32 values of a row: the seed, FP32 scalars as their bits, and from :data:`RATE` on LAMB's lr
-in FP64."""
+"""Int32 values of a row: the seed, FP32 scalars as their bits, from :data:`RATE` on LAMB's lr in
+FP64, and what new main params weigh in their averages."""
 RATE = 10
 
 
@@ -47,19 +47,25 @@ def shape_of(rule: str, kind: Kind) -> dict[str, Any]:
     tiles of 8 blocks takes up to 244 registers; the first kernel of LAMB, whose tile is that of
     its sums, 180 in 4 warps."""
     state = {kind.remainder, kind.moment1, kind.moment2}
-    rows = ROWS if state <= {None, torch.float32} else COMPACT_ROWS
+    is_plain = state <= {None, torch.float32} and kind.average is None
+    rows = ROWS if is_plain else COMPACT_ROWS
     return {"ROWS": rows, **OPTIONS} | (
         {"num_warps": 8} if rule == "lamb_moments" else {}
     )
 
 
-def row_of(scalars: Any, seed: int) -> array[int]:
+def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
     """A call's row: seed, then the fields of the scalars that are FP32 numbers, in their order."""
     values = [getattr(scalars, name) for name in scalars.__slots__]
     rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
     numbers = [value for value in values if not isinstance(value, bool)][: RATE - 1]
     packed = struct.pack(
-        f"i{RATE - 1}fd", seed, *numbers, *[0.0] * (RATE - 1 - len(numbers)), rate
+        f"i{RATE - 1}fdf",
+        seed,
+        *numbers,
+        *[0.0] * (RATE - 1 - len(numbers)),
+        rate,
+        average_weight,
     )
     row = array("i", packed)
     row.extend([0] * (WIDTH - len(row)))

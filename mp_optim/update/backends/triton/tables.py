@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
-from mp_optim.slots.state_keys import REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.backends.launch_kinds import Part
 from mp_optim.update.kernel_args import TensorLists
 
@@ -149,6 +149,7 @@ class Tables:
                 state.get(first),
                 state.get(second),
                 cast(Sequence[Tensor], lists.output) if written else None,
+                state.get(AVERAGE),
             )
         ]
         scales = [
@@ -158,7 +159,7 @@ class Tables:
         addresses = [None if column is None else column.values for column in columns]
         odd = frozenset[int]().union(*(column.odd for column in columns if column))
         plans = self.plans(lists.main, chunk, device, odd)
-        return [*addresses[:5], *scales, addresses[5]], plans
+        return [*addresses[:5], *scales, *addresses[5:]], plans
 
     def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
         """Streams of random numbers on the device, each with the tensor's place in its own."""

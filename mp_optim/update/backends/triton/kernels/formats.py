@@ -252,28 +252,50 @@ def read_main(pointer, rests, tile):
     else:
         high = raw.to(tl.int32) << 16
         rest = fetch(rests, tile.offsets, tile.count, tile.masked)
-        low = rest.to(tl.int32)
-        if rest.dtype == tl.int8:
-            low = low << 8
-        value = tl.where((high & MAGNITUDE) != 0, high + low, high).to(tl.float32, bitcast=True)
+        value = joined(high, rest.to(tl.int32), rest.dtype)
     return value
 
 
 @triton.jit
-def write_main(value, pointer, rests, outputs, tile):
-    """Store FP32 main params, split if there are remainders, and the outputs."""
-    if rests is None:
-        put(pointer, value, tile.offsets, tile.count, tile.masked)
+def write_main(value, chunk, tile):
+    """Store FP32 main params, split if there are remainders, and the outputs; and let the averages
+    take them, as they are stored."""
+    if chunk.rest is None:
+        put(chunk.main, value, tile.offsets, tile.count, tile.masked)
         shown = value
     else:
-        REMAINDER: tl.constexpr = rests.dtype.element_ty
+        REMAINDER: tl.constexpr = chunk.rest.dtype.element_ty
         high, low = split(value, tile.words, REMAINDER)
-        put(pointer, high.to(tl.int16), tile.offsets, tile.count, tile.masked)
-        put(rests, low.to(REMAINDER), tile.offsets, tile.count, tile.masked)
+        put(chunk.main, high.to(tl.int16), tile.offsets, tile.count, tile.masked)
+        put(chunk.rest, low.to(REMAINDER), tile.offsets, tile.count, tile.masked)
         shown = (high << 16).to(tl.float32, bitcast=True)
-    if outputs is not None:
-        raw = narrowed(shown, outputs.dtype.element_ty)
-        put(outputs, raw, tile.offsets, tile.count, tile.masked)
+        value = joined(high << 16, low, REMAINDER)
+    if chunk.output is not None:
+        raw = narrowed(shown, chunk.output.dtype.element_ty)
+        put(chunk.output, raw, tile.offsets, tile.count, tile.masked)
+    if chunk.average is not None:
+        write_average(value, chunk, tile)
+
+
+@triton.jit
+def write_average(value, chunk, tile):
+    """Move the averages towards FP32 values; bfloat16 ones are rounded stochastically."""
+    TYPE: tl.constexpr = chunk.average.dtype.element_ty
+    mean = widened(fetch(chunk.average, tile.offsets, tile.count, tile.masked))
+    mean = tl.where(chunk.weight == 1.0, value, mean + (value - mean) * chunk.weight)
+    if TYPE == tl.int16:
+        raw = dithered(mean, (mix(tile.words ^ GOLDEN) >> 16).to(tl.int32))
+    else:
+        raw = mean
+    put(chunk.average, raw, tile.offsets, tile.count, tile.masked)
+
+
+@triton.jit
+def joined(high, low, REMAINDER: tl.constexpr):
+    """FP32 values of upper halves, as the bits of FP32 values, and remainders. A zero has none."""
+    if REMAINDER == tl.int8:
+        low = low << 8
+    return tl.where((high & MAGNITUDE) != 0, high + low, high).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -92,4 +92,4 @@ def _apply_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
     v = read_moment(chunk.second, tile, True)
     u = direction(p, m, v, chunk.scalars, FLAGS)
     p = p - u * ratio
-    write_main(p, chunk.main, chunk.rest, chunk.output, tile)
+    write_main(p, chunk, tile)

@@ -39,7 +39,7 @@ def _adam_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
     p = p - u
     write_moment(m, chunk.first, tile, False)
     write_moment(v, chunk.second, tile, True)
-    write_main(p, chunk.main, chunk.rest, chunk.output, tile)
+    write_main(p, chunk, tile)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _sgd_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
         else:
             g = b
     p = p - g * lr
-    write_main(p, chunk.main, chunk.rest, chunk.output, tile)
+    write_main(p, chunk, tile)
 
 
 @triton.jit
@@ -86,4 +86,4 @@ def _lion_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
     p = p - sign * lr
     m = m * beta2 + g * one_minus_beta2
     write_moment(m, chunk.first, tile, False)
-    write_main(p, chunk.main, chunk.rest, chunk.output, tile)
+    write_main(p, chunk, tile)

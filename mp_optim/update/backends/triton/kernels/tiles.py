@@ -15,6 +15,9 @@ from mp_optim.update.backends.triton.kernels.formats import (
     widened,
 )
 
+WEIGHT = tl.constexpr(12)
+"""Where the weight of new main params in their averages lies among a launch's numbers."""
+
 
 class Flags(NamedTuple):
     """What is compiled into a rule."""
@@ -34,7 +37,9 @@ class Chunk(NamedTuple):
             begins. factor: what gradients are multiplied with.
         scalars: nine FP32 numbers of the step; what each is, the rule knows.
         made: what the step itself made, or is to make, on the device.
-        grad, main, rest, output: pointers to the first element; None where there is no column.
+        weight: of new main params in their averages.
+        grad, main, rest, output, average: pointers to the first element; None where there is no
+            column.
     """
 
     tensor: Any
@@ -44,6 +49,7 @@ class Chunk(NamedTuple):
     seed: Any
     factor: Any
     scalars: Any
+    weight: Any
     made: Any
     grad: Any
     main: Any
@@ -51,6 +57,7 @@ class Chunk(NamedTuple):
     first: Moment
     second: Moment
     output: Any
+    average: Any
 
 
 @triton.jit
@@ -146,7 +153,7 @@ def _name(launch):
 
 @triton.jit(repr=_name)
 def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
-         moments2, scales1, scales2, outputs, made, RULE: tl.constexpr, FLAGS: tl.constexpr,
+         moments2, scales1, scales2, outputs, averages, made, RULE: tl.constexpr, FLAGS: tl.constexpr,
          KIND: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
          ROWS: tl.constexpr):
     """Let a rule step the chunk of this program."""
@@ -162,6 +169,7 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     first = Moment(values1, place(scales1, tensor, start // BLOCK, tl.float32, False))
     second = Moment(values2, place(scales2, tensor, start // BLOCK, tl.float32, False))
     output = place(outputs, tensor, start, KIND.output, ALIGNED)
-    chunk = Chunk(tensor, start, count, streams, seed, scale, scalars, made, grad, main, rest,
-                  first, second, output)
+    average = place(averages, tensor, start, KIND.average, ALIGNED)
+    chunk = Chunk(tensor, start, count, streams, seed, scale, scalars, number(numbers, WEIGHT),
+                  made, grad, main, rest, first, second, output, average)
     RULE(chunk, FLAGS, CHUNK, ROWS)
