@@ -24,7 +24,7 @@ from mp_optim.slots.names import canonical_names, prefixed
 from mp_optim.slots.partition import Partition
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import with_params
-from mp_optim.slots.state_keys import SCALE, is_scale, scale_key
+from mp_optim.slots.state_keys import AVERAGE, SCALE, is_scale, scale_key
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
@@ -229,6 +229,8 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
             return {other: _new_like(own, saved[other])}
         if is_scale(key) and _entry(key.removesuffix(SCALE), fqn) in saved:
             return {}
+        if key == AVERAGE:  # it starts from the main param
+            return {}
     form = {name: _new_like(own, saved.get(name))}
     scale = _entry(scale_key(key), fqn)
     if scale in saved and saved[name].dtype != own.dtype:
@@ -330,10 +332,29 @@ def check_entries(
         if there.dtype != here.dtype:
             text = f"{name}: saved {there.dtype}, expected {here.dtype}"
             problems["of another dtype"].append(text)
+    if any(_is_average(name) for name in problems["unexpected"]):
+        problems["unexpected"].append(
+            "(averages: set ema_decay, or load with convert=True, which drops them)"
+        )
     present = [f"{kind} {_some(names)}" for kind, names in problems.items() if names]
     if present:
         listed = ", ".join(present)
         raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
+
+
+def without_averages(
+    saved: Mapping[str, Saved], own: Collection[str]
+) -> dict[str, Saved]:
+    """A checkpoint's entries without averages of main params, where none are kept here."""
+    return {
+        name: entry
+        for name, entry in saved.items()
+        if name in own or not _is_average(name)
+    }
+
+
+def _is_average(name: str) -> bool:
+    return name.startswith(STATE) and _key_and_fqn(name)[0] == AVERAGE
 
 
 def _is_of_each_rank(name: str, there: Saved, here: Tensor) -> bool:

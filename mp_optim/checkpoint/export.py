@@ -20,8 +20,11 @@ from mp_optim.checkpoint.pieces import narrowed, piece, places_of
 from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots import Slot
 from mp_optim.slots.keyed_optimizer import OverStack, stack_of
 from mp_optim.slots.model_parallel import ModelParallel
+from mp_optim.slots.slot_state import State
+from mp_optim.slots.state_keys import AVERAGE
 
 _INDEX = "model.safetensors.index.json"
 
@@ -32,6 +35,8 @@ class HasMainParams(Protocol):
     model_parallel: ModelParallel
 
     def named_main_params(self) -> Iterable[tuple[str, Tensor]]: ...
+    def slots(self) -> list[Slot]: ...
+    def slot_state(self, slot: Slot) -> State: ...
 
 
 @in_own_modes
@@ -39,6 +44,7 @@ def export_safetensors(
     path: str | os.PathLike[str],
     optimizer: HasMainParams | OverStack,
     *,
+    averaged: bool = False,
     max_shard_size: int = 5 * 10**9,
     process_group: ProcessGroup | None = None,
 ) -> list[Path]:
@@ -53,6 +59,8 @@ def export_safetensors(
     Args:
         path: folder; created if missing, other files in it are left alone.
         optimizer: parameters that several ranks hold parts of are put together.
+        averaged: write the averages of the main params instead (``ema_decay``); of a parameter that
+            was never stepped, or never trained, its value.
         max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
         process_group: the ranks that hold the parameters; all by default.
 
@@ -60,8 +68,8 @@ def export_safetensors(
         The safetensors files, in order.
 
     Raises:
-        ValueError: ``max_shard_size`` is not positive, or ranks hold different parameters, naming
-            some.
+        ValueError: ``max_shard_size`` is not positive, no averages are kept, or ranks hold
+            different parameters, naming some.
         ModuleNotFoundError: safetensors is not installed.
     """
     if max_shard_size < 1:
@@ -90,7 +98,8 @@ def export_safetensors(
         size = sum(tensor.nbytes for tensor in tensors.values())
         written.append((temporary, list(tensors), size))
 
-    for tensors in _files(_whole(stack, ranks), max_shard_size):
+    named = _named_averages(stack) if averaged else stack.named_main_params()
+    for tensors in _files(_whole(stack, named, ranks), max_shard_size):
         ranks.first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
     paths = ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
     return list(map(Path, paths))
@@ -104,11 +113,29 @@ def _check_names(own: set[str], every: set[str]) -> None:
         )
 
 
-def _whole(optimizer: HasMainParams, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """Every main param, whole, on the host, where this rank writes; empty ones of the same size
-    elsewhere."""
+def _named_averages(optimizer: HasMainParams) -> Iterator[tuple[str, Tensor]]:
+    """The average of every main param; the main param where there is none."""
+    mains = optimizer.named_main_params()
+    for slot, (name, main) in zip(optimizer.slots(), mains, strict=True):
+        state = optimizer.slot_state(slot)
+        if state and AVERAGE not in state:
+            raise ValueError(
+                f"averaged=True: no average of {name} is kept; set ema_decay"
+            )
+        yield name, state[AVERAGE] if state and state["step"] > 0 else main
+
+
+def _whole(
+    optimizer: HasMainParams, named: Iterable[tuple[str, Tensor]], ranks: Ranks
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor, whole, on the host, where this rank writes; empty ones of the same size
+    elsewhere.
+
+    Args:
+        named: main params, or what has their form.
+    """
     parallel = optimizer.model_parallel
-    for name, main in optimizer.named_main_params():
+    for name, main in named:
         full, partition = main.detach(), parallel.partitions.get(name)
         if partition is not None:
             full = _joined(name, PartitionShard(full, partition), ranks)

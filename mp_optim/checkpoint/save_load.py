@@ -44,6 +44,7 @@ from mp_optim.checkpoint.entries import (
     state_by_index,
     unallocated,
     wanted_groups,
+    without_averages,
 )
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Index
@@ -280,6 +281,8 @@ def load(
         if stack is not None or name.startswith(MODEL)
     }
     own |= unallocated(stack, parallel, saved, own)
+    if convert:
+        saved = without_averages(saved, ranks.union(set(own)))
     tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
 

@@ -54,6 +54,8 @@ class CompositeOptimizer(MegatronOptimizer):
         for part in self.parts:
             part.grad_scaler = self.grad_scaler
             self.early_work.links += part.early_work.links
+            self.averages.swaps += part.averages.swaps
+            self.averages.shares += part.averages.shares
         self.use_mark(self.step_mark)
 
     @abstractmethod

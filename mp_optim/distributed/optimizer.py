@@ -101,6 +101,7 @@ class DistributedOptimizer(CompositeOptimizer):
         )
         self.shards = build(self._model.groups())
         self.take_parts([self.shards])
+        self.averages.shares.append(self._model.share)
         _show_settings(self, sharded=not self._model.steps_everything)
         # a listener makes backward wait for earlier reductions
         if self.early_work.hosts:

@@ -185,6 +185,18 @@ class ShardedParams:
         """Take the parameters as they are now as seen."""
         self._seen.look(self._params())
 
+    def share(self) -> None:
+        """Bring the other ranks' parts of the parameters here, and wait: what ranks own was written
+        by something else than a step."""
+        if not self.steps_everything:
+            self.transport.gatherer.start()
+            self.transport.gatherer.finish()
+        self._written()
+
+    def _written(self) -> None:
+        increment_version([entry.param for _, entry in self._entries.values()])
+        self.look()
+
     def gather(self, is_stepped: bool) -> None:
         """After a step: bring the other ranks' parts of the parameters here.
 
@@ -197,8 +209,7 @@ class ShardedParams:
             if not self.steps_everything:
                 gatherer.start()
                 gathered += gatherer.bytes_gathered
-            increment_version([entry.param for _, entry in self._entries.values()])
-            self.look()
+            self._written()
         self.bytes = {
             "bytes_reduced": reducer.bytes_reduced,
             "bytes_gathered": gathered,

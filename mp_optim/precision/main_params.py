@@ -49,7 +49,7 @@ from mp_optim.slots.param_attributes import (
     set_main_param,
     shard_info,
 )
-from mp_optim.slots.slot_state import SlotState
+from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
 from mp_optim.update.checksums import checksums_of
 
@@ -187,9 +187,29 @@ class MainParams:
             return param
         return as_sharded(self._inner.main_param(slot), param)
 
+    def trained_slots(self) -> Iterator[Slot]:
+        """The slots that have ever been trainable."""
+        return filter(self.is_bound, self.table.slots)
+
+    def param(self, slot: Slot) -> Tensor:
+        """The model's parameter at a slot, as it is now."""
+        return self._param(slot)
+
+    def stored(self, slot: Slot) -> State:
+        """A slot's state in the wrapped optimizer."""
+        return self._inner.slot_state(slot)
+
+    def stepped_value(self, slot: Slot) -> Tensor:
+        """The FP32 value of what is stepped for a slot."""
+        return self._inner.main_param(slot)
+
+    def take_as_seen(self) -> None:
+        """The model's parameters were written here: nothing of it is to be followed."""
+        self.table.seen.written()
+
     def accelerator_tensors(self) -> Iterator[Tensor]:
         """Main params and state that are not on the host."""
-        for slot in filter(self.is_bound, self.table.slots):
+        for slot in self.trained_slots():
             tensors = list(self._inner.slot_state(slot).values())
             if self.is_separate(slot):
                 tensors.append(self._stepped(slot))

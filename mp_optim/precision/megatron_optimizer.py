@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision.averaged_weights import AveragedWeights
 from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
 from mp_optim.precision.device_verdict import (
@@ -80,6 +81,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         early_work: what was begun during backward.
         counts: of its steps, and the verdict on the last one.
         graphed: takes the steps by CUDA graphs; None before the first such step.
+        averages: puts averages of main params in the place of the weights.
     """
 
     model_params: ModelParams | None = None
@@ -97,6 +99,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.early_work = EarlyWork()
         self.counts = StepCounts(partial(_refuse_disagreement, self))
         self.graphed: GraphedStep | None = None
+        self.averages = AveragedWeights()
         super().__init__(params, defaults)
 
     # -- what a step is made of -------------------------------------------------------------------
@@ -354,6 +357,21 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.step_mark.check("named_main_params")
         self.make_current()
         return ((self.slot_name(slot), self.main_param(slot)) for slot in self.slots())
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """For the length of a ``with`` block the model's parameters have the values of their
+        averages (``ema_decay``), rounded to their dtypes; afterwards their own bits, whatever
+        happened. Collective if the optimizer is distributed.
+
+        The block evaluates, or saves the model alone. In it a copy of this rank's share of the
+        weights is kept in their dtype. A parameter that was never stepped keeps its value.
+
+        Raises:
+            ValueError: no averages are kept.
+            RuntimeError: in the block, from what steps, saves or loads the optimizer.
+        """
+        self.make_current()
+        return self.averages.swapped_in(self.step_mark)
 
     @abstractmethod
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:

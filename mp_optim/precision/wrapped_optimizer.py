@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.device_verdict import DeviceVerdict
@@ -91,6 +92,7 @@ class WrappedOptimizer(MegatronOptimizer):
             self.param_groups, self.inner, self.process_groups, self.check_param
         )
         self._table = self._mains.table
+        self.averages.swaps.append(WeightSwap(self._mains))
         self.use_mark(self.step_mark)
         self.backward_link = BackwardOverlap(
             self,

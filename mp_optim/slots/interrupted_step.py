@@ -28,6 +28,7 @@ class StepMark:
         self._outermost: object | None = None
         self._why = ""
         self._rehearses = False
+        self._lent_to = ""
 
     @property
     def is_set(self) -> bool:
@@ -53,8 +54,33 @@ class StepMark:
         self._why, self._outermost, self._rehearses = "", None, False
         self._touched = False
 
+    @contextmanager
+    def lent(self, borrower: str) -> Iterator[None]:
+        """The model has other weights for a while, with which nothing may be stepped, saved or
+        loaded.
+
+        Args:
+            borrower: the optimizer's method that gives it those.
+        """
+        self.check(borrower)
+        self._lent_to = borrower
+        try:
+            yield
+        finally:
+            self._lent_to = ""
+
+    def check_lent(self, doing: str) -> None:
+        """Raise RuntimeError if the model has other weights now."""
+        if self._lent_to:
+            raise RuntimeError(
+                f"{doing}: inside of `with optimizer.{self._lent_to}()`, where the model's weights "
+                "are not those that are trained; do it after the block"
+            )
+
     def check(self, doing: str) -> None:
-        """Raise BrokenOffError if a step was broken off."""
+        """Raise BrokenOffError if a step was broken off, and RuntimeError if the model has other
+        weights now."""
+        self.check_lent(doing)
         if self._touched:
             raise BrokenOffError(
                 f"{doing}: an earlier step or load of this optimizer was broken off "

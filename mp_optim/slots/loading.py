@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mp_optim.process.caller_warnings import warn
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.identity import ParamGroups, Slot
 from mp_optim.slots.interrupted_step import StepMark
@@ -18,6 +19,7 @@ from mp_optim.slots.state_dict import (
     match_groups,
     names_in_words,
 )
+from mp_optim.slots.state_keys import AVERAGE
 
 _KEPT_BYTES = 64 << 20
 """Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
@@ -50,6 +52,7 @@ def restore(
 ) -> list[str]:
     """As ``load_state_dict``; returns the names of the parameters that were written, instead of
     warning."""
+    optimizer.step_mark.check_lent("load_state_dict")
     check_form(state_dict)
     state_dict = dict(state_dict)
     if optimizer.step_mark.is_set:
@@ -64,6 +67,7 @@ def restore(
     load.check()
     optimizer.step_mark.touch()
     load.write()
+    load.tell_of_averages()
     optimizer.load_beside(state_dict)
     written = load.write_model()
     optimizer.step_mark.clear()
@@ -118,6 +122,7 @@ class StateLoad:
         self._optimizer, self._match, self._convert = optimizer, match, convert
         self._saved = self._matched(saved)
         self._fitted: dict[Slot, State] = {}
+        self._without_average: list[str] = []
 
     def _matched(self, saved: Mapping[Any, Any]) -> dict[Slot, State]:
         """What each slot is to be given. A slot whose state was never allocated had none to
@@ -153,6 +158,8 @@ class StateLoad:
                 state.check_weights(saved, self._match.checksums.get(slot))
             fitted = state.fit(saved, self._convert)
             state.check(fitted)
+            if AVERAGE in fitted and AVERAGE not in saved:
+                self._without_average.append(self._optimizer.slot_name(slot))
             room -= _converted_bytes(fitted, saved)
             if room >= 0:
                 self._fitted[slot] = fitted
@@ -169,6 +176,15 @@ class StateLoad:
             optimizer.param_groups, self._match.settings, strict=True
         ):
             group.update(settings)
+
+    def tell_of_averages(self) -> None:
+        """Warn if averages are kept for which nothing was saved."""
+        if names := self._without_average:
+            warn(
+                f"the saved state has no average for {len(names)} parameters, of which averages "
+                f"are kept (ema_decay): {names_in_words(names)}. They start from the loaded main "
+                "params"
+            )
 
     def write_model(self) -> list[str]:
         """Give the model's parameters the values of their main params; returns the names of those

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -119,6 +120,12 @@ class StackOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
         return self.stack.metrics()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """``with optimizer.averaged_weights(): evaluate()``: the model's parameters have the values
+        of their averages (``ema_decay``) in the block, and their own bits after it. See
+        :meth:`mp_optim.MegatronOptimizer.averaged_weights`."""
+        return self.stack.averaged_weights()
 
     @property
     def last_step(self) -> StepResult | None:

@@ -19,6 +19,7 @@ _STATES = {
     "fp16": torch.float16,
     "8bit": torch.uint8,
 }
+_AVERAGES = {name: _STATES[name] for name in ("fp32", "bf16")}
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8}
 _WINDOW = OptimizerConfig.stream_window_bytes
 
@@ -33,6 +34,10 @@ class StackSettings(TypedDict, total=False):
             bfloat16 one only what it does not say itself, ``"remainder16"`` (the same bits as
             ``"fp32"``) or ``"remainder8"`` (the upper 24 bits of FP32).
         stochastic_rounding: round bfloat16 and 8-bit state stochastically.
+        ema_decay: keep a moving average of every parameter, with this decay a step; None (the
+            default) keeps none. ``averaged_weights()`` evaluates with them.
+        ema_dtype: of these averages: ``"fp32"`` (the default), or ``"bf16"`` with
+            ``stochastic_rounding``.
         offload: share of the parameters' elements that are kept on the host, 0.0 (the default) to
             1.0, or ``"auto"``: as few as the accelerator's memory allows.
         offload_mode: when the host works: ``"sync"`` (in ``step()``, the default), ``"overlap"`` or
@@ -55,6 +60,8 @@ class StackSettings(TypedDict, total=False):
     state: str
     main_params: str
     stochastic_rounding: bool
+    ema_decay: float | None
+    ema_dtype: str
     offload: float | str
     offload_mode: str
     offload_place: str
@@ -73,6 +80,8 @@ _DEFAULTS: StackSettings = {
     "state": "fp32",
     "main_params": "fp32",
     "stochastic_rounding": False,
+    "ema_decay": None,
+    "ema_dtype": "fp32",
     "offload": 0.0,
     "offload_mode": "sync",
     "offload_place": "host",
@@ -121,6 +130,8 @@ def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
             bf16=True,  # which is to say: with main params where they are needed
             clip_grad=_limit(chosen["max_grad_norm"]),
             fused_backend=chosen["backend"],
+            ema_decay=chosen["ema_decay"],
+            ema_dtype=_choice(chosen, "ema_dtype", _AVERAGES),
             **_form(rule, chosen),
             **_placement(chosen),
         )

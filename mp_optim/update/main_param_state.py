@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mp_optim.slots import local_tensor
 from mp_optim.slots.slot_state import LayeredState, SlotState, State, check_fits
-from mp_optim.slots.state_keys import MASTER
+from mp_optim.slots.state_keys import AVERAGE, MASTER
 from mp_optim.update.state_format import as_master
 
 
@@ -37,11 +37,12 @@ class WithMainParam(LayeredState):
     def fit(self, saved: State, convert: bool) -> State:
         rest, main = _split(saved)
         fitted = self.below.fit(rest, convert)
-        return (
-            fitted
-            if main is None
-            else {**fitted, MASTER: as_master(self._name, main, convert)}
-        )
+        if main is None:
+            return fitted
+        value = as_master(self._name, main, convert)
+        if AVERAGE in fitted and AVERAGE not in saved:  # it starts from the main param
+            fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
+        return {**fitted, MASTER: value}
 
     def check(self, state: State) -> None:
         if MASTER not in state:

@@ -14,7 +14,7 @@ from mp_optim.config.combinations import ROUNDS_AVERAGES
 from mp_optim.config.rules import moment_of
 from mp_optim.process.host_memory import Form, zeros
 from mp_optim.slots.slot_state import State, check_fits
-from mp_optim.slots.state_keys import MASTER, REMAINDER, is_scale, scale_key
+from mp_optim.slots.state_keys import AVERAGE, MASTER, REMAINDER, is_scale, scale_key
 from mp_optim.update.codecs import (
     MOMENT_DTYPES,
     SECOND,
@@ -190,7 +190,27 @@ def fitted(
         result.pop(REMAINDER, None)
         result[MASTER] = as_master(label, result[MASTER], convert)
         _check_splits(label, mine[REMAINDER], result[MASTER], convert)
-    return result
+    return _with_average(label, mine, main, result, convert)
+
+
+def _with_average(
+    label: str, mine: Mapping[str, Any], main: Tensor, state: State, convert: bool
+) -> State:
+    """A fitted state with an average where one is kept, which starts from the main param if none
+    was saved, and without one where none is kept."""
+    if AVERAGE in state and AVERAGE not in mine:
+        if not convert:
+            raise ValueError(
+                f"{label}: an average of the main param was saved, and none is kept here; set "
+                "ema_decay, or load with convert=True, which drops it"
+            )
+        return {key: value for key, value in state.items() if key != AVERAGE}
+    if AVERAGE not in mine or AVERAGE in state:
+        return state
+    value = state.get(MASTER, main)
+    if MASTER not in state and REMAINDER in state:
+        value = joined(label, main, state[REMAINDER])
+    return {**state, AVERAGE: value.to(mine[AVERAGE].dtype)}
 
 
 def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:

@@ -17,6 +17,7 @@ from mp_optim.slots.loading import Loadable, restore
 from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
 from mp_optim.slots.state_dict import plain_groups
+from mp_optim.slots.state_keys import AVERAGE
 
 _REMAINDER = "remainder"
 
@@ -74,6 +75,8 @@ def import_state(
         param = param_at(stack.param_groups, slot)
         own = stack.slot_state(slot)
         given = _fitting(name, param, foreign.state.get(name, {}), own, main_from_model)
+        if AVERAGE in own and MASTER in given:
+            given.setdefault(AVERAGE, given[MASTER].to(own[AVERAGE].dtype))
         if MASTER in foreign.state.get(name, {}):
             whole[name] = given[MASTER]
         if not {MASTER, _REMAINDER} & own.keys():
@@ -109,7 +112,7 @@ def _fitting(
         zeros = {
             key: torch.zeros_like(value)
             for key, value in own.items()
-            if key not in (MASTER, _REMAINDER) and not key.endswith("_scale")
+            if key not in (MASTER, _REMAINDER, AVERAGE) and not key.endswith("_scale")
         }
         return {**zeros, MASTER: param.detach().float()}
     given = {

@@ -153,9 +153,9 @@ def _name(launch):
 
 @triton.jit(repr=_name)
 def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
-         moments2, scales1, scales2, outputs, averages, made, RULE: tl.constexpr, FLAGS: tl.constexpr,
-         KIND: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-         ROWS: tl.constexpr):
+         moments2, scales1, scales2, outputs, averages, made, RULE: tl.constexpr,
+         FLAGS: tl.constexpr, KIND: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
+         CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """Let a rule step the chunk of this program."""
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)

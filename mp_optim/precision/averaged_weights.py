@@ -1,0 +1,103 @@
+"""Averages of main params in the place of a model's weights, for as long as a ``with`` block
+lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from mp_optim.precision.main_params import MainParams
+from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.quantized import is_quantized, quantize_
+from mp_optim.slots import Slot, local_tensor
+from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.state_keys import AVERAGE
+
+
+class WeightSwap:
+    """The weights of one wrapper.
+
+    Args:
+        mains: its parameters, and what is kept for them.
+    """
+
+    def __init__(self, mains: MainParams) -> None:
+        self._mains = mains
+        self._own: list[tuple[Slot, Tensor]] = []
+
+    def check(self) -> None:
+        """Raise ValueError if no averages are kept."""
+        slot = next(iter(self._mains.trained_slots()), None)
+        if slot is not None and AVERAGE not in self._mains.stored(slot):
+            raise ValueError(
+                "averaged_weights: no averages are kept; set ema_decay (of OptimizerConfig, or of "
+                "the optimizer's class)"
+            )
+
+    @in_own_modes
+    def swap_in(self) -> None:
+        """Write the averages into the model, in its dtypes; of a parameter that was never stepped
+        there is none."""
+        for slot in self._mains.trained_slots():
+            state = self._mains.stored(slot)
+            if state["step"] > 0:
+                self._write(slot, state[AVERAGE])
+        self._mains.take_as_seen()
+
+    def _write(self, slot: Slot, average: Tensor) -> None:
+        param = self._mains.param(slot)
+        if is_quantized(param):
+            self._own.append((slot, param))
+            quantize_(param, average.float())
+            return
+        local = local_tensor(param)
+        self._own.append((slot, local.clone()))
+        local.copy_(average.to(local.dtype))  # in the model's dtype to its device
+
+    @in_own_modes
+    def swap_back(self) -> None:
+        """Give the model its own weights, to the bit."""
+        for slot, own in self._own:
+            param = self._mains.param(slot)
+            if is_quantized(param):
+                quantize_(param, self._mains.stepped_value(slot))
+            else:
+                local_tensor(param).copy_(own)
+        self._own.clear()
+        self._mains.take_as_seen()
+
+
+class AveragedWeights:
+    """The weights of a whole stack.
+
+    Attributes:
+        swaps: part by part.
+        shares: what lets other ranks have parameters that were written here.
+    """
+
+    def __init__(self) -> None:
+        self.swaps: list[WeightSwap] = []
+        self.shares: list[Callable[[], None]] = []
+
+    @contextmanager
+    def swapped_in(self, mark: StepMark) -> Iterator[None]:
+        """See :meth:`~mp_optim.MegatronOptimizer.averaged_weights`."""
+        for swap in self.swaps:
+            swap.check()
+        with mark.lent("averaged_weights"):
+            try:
+                for swap in self.swaps:
+                    swap.swap_in()
+                self._share()
+                yield
+            finally:
+                for swap in self.swaps:
+                    swap.swap_back()
+                self._share()
+
+    @in_own_modes
+    def _share(self) -> None:
+        for share in self.shares:
+            share()
