@@ -177,7 +177,14 @@ class _Alone:
         for name, main in self.optimizer.named_main_params():
             outcome.tensors[f"main/{name}"] = main.detach().clone()
         for slot in self.optimizer.slots():
-            for key, value in self.optimizer.full_slot_state(slot).items():
-                outcome.tensors[f"state/{self.optimizer.slot_name(slot)}/{key}"] = (
-                    torch.as_tensor(value).clone()
+            name, state = (
+                self.optimizer.slot_name(slot),
+                self.optimizer.full_slot_state(slot),
+            )
+            for key, value in state.items():
+                outcome.tensors[f"state/{name}/{key}"] = torch.as_tensor(value).clone()
+            if "averaged_param" in state and state["step"] > 0:
+                average = state["averaged_param"].to(
+                    self.model.get_parameter(name).dtype
                 )
+                outcome.tensors[f"averaged/{name}"] = average.clone()

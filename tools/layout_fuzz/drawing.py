@@ -367,7 +367,15 @@ class _Draw:
             }
         if case.rule == "lamb":
             found["lamb_use_nvlamb"] = self.often(0.5)
-        return tuple(found.items())
+        return tuple((found | self.averages(case)).items())
+
+    def averages(self, case: Case) -> dict[str, Any]:
+        """Of a third of the cases; drawn apart, so that nothing else of a case depends on it."""
+        apart = random.Random(f"averages {self.seed}")
+        if apart.random() > 1 / 3:
+            return {}
+        rounded = case.precision.endswith("stochastic") and apart.random() < 0.5
+        return {"ema_decay": 0.75} | ({"ema_dtype": "bfloat16"} if rounded else {})
 
     # -- ranks that disagree ----------------------------------------------------------------------
 

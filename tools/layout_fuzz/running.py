@@ -58,8 +58,8 @@ class Outcome:
         error: what it raised, and stage, in which: model (torch's part), optimizer, training,
             checkpoint, reading.
         losses: of each step and micro-batch; None where this rank used nothing.
-        tensors: parameters, main params and state by name; whole where they are DTensors or flat
-            shards.
+        tensors: parameters (their averages, too), main params and state by name; whole where they
+            are DTensors or flat shards.
     """
 
     error: str = ""
@@ -339,8 +339,10 @@ class _Run:
         """Everything by name; whole tensors need all ranks."""
         getattr(self.optimizer, "finish_param_sync", lambda: None)()
         tensors = self.outcome.tensors
-        for name, param in self.model.named_parameters():
-            tensors[f"model/{name}"] = _whole(param, None)
+        if self.optimizer.config.ema_decay is not None:
+            with self.optimizer.averaged_weights():
+                self._read_model("averaged")
+        self._read_model("model")
         for part in self.optimizer.chained_optimizers:
             group = part.process_groups.dp
             for name, main in part.named_main_params():
@@ -350,6 +352,10 @@ class _Run:
                     tensors[f"state/{part.slot_name(slot)}/{key}"] = _whole(
                         torch.as_tensor(value), group
                     )
+
+    def _read_model(self, kind: str) -> None:
+        for name, param in self.model.named_parameters():
+            self.outcome.tensors[f"{kind}/{name}"] = _whole(param, None)
 
 
 def _whole(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
