@@ -267,6 +267,8 @@ def load(
     """
     background.wait_for_previous()
     stack: SlotKeyedOptimizer | None = stack_of(optimizer)
+    if stack is not None:
+        stack.step_mark.check_lent("checkpoint.load")
     ranks = Ranks.of(process_group)
     parallel = parallel_of(stack, model_parallel, ranks)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))

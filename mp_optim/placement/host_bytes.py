@@ -54,7 +54,8 @@ class HostBytes(NamedTuple):
     Attributes:
         staging: for gradients and parameters on their way.
         back_mains, back_state: of the back buffer, for main params and for the rest.
-        moments, remainders: of streamed slots, whose state lies in memory that copies read.
+        moments, remainders, averages: of streamed slots, whose state lies in memory that copies
+            read.
     """
 
     staging: tuple[int, ...]
@@ -62,6 +63,7 @@ class HostBytes(NamedTuple):
     back_state: tuple[int, ...] = ()
     moments: tuple[int, ...] = ()
     remainders: tuple[int, ...] = ()
+    averages: tuple[int, ...] = ()
 
     @property
     def back(self) -> int:

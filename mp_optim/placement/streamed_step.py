@@ -29,7 +29,7 @@ from mp_optim.placement.windows import (
 from mp_optim.process.host_memory import aligned_bytes
 from mp_optim.slots import Slot, SlotUpdates
 from mp_optim.slots.host_part import Place, TransferBytes
-from mp_optim.slots.state_keys import REMAINDER
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch
 from mp_optim.update.rule import RuleOptimizer
@@ -68,9 +68,13 @@ def state_bytes(rule: RuleOptimizer, slots: Iterable[Slot]) -> HostBytes:
     for slot in slots:
         for key, (shape, dtype) in rule.forms(slot).items():
             sizes[key] += aligned_bytes(shape.numel(), dtype)
-    moments = [size for key, size in sizes.items() if key not in (MAIN, REMAINDER)]
-    rest = [sizes[REMAINDER]] if REMAINDER in sizes else []
-    return HostBytes((), moments=tuple(moments), remainders=tuple(rest))
+    others = (MAIN, REMAINDER, AVERAGE)
+    return HostBytes(
+        (),
+        moments=tuple(size for key, size in sizes.items() if key not in others),
+        remainders=tuple(sizes[key] for key in (REMAINDER,) if key in sizes),
+        averages=tuple(sizes[key] for key in (AVERAGE,) if key in sizes),
+    )
 
 
 class StreamedStepper(HostStepper):

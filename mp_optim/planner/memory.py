@@ -24,7 +24,10 @@ from mp_optim.precision import MegatronOptimizer, WrappedOptimizer
 from mp_optim.process.page_locked import page_locked_bytes
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import param_at
-from mp_optim.slots.state_keys import REMAINDER
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER
+
+_WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
+"""What state is, if it is no moment."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Memory:
     grads: int = 0
     main_params: int = 0
     moments: int = 0
+    averages: int = 0
     staging: int = 0
     double_buffers: int = 0  # the back buffer of placement/host_bytes.py
 
@@ -219,6 +223,7 @@ def _reserves(
     yield _taken("double_buffers", held.back_mains, pins_mains)
     yield _taken("double_buffers", held.back_state, False)
     yield _taken("moments", held.moments, pins_mains)
+    yield _taken("averages", held.averages, pins_mains)
     yield _taken("main_params", held.remainders, pins_mains)
     yield "accelerator", "staging", part.inner.stepper.device_bytes
 
@@ -244,5 +249,4 @@ def _tensors(
                 continue
             is_here = on_device and key != "step"
             where = "accelerator" if is_here else "pageable_host"
-            what = "main_params" if key == REMAINDER else "moments"
-            yield where, what, value.nbytes
+            yield where, _WHAT.get(key, "moments"), value.nbytes

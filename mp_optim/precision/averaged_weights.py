@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mp_optim.precision.main_params import MainParams
 from mp_optim.process.torch_modes import in_own_modes
@@ -35,6 +36,10 @@ class WeightSwap:
                 "averaged_weights: no averages are kept; set ema_decay (of OptimizerConfig, or of "
                 "the optimizer's class)"
             )
+
+    def is_sharded(self) -> bool:
+        """Whether parameters are DTensors, which FSDP2 may have gathered."""
+        return any(isinstance(param, DTensor) for param in self._mains.table.params)
 
     @in_own_modes
     def swap_in(self) -> None:
@@ -101,3 +106,16 @@ class AveragedWeights:
     def _share(self) -> None:
         for share in self.shares:
             share()
+        if any(swap.is_sharded() for swap in self.swaps):
+            _forget_gathered()
+
+
+def _forget_gathered() -> None:
+    """Let FSDP2 gather its parameters anew: after a forward pass without backward the outermost
+    module keeps them whole, and would go on with what they were."""
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -253,6 +253,7 @@ class WrappedOptimizer(MegatronOptimizer):
         return any(self._table.quantized)
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        self.step_mark.check_lent("reload_model_params")
         self._mains.reload(state_dict or {})
 
     def use_mark(self, mark: StepMark) -> None:

@@ -57,6 +57,28 @@ def eight_bit_resumes(directory: str) -> dict[str, object]:
     return {"on": losses, "resumed": train(model, optimizer, 2, start=2)}
 
 
+def averages_in_place() -> dict[str, object]:
+    """A forward pass without backward leaves parameters gathered: they are gathered anew with
+    averages, and again with the weights."""
+    model, optimizer = build_sharded("bf16", 0.5, ema_decay=0.9)
+    train(model, optimizer, 3)
+
+    def loss_of(model: TinyMoE) -> float:
+        with torch.no_grad():
+            return model(tokens_of(9)).item()
+
+    found = {"before": loss_of(model)}
+    alone = TinyMoE(model.dense.dtype)
+    with torch.no_grad():
+        for slot in optimizer.slots():
+            average = optimizer.slot_state(slot)["averaged_param"]
+            whole = average.full_tensor() if isinstance(average, DTensor) else average
+            alone.get_parameter(optimizer.slot_name(slot)).copy_(whole)
+    with optimizer.averaged_weights():
+        found["averaged"] = loss_of(model)
+    return {**found, "expected": loss_of(alone), "after": loss_of(model)}
+
+
 def train_sharded(
     rule: str, precision: str, fraction: float, directory: str
 ) -> dict[str, object]:
@@ -137,6 +159,7 @@ def main(directory: str) -> None:
     }
     result["agreement"] = agree_between_ranks()
     result["experts"] = experts_on_one_rank()
+    result["averages"] = averages_in_place()
     result["eight_bit"] = eight_bit_resumes(f"{directory}/eight_bit")
     torch.save(result, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()

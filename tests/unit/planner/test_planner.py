@@ -76,6 +76,8 @@ def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
                     [{}, {"param_remainder_bits": 8}, {"store_param_remainders": False}]
                 )
             )
+    if draw(st.booleans()):
+        settings_of["ema_decay"] = 0.9
     config = OptimizerConfig(**settings_of)
     fraction = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
     return specs, with_fraction(config, fraction)

@@ -49,6 +49,12 @@ def test_eight_bit_shards_resume_bit_for_bit(ranks):
         assert rank["eight_bit"]["on"] == rank["eight_bit"]["resumed"]
 
 
+def test_evaluation_with_averages_uses_them_and_training_does_not(ranks):
+    for found in (rank["averages"] for rank in ranks):
+        assert found["averaged"] == found["expected"] != found["before"]
+        assert found["after"] == found["before"]
+
+
 def test_ranks_agree_on_norm_and_skipping(ranks):
     for rank in ranks:
         # 2, 3 and the duplicate's 6 once

@@ -1,0 +1,299 @@
+"""Averages of main params: their values, their bits wherever they are kept, and evaluation with
+them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, checkpoint
+from support.models import build, same_bits, tokens_of, train
+
+AVERAGE = "averaged_param"
+PLACES = {
+    "device": {},
+    "half": {"fraction": 0.5},
+    "overlap": {"fraction": 1.0, "offload_mode": "overlap"},
+    "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
+    "streamed": {
+        "fraction": 1.0,
+        "offload_place": "streamed",
+        "stream_window_bytes": 4096,
+    },
+    "reference": {"fused_backend": "reference"},
+}
+FORMS = {
+    "bf16": {},
+    "fp16": {},
+    "fp32": {},
+    "bf16-remainder": {},
+    "bf16-stochastic": {"ema_dtype": "bfloat16"},
+}
+
+
+def everything(model, optimizer):
+    """Parameters and state, copied, by name."""
+    found = {
+        f"model.{name}": p.detach().clone() for name, p in model.named_parameters()
+    }
+    for slot in optimizer.slots():
+        for key, value in optimizer.slot_state(slot).items():
+            found[f"{optimizer.slot_name(slot)}.{key}"] = value.clone()
+    return found
+
+
+def differing(a, b):
+    assert a.keys() == b.keys()
+    return [key for key in a if not same_bits(a[key], b[key])]
+
+
+def averages(optimizer):
+    return {
+        optimizer.slot_name(slot): optimizer.slot_state(slot)[AVERAGE]
+        for slot in optimizer.slots()
+    }
+
+
+def mains(optimizer):
+    return {
+        name: main.detach().double() for name, main in optimizer.named_main_params()
+    }
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_200_steps_follow_a_float64_oracle(dtype):
+    """FP32: every step rounds to within half an ulp, and what a step rounds decays with the rest,
+    so all of it together is within 0.5 / (1 - decay) ulps of the largest value.
+
+    bfloat16: the error of a rounding is random and its mean 0. It decays too, so it stays about as
+    large as an ulp is, and over all elements its mean is a small part of that."""
+    decay, rounded = 0.99, dtype == "bfloat16"
+    model, optimizer = build(
+        "bf16",
+        lr=2e-3,
+        ema_decay=decay,
+        ema_dtype=dtype,
+        stochastic_rounding=rounded,
+    )
+    oracle = {}
+    largest = 0.0
+    for step in range(200):
+        train(model, optimizer, 1, start=step)
+        for name, main in mains(optimizer).items():
+            before = oracle.get(name, main)
+            oracle[name] = before + (1 - decay) * (main - before)
+            largest = max(largest, float(main.abs().max()))
+    errors = [averages(optimizer)[name].double() - oracle[name] for name in oracle]
+    error = torch.cat([each.flatten() for each in errors])
+    exponent = math.floor(math.log2(largest))
+    if rounded:
+        ulp = 2.0 ** (exponent - 7)
+        assert float(error.abs().max()) < 4 * ulp
+        assert abs(float(error.mean())) < 0.05 * ulp
+    else:
+        assert float(error.abs().max()) <= 0.5 / (1 - decay) * 2.0 ** (exponent - 23)
+    moved = [
+        float((oracle[n] - main).abs().max()) for n, main in mains(optimizer).items()
+    ]
+    assert min(moved) > 1e-3  # an average that only copies would be noticed
+
+
+def test_rounded_to_nearest_an_average_in_bfloat16_would_not_move():
+    with pytest.raises(ValueError, match=r"ema_dtype=.*stochastic_rounding=True"):
+        OptimizerConfig(lr=0.1, ema_decay=0.9, ema_dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"ema_dtype=.*stochastic_rounding=True"):
+        mp_optim.AdamW([nn.Parameter(torch.ones(2))], ema_decay=0.9, ema_dtype="bf16")
+    for odd in (1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match="ema_decay"):
+            OptimizerConfig(lr=0.1, ema_decay=odd)
+    with pytest.raises(ValueError, match=r"ema_dtype.*has no effect without ema_decay"):
+        OptimizerConfig(lr=0.1, ema_dtype="bfloat16", stochastic_rounding=True)
+
+
+# -- bits -----------------------------------------------------------------------------------------
+
+
+def train_past_a_skipped_step(model, optimizer):
+    """Seven steps, of which the fourth is skipped: nothing is averaged then."""
+    train(model, optimizer, 3)
+    optimizer.zero_grad()
+    optimizer.scale_loss(model(tokens_of(3)) * math.inf).backward()
+    before = everything(model, optimizer)
+    assert not optimizer.step().success
+    assert differing(everything(model, optimizer), before) == []
+    train(model, optimizer, 3, start=4)
+
+
+@pytest.mark.parametrize("precision", FORMS)
+def test_places_backends_and_resuming_have_the_same_bits(precision, tmp_path):
+    expected = None
+    for name, settings in PLACES.items():
+        settings = {**settings, **FORMS[precision], "ema_decay": 0.9}
+        model, optimizer = build(precision, **settings)
+        if expected is None:
+            train_past_a_skipped_step(model, optimizer)
+            checkpoint.save(tmp_path, model, optimizer)
+            train(model, optimizer, 2, start=7)
+            expected = everything(model, optimizer)
+            continue
+        if name in ("speculative", "reference"):
+            train_past_a_skipped_step(model, optimizer)
+        else:
+            checkpoint.load(tmp_path, model, optimizer)
+        train(model, optimizer, 2, start=7)
+        if name == "speculative":
+            assert optimizer.metrics()["speculation_hits"] > 0
+        assert differing(everything(model, optimizer), expected) == [], name
+
+
+# -- evaluation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["device", "speculative", "streamed"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-stochastic"])
+def test_the_model_has_its_averages_in_the_block_and_its_own_bits_after_it(
+    precision, place
+):
+    settings = {**PLACES[place], **FORMS[precision], "ema_decay": 0.9}
+    model, optimizer = build(precision, **settings)
+    train(model, optimizer, 5)
+    before = everything(model, optimizer)
+    with pytest.raises(KeyError), optimizer.averaged_weights():
+        for name, param in model.named_parameters():
+            assert same_bits(
+                param.detach(), before[f"{name}.{AVERAGE}"].to(param.dtype)
+            )
+            assert name == "scale" or not same_bits(
+                param.detach(), before[f"model.{name}"]
+            )
+        raise KeyError
+    assert differing(everything(model, optimizer), before) == []
+    other, uninterrupted = build(precision, **settings)
+    train(other, uninterrupted, 5)
+    assert train(model, optimizer, 2, start=5) == train(
+        other, uninterrupted, 2, start=5
+    )
+    assert optimizer.metrics()["reloaded_params"] == 0
+
+
+def test_nothing_steps_saves_or_loads_in_the_block(tmp_path):
+    model, optimizer = build("bf16", ema_decay=0.9)
+    train(model, optimizer, 1)
+    saved, before = optimizer.state_dict(), everything(model, optimizer)
+    refused = [
+        optimizer.step,
+        optimizer.state_dict,
+        optimizer.averaged_weights().__enter__,
+        lambda: optimizer.load_state_dict(saved),
+        lambda: list(optimizer.named_main_params()),
+        lambda: checkpoint.save(tmp_path, model, optimizer),
+        lambda: checkpoint.load(tmp_path, model, optimizer),
+        optimizer.reload_model_params,
+    ]
+    checkpoint.save(tmp_path, model, optimizer)
+    with optimizer.averaged_weights():
+        for call in refused:
+            with pytest.raises(RuntimeError, match=r"inside of .*averaged_weights"):
+                call()
+    assert differing(everything(model, optimizer), before) == []
+    _, without = build("bf16")
+    with pytest.raises(ValueError, match="set ema_decay"), without.averaged_weights():
+        pass
+
+
+def test_an_error_while_averages_are_written_leaves_the_model_as_it_was(monkeypatch):
+    model, optimizer = build("bf16", ema_decay=0.9)
+    train(model, optimizer, 2)
+    before = everything(model, optimizer)
+    inner = optimizer.chained_optimizers[-1].inner
+    read = inner.slot_state
+
+    def fails_late(slot):
+        if slot.position == 1:
+            raise MemoryError
+        return read(slot)
+
+    monkeypatch.setattr(inner, "slot_state", fails_late)
+    with pytest.raises(MemoryError), optimizer.averaged_weights():
+        pass
+    monkeypatch.undo()
+    assert differing(everything(model, optimizer), before) == []
+    train(model, optimizer, 1, start=2)
+
+
+def test_torch_shaped_classes_average_parameters_of_any_dtype():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
+    model[0].bias.requires_grad_(False)
+    optimizer = mp_optim.AdamW(
+        model.named_parameters(), lr=0.1, ema_decay=0.5, offload=0.5
+    )
+    for _ in range(2):
+        for param in (model[0].weight, model[1].weight):
+            param.grad = torch.randn_like(param)  # the last bias is never stepped
+        optimizer.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    with optimizer.averaged_weights():
+        changed = [
+            not same_bits(param.detach(), own)
+            for param, own in zip(model.parameters(), before, strict=True)
+        ]
+    assert changed == [True, False, True, False]
+    assert all(map(same_bits, [p.detach() for p in model.parameters()], before))
+
+
+# -- what was saved -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-remainder"])
+def test_a_checkpoint_without_averages_starts_them_from_its_main_params(
+    precision, tmp_path
+):
+    model, optimizer = build(precision)
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path, model, optimizer)
+    saved = mains(optimizer)
+    other, averaging = build(precision, seed=7, fraction=0.5, ema_decay=0.9)
+    with pytest.warns(UserWarning, match="no average for 7 parameters"):
+        checkpoint.load(tmp_path, other, averaging)
+    assert all(map(torch.equal, averages(averaging).values(), saved.values()))
+    train(other, averaging, 1, start=3)
+    weight = torch.tensor(0.1, dtype=torch.float64).float()
+    for name, main in mains(averaging).items():
+        start = saved[name].float()
+        assert same_bits(
+            averages(averaging)[name], start + (main.float() - start) * weight
+        )
+
+
+def test_averages_that_nobody_keeps_are_dropped_if_asked_for(tmp_path):
+    model, optimizer = build("bf16", ema_decay=0.9)
+    train(model, optimizer, 2)
+    checkpoint.save(tmp_path, model, optimizer)
+    other, without = build("bf16", seed=7)
+    with pytest.raises(ValueError, match="ema_decay"):
+        checkpoint.load(tmp_path, other, without)
+    with pytest.raises(ValueError, match="ema_decay"):
+        without.load_state_dict(optimizer.state_dict())
+    checkpoint.load(tmp_path, other, without, convert=True)
+    assert mains(without).keys() == mains(optimizer).keys()
+    assert all(map(torch.equal, mains(without).values(), mains(optimizer).values()))
+
+
+def test_averages_are_exported(tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    model, optimizer = build("bf16-remainder", ema_decay=0.9, fraction=0.5)
+    train(model, optimizer, 3)
+    (path,) = checkpoint.export_safetensors(tmp_path, optimizer, averaged=True)
+    exported = load_file(path)
+    assert exported.keys() == dict(model.named_parameters()).keys()
+    for name, average in averages(optimizer).items():
+        assert same_bits(exported[name], average)
+    _, without = build("bf16")
+    with pytest.raises(ValueError, match="set ema_decay"):
+        checkpoint.export_safetensors(tmp_path, without, averaged=True)
