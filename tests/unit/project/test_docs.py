@@ -72,7 +72,7 @@ def test_every_python_block_is_run_here():
     } == {
         "README.md": 3,
         "docs/checkpoints.md": 2,
-        "docs/settings.md": 1,
+        "docs/settings.md": 2,
         "docs/migrate.md": 8,
         "docs/index.md": 1,
         "docs/quickstart.md": 4,
@@ -192,8 +192,22 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
 
 
 def test_the_examples_of_settings_run(capsys):
-    exec(blocks_of("docs/settings.md", "python")[0], {"model": small_model()})
+    plans, averages = blocks_of("docs/settings.md", "python")
+    exec(plans, {"model": small_model()})
     assert "moments" in capsys.readouterr().out
+    model, seen = small_model(), []
+
+    def train(model, optimizer):
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+
+    def evaluate(model):
+        seen.append(loss_of(model).item())
+
+    names = {"model": model, "train": train, "evaluate": evaluate}
+    exec(averages, {"mp_optim": mp_optim, **names})
+    assert seen[0] != loss_of(model).item()
 
 
 def commands_in(document):
