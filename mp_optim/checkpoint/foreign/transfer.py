@@ -149,7 +149,7 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
 @in_own_modes
 def export_state(optimizer: NamedOptimizer | OverStack) -> ForeignState:
     """All state in FP32, whole (collective for sharded parameters), with the FP32 value of every
-    parameter.
+    parameter; without averages (``ema_decay``), which the others' optimizers do not keep.
 
     Tensors that are stored so already are the live ones: write or clone them before the next step.
     """
@@ -161,7 +161,7 @@ def export_state(optimizer: NamedOptimizer | OverStack) -> ForeignState:
         found = {
             key: value
             for key, value in stack.full_slot_state(slot).items()
-            if key != _REMAINDER
+            if key not in (_REMAINDER, AVERAGE)
         }
         state[name] = {key: _gathered(value) for key, value in found.items()}
         if found:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mp_optim.config.capabilities import CAPABILITIES, Capability
 from mp_optim.config.rules import RULES
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots.state_keys import REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.backends.interface import Backend, step_with
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.codecs import Noise, blocks_of
@@ -295,8 +295,8 @@ def compare(
 
 
 def _in_eight_bits(lists: TensorLists) -> TensorLists:
-    """The same with main params as bfloat16 beside 8-bit remainders, and moments as 8-bit codes,
-    all with noise."""
+    """The same with main params as bfloat16 beside 8-bit remainders, moments as 8-bit codes, and
+    averages in bfloat16, all with noise."""
     state: dict[str, Any] = {}
     for key, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
         state[key] = [main.to(dtype).zero_() for main in lists.main]
@@ -305,8 +305,12 @@ def _in_eight_bits(lists: TensorLists) -> TensorLists:
         ]
     state[REMAINDER] = [torch.zeros_like(main, dtype=torch.int8) for main in lists.main]
     mains = [main.bfloat16() for main in lists.main]
+    state[AVERAGE] = [main.flip(0).contiguous() for main in mains]
     noise = [Noise(0x9ABCDEF1, 77 + index) for index in range(len(mains))]
-    return TensorLists(mains, lists.grad, state, lists.output, noise)
+    weight = fp32(0.01)
+    return TensorLists(
+        mains, lists.grad, state, lists.output, noise, average_weight=weight
+    )
 
 
 def _compact(lists: TensorLists, bfloat16: bool, remainders: bool) -> TensorLists:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import mp_optim
-from mp_optim import OptimizerConfig, checkpoint
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim.quantized import dequantized, quantize_weights
 from support.models import build, same_bits, tokens_of, train
 
 AVERAGE = "averaged_param"
@@ -20,6 +21,12 @@ PLACES = {
     "streamed": {
         "fraction": 1.0,
         "offload_place": "streamed",
+        "stream_window_bytes": 4096,
+    },
+    "auto": {
+        "fraction": 1.0,
+        "offload_place": "auto",
+        "offload_streamed_fraction": 0.5,
         "stream_window_bytes": 4096,
     },
     "reference": {"fused_backend": "reference"},
@@ -75,6 +82,7 @@ def test_200_steps_follow_a_float64_oracle(dtype):
     decay, rounded = 0.99, dtype == "bfloat16"
     model, optimizer = build(
         "bf16",
+        experts=False,
         lr=2e-3,
         ema_decay=decay,
         ema_dtype=dtype,
@@ -245,6 +253,31 @@ def test_torch_shaped_classes_average_parameters_of_any_dtype():
         ]
     assert changed == [True, False, True, False]
     assert all(map(same_bits, [p.detach() for p in model.parameters()], before))
+
+
+def test_float8_weights_are_averaged_and_come_back_to_the_bit():
+    torch.manual_seed(0)
+    model = nn.Linear(32, 16, bias=False).bfloat16()
+    quantize_weights(model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=0.1, bf16=True, ema_decay=0.9), model
+    )
+    for _ in range(3):
+        model(torch.randn(4, 32).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (param,) = optimizer.get_parameters()
+    codes, scale = param.detach().clone(), param.fp8_scale.clone()
+    (average,) = averages(optimizer).values()
+    with optimizer.averaged_weights():
+        assert not torch.equal(
+            codes.view(torch.uint8), param.detach().view(torch.uint8)
+        )
+        values = dequantized(param)
+        step = float(average.abs().max()) / 16  # e4m3 has 3 bits after the first
+        torch.testing.assert_close(values, average, rtol=0, atol=step)
+    assert torch.equal(codes.view(torch.uint8), param.detach().view(torch.uint8))
+    assert torch.equal(scale, param.fp8_scale)
 
 
 # -- what was saved -------------------------------------------------------------------------------

@@ -92,14 +92,15 @@ def test_one_gradient_stream_gives_the_same_bits_on_cpu_and_gpu():
     results = []
     for device in ("cpu", "cuda"):
         params = [torch.nn.Parameter(w.to(device, copy=True)) for w in weights]
-        optimizer = FusedAdam(params, lr=1e-2, weight_decay=0.1)
+        optimizer = FusedAdam(params, lr=1e-2, weight_decay=0.1, ema_decay=0.9)
         for step in range(20):
             for p in params:
                 p.grad = torch.randn(
                     p.numel(), generator=torch.Generator().manual_seed(step)
                 ).to(device)
             optimizer.step()
-        results.append([p.detach().cpu() for p in params])
+        averages = [optimizer.state[p]["averaged_param"] for p in params]
+        results.append([tensor.detach().cpu() for tensor in (*params, *averages)])
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
