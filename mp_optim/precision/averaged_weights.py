@@ -98,9 +98,11 @@ class AveragedWeights:
                 self._share()
                 yield
             finally:
+                mark.touch()  # an interrupt from here on leaves it
                 for swap in self.swaps:
                     swap.swap_back()
                 self._share()
+                mark.clear()
 
     @in_own_modes
     def _share(self) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -358,7 +358,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.make_current()
         return ((self.slot_name(slot), self.main_param(slot)) for slot in self.slots())
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
         """For the length of a ``with`` block the model's parameters have the values of their
         averages (``ema_decay``), rounded to their dtypes; afterwards their own bits, whatever
         happened. Collective if the optimizer is distributed.
@@ -371,7 +372,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             RuntimeError: in the block, from what steps, saves or loads the optimizer.
         """
         self.make_current()
-        return self.averages.swapped_in(self.step_mark)
+        with self.averages.swapped_in(self.step_mark):
+            yield
 
     @abstractmethod
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:

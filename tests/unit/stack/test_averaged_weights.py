@@ -1,6 +1,7 @@
 """Averages of main params: their values, their bits wherever they are kept, and evaluation with
 them."""
 
+import copy
 import math
 
 import pytest
@@ -9,7 +10,9 @@ from torch import nn
 
 import mp_optim
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.quantized import dequantized, quantize_weights
+from mp_optim.slots.interrupted_step import BrokenOffError
 from support.models import build, same_bits, tokens_of, train
 
 AVERAGE = "averaged_param"
@@ -231,6 +234,26 @@ def test_an_error_while_averages_are_written_leaves_the_model_as_it_was(monkeypa
         pass
     monkeypatch.undo()
     assert differing(everything(model, optimizer), before) == []
+    train(model, optimizer, 1, start=2)
+
+
+def test_an_interrupt_while_weights_come_back_is_remembered(monkeypatch):
+    model, optimizer = build("bf16", ema_decay=0.9)
+    train(model, optimizer, 2)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WeightSwap, "swap_back", interrupted)
+        with optimizer.averaged_weights():
+            pass
+    with pytest.raises(BrokenOffError, match="broken off"):
+        optimizer.step()
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(state)
     train(model, optimizer, 1, start=2)
 
 
