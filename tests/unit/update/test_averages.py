@@ -49,3 +49,28 @@ def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standin
                 ]
                 found = [optimizer.state[param][AVERAGE] for param in params]
                 assert all(map(same_bits, found, expected)), (rule, form)
+
+
+@pytest.mark.parametrize("form", [{}, {"store_param_remainders": True}], ids=str)
+def test_averages_in_bfloat16_have_the_same_bits_by_native_kernels(form):
+    """Of tensors that are larger than what a thread works on, or end in the middle of it."""
+    found = {}
+    for backend in ("reference", "native"):
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if form else torch.float32
+        params = [nn.Parameter(torch.randn(n).to(dtype)) for n in (100_003, 7, 8192)]
+        optimizer = CLASSES["adam"](
+            params,
+            lr=1e-2,
+            backend=backend,
+            ema_decay=0.9,
+            ema_dtype=torch.bfloat16,
+            stochastic_rounding=True,
+            **form,
+        )
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        found[backend] = [optimizer.state[param][AVERAGE] for param in params]
+    assert all(map(same_bits, found["native"], found["reference"]))
