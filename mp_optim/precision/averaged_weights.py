@@ -45,6 +45,7 @@ class WeightSwap:
     def swap_in(self) -> None:
         """Write the averages into the model, in its dtypes; of a parameter that was never stepped
         there is none."""
+        self._own.clear()  # of a block whose end was interrupted
         for slot in self._mains.trained_slots():
             state = self._mains.stored(slot)
             if state["step"] > 0:
