@@ -3,6 +3,7 @@ company."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -328,6 +329,10 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         "use_distributed_optimizer=True without use_layer_wise_distributed_optimizer",
         lambda c: c.is_distributed and not c.use_layer_wise_distributed_optimizer,
     ),
+    "skip_step_rolling_interval_length": (
+        "a finite skip_step_sigma_factor",
+        lambda c: math.isfinite(c.skip_step_sigma_factor),
+    ),
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
 }
 """Fields that do something only in company: what they need, and whether a config has it."""
@@ -354,6 +359,13 @@ def _check_graph(config: ConfigFields) -> None:
             config,
             "optimizer_cuda_graph",
             "a host part cannot be captured; set optimizer_cpu_offload=False, or "
+            "optimizer_cuda_graph=False",
+        )
+    if config.log_update_ratios_interval:
+        _fail(
+            config,
+            "log_update_ratios_interval",
+            "a step of a CUDA graph is not watched; set it to 0, or "
             "optimizer_cuda_graph=False",
         )
     if config.timers is not None:

@@ -81,6 +81,18 @@ CHECKS: dict[str, Check] = {
     "grad_norm_skip_threshold": Number(
         0.0, open_low=True, may_be_infinite=True, said="must be > 0 (inf: never skip)"
     ),
+    "skip_step_sigma_factor": Number(
+        0.0, open_low=True, may_be_infinite=True, said="must be > 0 (inf: never skip)"
+    ),
+    "skip_step_rolling_interval_length": Whole(
+        4, 2**20, "must be a whole number of steps >= 4, at most 2**20"
+    ),
+    "log_param_grad_norms": Whole(
+        0, _INT32, "must be a whole number of parameters >= 0"
+    ),
+    "log_update_ratios_interval": Whole(
+        0, _INT32, "must be a whole number of steps >= 0 (0: never)"
+    ),
     "optimizer_offload_fraction": as_fraction,
     "gpu_memory": Size(
         1,

@@ -127,8 +127,21 @@ class ConfigFields:
     """Clip the global gradient norm to this; 0 turns clipping off."""
     grad_norm_skip_threshold: float = math.inf
     """Skip steps whose gradient norm is larger."""
+    skip_step_sigma_factor: float = math.inf
+    """Skip steps whose gradient norm, or loss (``optimizer.health.report_loss``), is more than so
+    many sigma above the median of the last steps; 6 is usual, inf skips none."""
+    skip_step_rolling_interval_length: int = 128
+    """The last steps that ``skip_step_sigma_factor`` compares with; from half of them on."""
     log_num_zeros_in_grad: bool = False
     """Count zero gradient elements (one more read of every gradient)."""
+    log_param_grad_norms: int = 0
+    """Keep the gradient norm of each parameter, and show so many of the largest in ``metrics()``;
+    0 keeps none. Gradients are not read again; ranks that hold parts of parameters reduce one more
+    vector."""
+    log_update_ratios_interval: int = 0
+    """Every so many steps compare what the step adds to each parameter with its size; 0 never does.
+    Such a step copies this rank's main params for its duration, 4 bytes a parameter where they are
+    stepped, and reads them three times more."""
     optimizer_cpu_offload: bool = False
     """Keep part of the optimizer on the host, and step it there (or see ``offload_place``)."""
     optimizer_offload_fraction: float | str = 0.0

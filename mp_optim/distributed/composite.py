@@ -52,7 +52,7 @@ class CompositeOptimizer(MegatronOptimizer):
         """Consist of these from now on: they share this optimizer's loss scale and step mark."""
         self.parts.extend(parts)
         for part in self.parts:
-            part.grad_scaler = self.grad_scaler
+            part.grad_scaler, part.skip_rule = self.grad_scaler, self.skip_rule
             self.early_work.links += part.early_work.links
             self.averages.swaps += part.averages.swaps
             self.averages.shares += part.averages.shares
@@ -222,7 +222,8 @@ class CompositeOptimizer(MegatronOptimizer):
         totals: dict[str, float] = dict.fromkeys(added, 0)
         for name in added:
             totals[name] = sum(of_part.get(name, 0) for of_part in metrics)
-        return {**metrics[0], **totals, **graph_metrics(self.graphed)}
+        own = {**graph_metrics(self.graphed), **self.health.metrics()}
+        return {**metrics[0], **totals, **own}
 
 
 def _located(

@@ -268,8 +268,13 @@ class ReducedGrads(GradsOfParts):
         owned = [self._model.owned_grad(slot) for slot in self._trained]
         grads = [nothing if grad is None else grad for grad in owned]
         distinct = list(dict.fromkeys(keys.values()))
+        where = {slot: index for index, slot in enumerate(keys)}
+        indices = [where[slot] for slot in self._trained]
         return optimizer.shards.measure_grads(
-            grads, [keys[s] for s in self._trained], distinct
+            grads,
+            [keys[s] for s in self._trained],
+            distinct,
+            optimizer.shards.places(indices, over=(optimizer._group,)),
         )
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:

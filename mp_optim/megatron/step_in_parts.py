@@ -17,6 +17,7 @@ from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.grad_scaler import inverse_of, trackers_of
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import decide
 from mp_optim.slots import current_grad, local_tensor, param_at
@@ -42,6 +43,7 @@ class StepInParts:
     def __init__(self, stack: MegatronOptimizer) -> None:
         self._stack = stack
         self._prepared: _Prepared | None = None
+        self._rule: RollingRule | None = None
 
     def prepare(self) -> bool:
         """Collect and measure this step's gradients; whether some are not finite, and then the step
@@ -52,6 +54,7 @@ class StepInParts:
             stack.early_work.finish()
             grads = stack.collect_grads()
             measurement = grads.sums()
+            self._rule = stack.skip_rule.begun(torch.device("cpu"))
         stack.watch.see_gradients(stack, grads.has_any())
         prepared = _Prepared(grads, measurement, self._decided(measurement, 0.0))
         if prepared.verdict.found_inf:
@@ -122,7 +125,9 @@ class StepInParts:
         stack = self._stack
         config = dataclasses.replace(stack.config, clip_grad=limit)
         scaler = stack.grad_scaler
-        return decide(measurement, inverse_of(scaler), config, trackers_of(scaler))
+        return decide(
+            measurement, inverse_of(scaler), config, trackers_of(scaler), self._rule
+        )
 
     def _require(self, caller: str) -> _Prepared:
         if self._prepared is None:
@@ -137,13 +142,17 @@ class StepInParts:
         stack, verdict = self._stack, prepared.verdict
         self._prepared = None
         with stack.step_mark.step(stack):
+            if self._rule is not None:
+                self._rule.take_on_host(verdict.norms)
             stack.record(verdict)
-            prepared.grads.apply(verdict)
+            with stack.health.watching(prepared.grads, stack.counts.steps):
+                prepared.grads.apply(verdict)
             if stack.grad_scaler is not None:
                 stack.step_mark.touch()
                 stack.grad_scaler.update(verdict.found_inf)
                 stack.early_work.remember_scale()
         stack.watch.see_verdict(stack, verdict)
+        stack.health.see(verdict)
         if stack.config.release_gradients:
             stack.zero_grad()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.result import StepResult
+from mp_optim.precision.skip_rule import NUMBERS, RollingRule
 from mp_optim.precision.verdict import Verdict, finite, not_finite
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.update.sums import root
@@ -35,9 +36,12 @@ class Formed:
             skipped, else 0.
         overflow: bool, shape (): some gradient is not finite.
         report: FP64, 1-D: overflow, skip (2 because ranks disagree), norms, multipliers, the number
-            of zeros if they were counted, and what a verdict has as ``scaling``.
+            of zeros if they were counted, the rolling rule's numbers if there is one, what a
+            verdict has as ``scaling``, and the sums of ``params`` parameters.
         counts_zeros: whether they were counted.
         threshold: the norm above which the step is skipped.
+        rule: the rolling rule, if there is one.
+        params: how many parameters' sums of squares are kept, 0 for none.
     """
 
     names: Sequence[str]
@@ -46,6 +50,8 @@ class Formed:
     report: Tensor
     counts_zeros: bool
     threshold: float
+    rule: RollingRule | None = None
+    params: int = 0
 
 
 def form(
@@ -53,9 +59,10 @@ def form(
     inv_scale: Tensor | None,
     config: Any,
     trackers: Sequence[Tensor] = (),
+    rule: RollingRule | None = None,
 ) -> Formed:
     """The verdict on the device of the measurement's sums, of which there is at least one; nothing
-    waits."""
+    waits. The step goes into the rule's window."""
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
     norms = root(sums)
@@ -66,13 +73,18 @@ def form(
         multipliers = multipliers * inv_scale.reshape(())
     multipliers = multipliers.float()
     overflow = ~(sums.amax() < math.inf)  # sums of squares: none is below 0
-    skip = overflow
+    skip, judged = overflow, norms[:0]
     if MAIN in measurement.sums:
         rows = dict(zip(names, multipliers.unbind(), strict=True))
         multipliers = torch.stack(
             [rows[MAIN if name == EXCLUDED else name] for name in names]
         )
-        skip = overflow | (norms[names.index(MAIN)] > config.grad_norm_skip_threshold)
+        norm = norms[names.index(MAIN)]
+        skip = overflow | (norm > config.grad_norm_skip_threshold)
+        if rule is not None:
+            spike, judged = rule.judge(norm)
+            skip = skip | spike
+            rule.take(torch.where(overflow, math.nan, norm))
     skips = skip.double()
     if measurement.disagreement is not None:
         disagrees = measurement.disagreement.to(sums.device) != 0.0
@@ -87,8 +99,11 @@ def form(
     ]
     if measurement.zeros is not None:
         parts.append(measurement.zeros.double().reshape(1))
+    parts.append(judged)
     if inv_scale is not None:
         parts += [inv_scale, *(tracker.double() for tracker in trackers)]
+    if measurement.params is not None:
+        parts.append(measurement.params)
     return Formed(
         names,
         controls,
@@ -96,6 +111,8 @@ def form(
         torch.cat(parts),
         measurement.zeros is not None,
         config.grad_norm_skip_threshold,
+        rule if len(judged) else None,
+        0 if measurement.params is None else len(measurement.params),
     )
 
 
@@ -106,6 +123,25 @@ def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
     # not `limit / ...`, which torch computes as a reciprocal times limit: two roundings
     coefficients = torch.full_like(norms, limit) / (norms + 1e-6)
     return torch.fmin(coefficients, torch.ones_like(coefficients))
+
+
+class Fetch:
+    """A copy of an FP64 tensor that is on its way to the host from now on.
+
+    Args:
+        source: 1-D.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self._transfer = _transfer(source.device)
+        host = self._transfer.empty_host(source.nbytes, True)
+        self._copy = host.view(torch.float64)
+        self._ticket = self._transfer.download([self._copy], [source])
+
+    def read(self) -> Tensor:
+        """The copy; waits until it has arrived."""
+        self._transfer.wait(self._ticket)
+        return self._copy
 
 
 class DeviceVerdict:
@@ -127,10 +163,7 @@ class DeviceVerdict:
 
     def __init__(self, formed: Formed) -> None:
         self._formed = formed
-        self._transfer = _transfer(formed.report.device)
-        host = self._transfer.empty_host(formed.report.nbytes, True)
-        self._report = host.view(torch.float64)
-        self._ticket = self._transfer.download([self._report], [formed.report])
+        self._report = Fetch(formed.report)
         self._verdict: Verdict | None = None
         self._told_to: list[Callable[[Verdict], None]] = []
         self.found_inf = formed.overflow
@@ -143,8 +176,7 @@ class DeviceVerdict:
     def settle(self) -> Verdict:
         """The verdict in the host's numbers; waits until the device has formed it, once."""
         if self._verdict is None:
-            self._transfer.wait(self._ticket)
-            self._verdict = _as_verdict(self._formed, self._report.tolist())
+            self._verdict = _as_verdict(self._formed, self._report.read())
             told_to, self._told_to = self._told_to, []
             for tell in told_to:
                 tell(self._verdict)
@@ -159,18 +191,27 @@ class DeviceVerdict:
             tell(self._verdict)
 
 
-def _as_verdict(formed: Formed, report: Sequence[float]) -> Verdict:
+def _as_verdict(formed: Formed, report: Tensor) -> Verdict:
+    count = len(report) - formed.params
+    verdict = _of_numbers(formed, report[:count].tolist())
+    sums = report[count:].clone() if formed.params else None
+    return replace(verdict, param_sums=sums)
+
+
+def _of_numbers(formed: Formed, report: Sequence[float]) -> Verdict:
     numbers, names = iter(report), formed.names
     overflow, skip = bool(next(numbers)), next(numbers)
     norms = {name: next(numbers) for name in names}
     multipliers = {name: next(numbers) for name in names}
     num_zeros = int(next(numbers)) if formed.counts_zeros else None
+    judged = [next(numbers) for _ in range(NUMBERS if formed.rule else 0)]
     scaling = tuple(numbers)
     if skip > 1.0:
         return Verdict(skip=True, disagrees=True)
     if overflow:  # the norm is finite where the sum of squares is
         return not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
-    return finite(multipliers, norms, formed.threshold, num_zeros, scaling)
+    judgement = formed.rule.judgement(judged) if formed.rule else None
+    return finite(multipliers, norms, formed.threshold, num_zeros, scaling, judgement)
 
 
 @cache
@@ -183,6 +224,7 @@ def decide_on_device(
     inv_scale: Tensor | None,
     config: Any,
     trackers: Sequence[Tensor] = (),
+    rule: RollingRule | None = None,
 ) -> DeviceVerdict:
     """As :func:`~mp_optim.precision.verdict.decide`, on the device and without waiting for it.
 
@@ -191,5 +233,6 @@ def decide_on_device(
         inv_scale: on the same device, shape (1,) FP64; or None for 1.
         config: reads ``clip_grad`` and ``grad_norm_skip_threshold``.
         trackers: the grad scaler's, on the same device.
+        rule: begun on the same device; the step goes into its window.
     """
-    return DeviceVerdict(form(measurement, inv_scale, config, trackers))
+    return DeviceVerdict(form(measurement, inv_scale, config, trackers, rule))

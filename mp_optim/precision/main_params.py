@@ -149,6 +149,10 @@ class MainParams:
     def _layout(self, slot: Slot, param: Tensor) -> Layout:
         return layout_of(param, self._tensor_parallel(slot))
 
+    def parts(self) -> list[tuple[ProcessGroup, ...]]:
+        """For each slot the groups of ranks over which its parameter is split."""
+        return self.table.parts(self._tensor_parallel)
+
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self._param_groups[slot.group].get("is_expert_parallel", False)
         return self._process_groups.expert_tp if expert else self._process_groups.tp

@@ -49,11 +49,14 @@ class Measurement:
     Attributes:
         disagreement: 0 if the ranks that share split parameters would step them alike, else more;
             None if there is nothing to compare.
+        params: sum of squares of each parameter's gradient, shape (slots,) FP64, 0 where there is
+            none; None if they are not kept.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     zeros: Tensor | None = None
     disagreement: Tensor | None = None
+    params: Tensor | None = None
 
     def __add__(self, other: Measurement) -> Measurement:
         sums = dict(self.sums)
@@ -65,6 +68,7 @@ class Measurement:
             sums,
             _total([self.zeros, other.zeros]),
             _total([self.disagreement, other.disagreement]),
+            _one_after_another([self.params, other.params]),
         )
 
 
@@ -77,37 +81,44 @@ def _total(values: Sequence[Tensor | None]) -> Tensor | None:
     )
 
 
+def _one_after_another(values: Sequence[Tensor | None]) -> Tensor | None:
+    given = [value for value in values if value is not None]
+    return torch.cat([value.to(given[0].device) for value in given]) if given else None
+
+
 def measure(
-    grads: Sequence[Tensor],
-    keys: Sequence[NormKey],
-    all_keys: Sequence[NormKey],
-    sum_of_squares: SumOfSquares,
-    device: torch.device,
+    grads: Sequence[Tensor], sum_of_squares: SumOfSquares, device: torch.device
+) -> Tensor:
+    """Sum of squares of each of this step's local gradients, shape (n,) FP64 on ``device``."""
+    grads = CachedTensorList.of(grads)
+    if len(grads.devices) == 1:
+        return sum_of_squares(grads).to(device)
+    sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
+    for where in grads.devices:
+        here = [index for index, grad in enumerate(grads) if grad.device == where]
+        sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(
+            device
+        )
+    return sums
+
+
+def total_by_key(
+    sums: Tensor, keys: Sequence[NormKey], all_keys: Sequence[NormKey]
 ) -> dict[NormKey, Tensor]:
-    """Sum of squares for each key, shape () FP64 on ``device``.
+    """Total for each key, shape () FP64.
 
     Args:
-        grads, keys: this step's local gradients in slot order, and which norm each counts in.
+        sums, keys: of this step's local gradients in slot order, and which norm each counts in.
         all_keys: every key of the model, also those without a gradient now, so that all ranks
             reduce alike.
     """
-    grads = CachedTensorList.of(grads)
-    if len(grads.devices) == 1:
-        sums = sum_of_squares(grads).to(device)
-    else:
-        sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
-        for where in grads.devices:
-            here = [index for index, grad in enumerate(grads) if grad.device == where]
-            sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(
-                device
-            )
     if len(all_keys) == 1:
         return {all_keys[0]: _pairwise_sum(sums)}
     members: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
         members[key].append(index)
     return {
-        key: _pairwise_sum(sums[index_on(device, some)])
+        key: _pairwise_sum(sums[index_on(sums.device, some)])
         for key, some in members.items()
     }
 
@@ -157,6 +168,7 @@ def agree(
     names: Sequence[str],
     numbers: Mapping[NormKey, int] | None = None,
     copies: Mapping[NormKey, Iterable[ProcessGroup]] | None = None,
+    params: Tensor | None = None,
 ) -> Measurement:
     """Reduce the scalars over shard groups, then over ``group`` (None: this process alone).
 
@@ -165,6 +177,7 @@ def agree(
         numbers: for some keys, a number that the ranks of their shard groups have to have in
             common.
         copies: for some keys, groups of ranks that have to have it in common with these.
+        params: as the measurement is to have them.
 
     Raises:
         ValueError: a gradient counts in a norm group that is not among ``names``.
@@ -192,7 +205,7 @@ def agree(
             rows[-1] += packed[1]
     if group is not None:
         _reduce(rows, group)
-    return Measurement(totals, None if zeros is None else rows[-1], off)
+    return Measurement(totals, None if zeros is None else rows[-1], off, params)
 
 
 def _over_shards(

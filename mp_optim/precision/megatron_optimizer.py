@@ -47,8 +47,10 @@ from mp_optim.precision.device_verdict import (
 )
 from mp_optim.precision.grad_scaler import MegatronGradScaler, inverse_of, trackers_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
+from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.settings_agreement import SettingsAlike, disagreement
+from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.standstill import StandstillWatch
 from mp_optim.precision.step_counts import StepCounts
 from mp_optim.precision.step_grads import StepGrads
@@ -80,6 +82,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         watch: notices steps that cannot have trained anything.
         early_work: what was begun during backward.
         counts: of its steps, and the verdict on the last one.
+        skip_rule: the rolling rule of ``skip_step_sigma_factor``.
+        health: takes the loss for it, and tells norms and updates of single parameters.
         graphed: takes the steps by CUDA graphs; None before the first such step.
         averages: puts averages of main params in the place of the weights.
     """
@@ -100,6 +104,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.counts = StepCounts(partial(_refuse_disagreement, self))
         self.graphed: GraphedStep | None = None
         self.averages = AveragedWeights()
+        self.skip_rule = RollingRule(config)
+        self.health = GradientHealth(self)
         super().__init__(params, defaults)
 
     # -- what a step is made of -------------------------------------------------------------------
@@ -137,9 +143,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         if one is given.
 
         A step whose gradients hold an inf or nan, or whose norm exceeds
-        ``config.grad_norm_skip_threshold``, changes nothing but the loss scale; it is logged, and
-        ``StepResult.reason`` says why. Warns of a step without any gradient, and of steps skipped
-        in a row.
+        ``config.grad_norm_skip_threshold`` or the limit of the rolling rule, changes nothing but
+        the loss scale; it is logged, and ``StepResult.reason`` says why. Warns of a step without
+        any gradient, and of steps skipped in a row.
 
         Raises:
             ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
@@ -161,6 +167,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
                 self.grad_scaler.update(verdict.found_inf)
                 self.early_work.remember_scale()
         self.watch.see_verdict(self, verdict)
+        self.health.see(verdict)
         if self.config.release_gradients:
             self.zero_grad()  # what is left, so that all of them are gone alike
         return verdict.result if closure is None else loss
@@ -171,7 +178,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             verdict = self._decide(grads)
         with _timed(self.config, "optimizer-inner-step"):
             self.record(verdict)
-            grads.apply(verdict)
+            with self.health.watching(grads, self.counts.steps):
+                grads.apply(verdict)
         return verdict
 
     def _decide(self, grads: StepGrads) -> Verdict | DeviceVerdict:
@@ -183,10 +191,14 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             scalars.append(inv_scale)
         if device is not None and all(value.device == device for value in scalars):
             # whatever reads the verdict is on the device: nothing waits for it
-            return decide_on_device(measurement, inv_scale, self.config, trackers)
-        verdict = decide(measurement, inv_scale, self.config, trackers)
+            rule = self.skip_rule.begun(device)
+            return decide_on_device(measurement, inv_scale, self.config, trackers, rule)
+        rule = self.skip_rule.begun(torch.device("cpu"))
+        verdict = decide(measurement, inv_scale, self.config, trackers, rule)
         if verdict.disagrees:
             _refuse_disagreement(self)
+        if rule is not None:
+            rule.take_on_host(verdict.norms)
         return verdict
 
     def _by_graph(self) -> Verdict | DeviceVerdict:
@@ -201,10 +213,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             self.graphed = GraphedStep(device, backend)
         grads = self.collect_grads()
         self.watch.see_gradients(self, grads.has_any())
+        rule = self.skip_rule.begun(device)
 
         def decide_there() -> Formed:
             inv_scale, trackers = inverse_of(scaler), trackers_of(scaler)
-            return form(grads.sums(), inv_scale, self.config, trackers)
+            return form(grads.sums(), inv_scale, self.config, trackers, rule)
 
         step = StepToCapture(grads, decide_there, self.record, self.step_mark)
         return self.graphed.step(step)
@@ -404,12 +417,15 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         state_dict = super().state_dict(full_precision=full_precision)
         if self.grad_scaler is not None:
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
+        if self.skip_rule.is_on:
+            state_dict["skip_step"] = self.skip_rule.state_dict()
         return state_dict
 
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         if self.grad_scaler is not None and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
             self.early_work.remember_scale()
+        self.skip_rule.load_state_dict(state_dict.get("skip_step"))
 
     # -- what is going on -------------------------------------------------------------------------
 

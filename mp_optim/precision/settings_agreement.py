@@ -21,7 +21,13 @@ from mp_optim.slots import ParamGroups, Slot, slot_name
 from mp_optim.slots.tensor_layout import ranks_of_copies
 
 _NOT_COMPARED = ("params", "param_names", "fqns")
-_OF_CONFIG = ("optimizer", "clip_grad", "grad_norm_skip_threshold")
+_OF_CONFIG = (
+    "optimizer",
+    "clip_grad",
+    "grad_norm_skip_threshold",
+    "skip_step_sigma_factor",
+    "skip_step_rolling_interval_length",
+)
 
 
 class SettingsAlike:

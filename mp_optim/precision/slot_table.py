@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.seen_params import SeenParams
@@ -27,6 +28,7 @@ from mp_optim.slots import (
     local_grad,
     local_tensor,
 )
+from mp_optim.slots.param_attributes import is_tensor_parallel
 from mp_optim.slots.tensor_layout import Layout
 
 
@@ -70,6 +72,7 @@ class SlotTable:
     _whole: _Selection | None = None
     _distinct: list[NormKey] | None = None
     _settings: SettingsAlike | None = None
+    _parts: list[tuple[ProcessGroup, ...]] | None = None
 
     def index(self, slot: Slot) -> int:
         """Where a slot is in the lists."""
@@ -94,6 +97,24 @@ class SlotTable:
             self._settings = SettingsAlike(self.slots, self.params, self.keys)
         return self._settings
 
+    def parts(
+        self, tensor_parallel: Callable[[Slot], ProcessGroup | None]
+    ) -> list[tuple[ProcessGroup, ...]]:
+        """For each slot the groups of ranks over which its parameter is split.
+
+        Args:
+            tensor_parallel: the ranks that have the other parts of a slot that is such a part by
+                Megatron's attributes.
+        """
+        if self._parts is None:
+            self._parts = [
+                _parts(key, param, tensor_parallel(slot))
+                for slot, param, key in zip(
+                    self.slots, self.params, self.keys, strict=True
+                )
+            ]
+        return self._parts
+
     def add(
         self, slot: Slot, param: Tensor, key: NormKey, layout: Layout, stream: int
     ) -> None:
@@ -115,7 +136,7 @@ class SlotTable:
 
     def _forget(self) -> None:
         """Drop what was put together from the columns."""
-        self._whole = self._distinct = self._settings = None
+        self._whole = self._distinct = self._settings = self._parts = None
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
@@ -269,6 +290,14 @@ class SlotTable:
         layouts = [self.layouts[index] for index in indices]
         updates = SlotUpdates(slots, (), (), outputs, shard_groups, streams, layouts)
         return _Selection(indices, writable, updates)
+
+
+def _parts(
+    key: NormKey, param: Tensor, tensor_parallel: ProcessGroup | None
+) -> tuple[ProcessGroup, ...]:
+    if tensor_parallel is None or not is_tensor_parallel(param):
+        return key.shard_groups
+    return (*key.shard_groups, tensor_parallel)
 
 
 GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}

@@ -20,6 +20,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision.clipped_before import ClippedBefore
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.step_counts import StepCounts
 from mp_optim.precision.verdict import Verdict
@@ -40,6 +41,7 @@ class Watched(Protocol):
     config: OptimizerConfig
     counts: StepCounts
     grad_scaler: MegatronGradScaler | None
+    health: GradientHealth
 
     @property
     def chained_optimizers(self) -> list[Any]: ...
@@ -199,6 +201,9 @@ def _log_skip(
         line += f" ({told})"
     if scales:
         line += "; loss scale " + " -> ".join(f"{scale:.10g}" for scale in scales)
+    if largest := stack.health.norms_in(verdict, _SAID_FIRST):
+        norms = ", ".join(f"{name} {norm:g}" for name, norm in largest.items())
+        line += f"; largest gradient norms: {norms}"
     if count > _SAID_FIRST + 1:
         line += f"; {count // 2 - 1} skipped before it for the same cause were not said"
     _log.log(logging.INFO if told else logging.WARNING, line)

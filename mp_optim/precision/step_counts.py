@@ -49,7 +49,7 @@ class StepCounts:
         self._refuse = refuse
         self._last: Verdict | DeviceVerdict = Verdict()
         self.steps = 0
-        self.skipped = Counter(not_finite=0, over_threshold=0)
+        self.skipped = Counter(not_finite=0, over_threshold=0, spike=0)
 
     def record(self, verdict: Verdict | DeviceVerdict) -> None:
         """Take a verdict as the last one, after the one before it is settled, and count its step;

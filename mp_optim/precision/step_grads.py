@@ -11,6 +11,7 @@ from typing import Any
 
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.measure import Measurement
+from mp_optim.precision.param_sums import UpdateWatch
 from mp_optim.precision.verdict import Verdict
 from mp_optim.slots import Multiplier
 
@@ -25,6 +26,10 @@ class StepGrads(ABC):
     @abstractmethod
     def sums(self) -> Measurement:
         """Sums of squares, agreed with the other ranks."""
+
+    @abstractmethod
+    def watch_updates(self) -> list[UpdateWatch]:
+        """What is to be compared with the parameters after :meth:`apply`, part by part."""
 
     @abstractmethod
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
@@ -62,6 +67,9 @@ class GradsOfParts(StepGrads):
 
     def sums(self) -> Measurement:
         return functools.reduce(operator.add, (part.sums() for part in self._parts))
+
+    def watch_updates(self) -> list[UpdateWatch]:
+        return [watch for part in self._parts for watch in part.watch_updates()]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         for part in self._parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.result import StepResult
+from mp_optim.precision.skip_rule import Judgement, RollingRule
 from mp_optim.update.kernel_args import fp32
 
 
@@ -29,6 +30,10 @@ class Verdict:
         reason: why the step is skipped, in words; empty for one that is taken.
         scaling: the inverse loss scale, and the grad scaler's trackers, as they were before this
             step; empty without a scaler.
+        judgement: what the rolling rule said; None without one, or if the step was not finite.
+        is_spike: it is for that rule that the step is skipped.
+        param_sums: sum of squares of each parameter's gradient, still scaled, FP64 on the host, in
+            slot order; None if they are not kept.
     """
 
     multipliers: dict[str, float] = field(default_factory=dict)
@@ -39,6 +44,9 @@ class Verdict:
     disagrees: bool = False
     reason: str = ""
     scaling: tuple[float, ...] = ()
+    judgement: Judgement | None = None
+    is_spike: bool = False
+    param_sums: Tensor | None = field(default=None, compare=False)
 
     @property
     def grad_norm(self) -> float | None:
@@ -56,6 +64,8 @@ class Verdict:
         """Of a skipped step, as metrics have it."""
         if self.disagrees:
             return "disagreement"
+        if self.is_spike:
+            return "spike"
         return "not_finite" if self.found_inf else "over_threshold"
 
     @property
@@ -80,13 +90,25 @@ def finite(
     threshold: float,
     num_zeros: int | None,
     scaling: tuple[float, ...],
+    judgement: Judgement | None = None,
 ) -> Verdict:
-    """The verdict on finite gradients: the step is taken if the norm is not above a threshold."""
-    norm, reason = norms.get(MAIN, 0.0), ""
-    if norm > threshold:
+    """The verdict on finite gradients: the step is taken if the norm is not above a threshold, and
+    is no spike."""
+    norm, spike = norms.get(MAIN, 0.0), ""
+    over = norm > threshold
+    if over:
         reason = f"the gradient norm is {norm:g}, over grad_norm_skip_threshold={threshold:g}"
+    else:
+        reason = spike = "" if judgement is None else judgement.reason(norm)
     return Verdict(
-        multipliers, bool(reason), False, norms, num_zeros, False, reason, scaling
+        multipliers,
+        bool(reason),
+        norms=norms,
+        num_zeros=num_zeros,
+        reason=reason,
+        scaling=scaling,
+        judgement=judgement,
+        is_spike=bool(spike),
     )
 
 
@@ -95,6 +117,7 @@ def decide(
     inv_scale: Tensor | None,
     config: Any,
     trackers: Sequence[Tensor] = (),
+    rule: RollingRule | None = None,
 ) -> Verdict:
     """The step's verdict, formed in double; reads the device once.
 
@@ -104,11 +127,13 @@ def decide(
             1.
         config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
         trackers: the grad scaler's.
+        rule: judges the step, which was begun on the host; its window stays as it is.
     """
     scaled = [] if inv_scale is None else [inv_scale, *trackers]
     optional = measurement.disagreement, measurement.zeros
     scalars = [*scaled, *(value for value in optional if value is not None)]
-    values = iter(_read([*measurement.sums.values(), *scalars]))
+    read, params = _read([*measurement.sums.values(), *scalars], measurement.params)
+    values = iter(read)
     sums = {name: next(values) for name in measurement.sums}
     scaling = tuple(next(values) for _ in scaled)
     inverse = scaling[0] if scaling else 1.0
@@ -116,27 +141,37 @@ def decide(
         return Verdict(skip=True, disagrees=True)
     num_zeros = None if measurement.zeros is None else int(next(values))
     if bad := [name for name, value in sums.items() if not math.isfinite(value)]:
-        return not_finite(bad, scaling)
+        return replace(not_finite(bad, scaling), param_sums=params)
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
     multipliers = {
         name: fp32(inverse * _clip_coefficient(norm, config.clip_grad))
         for name, norm in norms.items()
     }
     multipliers[EXCLUDED] = multipliers.get(MAIN, fp32(inverse))
-    return finite(
-        multipliers, norms, config.grad_norm_skip_threshold, num_zeros, scaling
+    judgement = None if rule is None else rule.judge_on_host(norms.get(MAIN, 0.0))
+    verdict = finite(
+        multipliers,
+        norms,
+        config.grad_norm_skip_threshold,
+        num_zeros,
+        scaling,
+        judgement,
     )
+    return replace(verdict, param_sums=params)
 
 
-def _read(scalars: Sequence[Tensor]) -> list[float]:
-    """Tensors of one element as numbers, by one transfer."""
+def _read(
+    scalars: Sequence[Tensor], more: Tensor | None
+) -> tuple[list[float], Tensor | None]:
+    """Tensors of one element as numbers, and one of many on the host, by one transfer."""
     if not scalars:
-        return []
-    device = scalars[0].device
-    values: list[float] = torch.cat(
-        [value.to(device, torch.float64).reshape(1) for value in scalars]
-    ).tolist()
-    return values
+        return [], more
+    device, parts = scalars[0].device, [*scalars, *([] if more is None else [more])]
+    read = torch.cat(
+        [value.to(device, torch.float64).reshape(-1) for value in parts]
+    ).cpu()
+    count = len(scalars)
+    return read[:count].tolist(), None if more is None else read[count:]
 
 
 def _clip_coefficient(norm: float, limit: float) -> float:

@@ -33,8 +33,10 @@ from mp_optim.precision.measure import (
     count_zeros,
     measure,
     norm_groups,
+    total_by_key,
 )
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+from mp_optim.precision.param_sums import Places, UpdateWatch
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.precision.step_grads import StepGrads
@@ -159,6 +161,7 @@ class WrappedOptimizer(MegatronOptimizer):
         grads: Sequence[Tensor],
         keys: Sequence[NormKey],
         all_keys: Sequence[NormKey],
+        places: Places | None = None,
     ) -> Measurement:
         """Sums of squares of gradients, agreed with the other ranks.
 
@@ -166,19 +169,47 @@ class WrappedOptimizer(MegatronOptimizer):
             grads, keys: local gradients, and which norm each counts in.
             all_keys: every key of the model, also those without a gradient now, so that all ranks
                 reduce alike.
+            places: of these gradients among the slots, if sums of single parameters are kept.
         """
         device, alike = self.device, self._table.settings
         ranks = self.process_groups.grad_stats
-        sums = measure(
-            grads, keys, all_keys, self.backward_link.sums_of_squares, device
-        )
+        each = measure(grads, self.backward_link.sums_of_squares, device)
+        sums = total_by_key(each, keys, all_keys)
         zeros = None
         if self.config.log_num_zeros_in_grad:
             zeros = count_zeros(grads, keys, all_keys, device)
         if self._norm_groups is None or ranks is None:
             self._norm_groups = norm_groups(all_keys, ranks)
         numbers = alike.numbers(self.config, self.param_groups, keys, all_keys)
-        return agree(sums, zeros, ranks, self._norm_groups, numbers, alike.copies)
+        params = None if places is None else places.spread(each)
+        return agree(
+            sums, zeros, ranks, self._norm_groups, numbers, alike.copies, params
+        )
+
+    def places(
+        self, indices: Sequence[int], over: tuple[ProcessGroup, ...] = ()
+    ) -> Places | None:
+        """Where gradients belong, if ``log_param_grad_norms``.
+
+        Args:
+            indices: of the slots that have one.
+            over: ranks over which the gradients are split although the parameters are not.
+        """
+        if not self.config.log_param_grad_norms:
+            return None
+        parts = self._mains.parts()
+        return Places(indices, [(*over, *of) for of in parts] if over else parts)
+
+    def watch_updates(self) -> UpdateWatch:
+        """The main params as they are now, to be compared with those after the step."""
+
+        def mains() -> list[Tensor]:
+            return [
+                local_tensor(self.inner.main_param(slot)) for slot in self._table.slots
+            ]
+
+        measure = partial(_sum_of_squares, self.config.fused_backend)
+        return UpdateWatch(mains, self._mains.parts(), measure, self.device)
 
     def step_slots(
         self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
@@ -297,6 +328,7 @@ class WrappedOptimizer(MegatronOptimizer):
             **({} if host is None else host.metrics()),
             **norms,
             **self.counts.metrics(),
+            **self.health.metrics(),
             **graph_metrics(self.graphed),
             "reloaded_params": self._mains.reloaded,
         }
@@ -361,7 +393,13 @@ class WrappedGrads(StepGrads):
 
     def sums(self) -> Measurement:
         keys = self._table.keys_of(self._indices)
-        return self._wrapper.measure_grads(self._grads, keys, self._table.distinct_keys)
+        wrapper, places = self._wrapper, self._wrapper.places(self._indices)
+        return wrapper.measure_grads(
+            self._grads, keys, self._table.distinct_keys, places
+        )
+
+    def watch_updates(self) -> list[UpdateWatch]:
+        return [self._wrapper.watch_updates()]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         if verdict.skip:
@@ -389,7 +427,12 @@ class WrappedGrads(StepGrads):
 
     def graph_key(self) -> Any:
         config, scaler = self._wrapper.config, self._wrapper.grad_scaler
-        limits = config.clip_grad, config.grad_norm_skip_threshold
+        limits = (
+            config.clip_grad,
+            config.grad_norm_skip_threshold,
+            config.skip_step_sigma_factor,
+            config.log_param_grad_norms > 0,
+        )
         scale = None if scaler is None else scaler.present_scale.data_ptr()
         keys, grads = self._table.keys_of(self._indices), self._grads
         dtypes = [grad.dtype for grad in grads]

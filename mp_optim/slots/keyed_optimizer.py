@@ -34,6 +34,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     param_groups: ParamGroups
     grad_scaler: Any = None
     """The loss scale, of an optimizer that has one."""
+    skip_rule: Any = None
+    """What keeps a window of steps beside it."""
     model_parallel: ModelParallel = ModelParallel()
     """What of the model this rank has. What leaves (state dicts, checkpoints) has the names of the
     whole model; groups and messages have those here."""

@@ -31,6 +31,7 @@ class Loadable(Protocol):
 
     param_groups: ParamGroups
     grad_scaler: Any
+    skip_rule: Any
     step_mark: StepMark
     model_parallel: ModelParallel
     _optimizer_load_state_dict_pre_hooks: Any
@@ -98,6 +99,8 @@ def check_plain(
     scaler, scale = optimizer.grad_scaler, state_dict.get("grad_scaler")
     if scaler is not None and (scale or not convert):
         scaler.check_state_dict(scale)
+    if optimizer.skip_rule is not None:
+        optimizer.skip_rule.check_state_dict(state_dict.get("skip_step"))
     return match
 
 

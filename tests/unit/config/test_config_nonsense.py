@@ -53,6 +53,7 @@ COMPANY: list[dict[str, Any]] = [
     {"use_distributed_optimizer": True},
     {"decoupled_lr": 1e-2},
     {"min_lr": 0.0},
+    {"skip_step_sigma_factor": 6.0},
     {"timers": lambda *_, **__: Timer()},
 ]
 """Settings beside which fields do something; each field has its company in one of them."""

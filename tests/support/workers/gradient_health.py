@@ -1,0 +1,89 @@
+"""Two ranks train alike in several layouts, with spikes; each saves which steps were taken, and
+norms and update ratios of the last step, by layout."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+
+STEPS, SPIKES, LOSS_SPIKE = 14, (10,), 12
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def built(module: nn.Module, **settings: Any) -> tuple[nn.Module, Any]:
+    config = OptimizerConfig(
+        lr=0.01,
+        skip_step_sigma_factor=8.0,
+        skip_step_rolling_interval_length=16,
+        log_param_grad_norms=2,
+        log_update_ratios_interval=1,
+        **settings,
+    )
+    return module, get_megatron_optimizer(config, module)
+
+
+def zero(**settings: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    return lambda: built(model(), use_distributed_optimizer=True, **settings)
+
+
+LAYOUTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "whole": lambda: built(model()),
+    "no_shard": zero(data_parallel_sharding_strategy="no_shard"),
+    "optim": zero(),
+    "optim_grads": zero(data_parallel_sharding_strategy="optim_grads"),
+    "fsdp": lambda: built(fully_shard(model(), mesh=init_device_mesh("cpu", (2,)))),
+}
+
+
+def loss_of(module: nn.Module, step: int, layout: str) -> torch.Tensor:
+    """Of half of a batch, or all of it where each rank steps for itself."""
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    if layout != "whole":
+        batch = batch[4 * dist.get_rank() :][:4]
+    factor = 1e4 if step in SPIKES else 1.0
+    return module(batch).square().mean() * factor
+
+
+def told(name: str) -> dict[str, Any]:
+    module, optimizer = LAYOUTS[name]()
+    taken = []
+    for step in range(STEPS):
+        loss = loss_of(module, step, name)
+        loss.backward()
+        # the loss of one rank alone is a spike
+        extra = 1e3 * dist.get_rank() if step == LOSS_SPIKE else 0.0
+        optimizer.health.report_loss(loss.detach() + extra)
+        taken.append(bool(optimizer.step().success))
+        optimizer.zero_grad()
+    updates = optimizer.health.updates()
+    return {
+        "taken": taken,
+        "norms": dict(sorted(optimizer.health.grad_norms().items())),
+        "ratios": {name: updates[name].ratio for name in sorted(updates)},
+    }
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {name: told(name) for name in LAYOUTS}
+    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
