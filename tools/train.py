@@ -24,7 +24,7 @@ from training.interruption import STATUS, Interruption
 from training.loading import parse_command_line
 from training.loop import Trainer, train
 from training.metrics import JsonLines, Observer, TensorBoard, TrainResult, read_records
-from training.plot import plot_losses
+from training.plot import plot_health, plot_losses
 
 
 def main(config: TrainConfig, console: Console) -> TrainResult:
@@ -60,6 +60,8 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
             figure,
             f"{config.model.family}, {params_in_words(result.num_params)}",
         )
+        if any(record.health for record in history):
+            plot_health(history, output / "health.png")
     result.paths = {
         "metrics": metrics,
         "figure": figure,

@@ -13,6 +13,7 @@ from mp_optim.factory import inner_optimizer, set_up_host
 from mp_optim.planner.auto import with_chosen_fraction
 from mp_optim.precision import Float16OptimizerWithFloat16Params, StepResult
 from mp_optim.precision.description import Description
+from mp_optim.precision.health import GradientHealth
 from mp_optim.process.caller_warnings import warn
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import FLOAT8_DTYPES
@@ -126,6 +127,12 @@ class StackOptimizer(torch.optim.Optimizer):
         of their averages (``ema_decay``) in the block, and their own bits after it. See
         :meth:`mp_optim.MegatronOptimizer.averaged_weights`."""
         return self.stack.averaged_weights()
+
+    @property
+    def health(self) -> GradientHealth:
+        """Takes the loss for ``skip_step_sigma_factor``, and tells norms and updates of single
+        parameters; looking at it builds the stack."""
+        return self.stack.health
 
     @property
     def last_step(self) -> StepResult | None:

@@ -22,6 +22,13 @@ _STATES = {
 _AVERAGES = {name: _STATES[name] for name in ("fp32", "bf16")}
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8}
 _WINDOW = OptimizerConfig.stream_window_bytes
+_SAME = (
+    "skip_step_sigma_factor",
+    "skip_step_rolling_interval_length",
+    "log_param_grad_norms",
+    "log_update_ratios_interval",
+)
+"""Fields of the config that are settings of the same names."""
 
 
 class StackSettings(TypedDict, total=False):
@@ -48,6 +55,14 @@ class StackSettings(TypedDict, total=False):
             steps. The same bits in all three.
         stream_window_bytes: of a window of streamed state, 256 MiB; also text such as ``"64MiB"``.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
+        skip_step_sigma_factor: skip steps whose gradient norm, or loss
+            (``optimizer.health.report_loss``), is more than so many sigma above the median of the
+            last ``skip_step_rolling_interval_length`` steps (128); inf (the default) skips none.
+        skip_step_rolling_interval_length: see there.
+        log_param_grad_norms: how many of the parameters with the largest gradient norms
+            ``metrics()`` shows; 0 (the default) keeps none.
+        log_update_ratios_interval: every so many steps compare what the step adds to each parameter
+            with its size; 0 (the default) never does.
         backend: what carries the rule out, as ``OptimizerConfig.fused_backend``; ``"auto"``.
         foreach: of torch's; any value will do, for every step here is fused.
         fused: of torch's; any value will do.
@@ -67,6 +82,10 @@ class StackSettings(TypedDict, total=False):
     offload_place: str
     stream_window_bytes: int | str
     max_grad_norm: float | None
+    skip_step_sigma_factor: float
+    skip_step_rolling_interval_length: int
+    log_param_grad_norms: int
+    log_update_ratios_interval: int
     backend: str
     foreach: bool | None
     fused: bool | None
@@ -87,6 +106,10 @@ _DEFAULTS: StackSettings = {
     "offload_place": "host",
     "stream_window_bytes": _WINDOW,
     "max_grad_norm": None,
+    "skip_step_sigma_factor": OptimizerConfig.skip_step_sigma_factor,
+    "skip_step_rolling_interval_length": OptimizerConfig.skip_step_rolling_interval_length,
+    "log_param_grad_norms": 0,
+    "log_update_ratios_interval": 0,
     "backend": "auto",
 }
 _FUSED = ("foreach", "fused")
@@ -122,7 +145,7 @@ def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
     Raises:
         TypeError: a name is unknown. ValueError: a value is out of range or does nothing.
     """
-    chosen = {**_DEFAULTS, **_without_torchs(settings)}
+    chosen: dict[str, Any] = {**_DEFAULTS, **_without_torchs(settings)}
     try:
         return OptimizerConfig(
             optimizer=rule,
@@ -132,6 +155,7 @@ def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
             fused_backend=chosen["backend"],
             ema_decay=chosen["ema_decay"],
             ema_dtype=_choice(chosen, "ema_dtype", _AVERAGES),
+            **{name: chosen[name] for name in _SAME},
             **_form(rule, chosen),
             **_placement(chosen),
         )

@@ -139,6 +139,7 @@ def test_a_run_leaves_what_it_promises(
             config,
             run=run,
             scheduler=dataclasses.replace(config.scheduler, lr_warmup_steps=0),
+            optimizer=dataclasses.replace(config.optimizer, **HEALTH),
         ),
         Console(width=120),
     )
@@ -161,10 +162,21 @@ def test_a_run_leaves_what_it_promises(
     assert [
         record.loss for record in read_records(tmp_path / "metrics.jsonl")
     ] == result.losses
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for figure in ("loss.png", "health.png"):
+        assert (tmp_path / figure).read_bytes().startswith(b"\x89PNG")
+    last = lines[-1]["health"]
+    assert last["update_step"] == 4 and last["update_ratio"] > 0
+    assert last["skip_limit/grad_norm"] > lines[-1]["grad_norm"]
+    assert sum(name.startswith("param_grad_norm/") for name in last) == 2
     assert list((tmp_path / "tensorboard").iterdir()) and result.checkpoint is not None
 
 
+HEALTH = {
+    "skip_step_sigma_factor": 1e3,
+    "skip_step_rolling_interval_length": 4,
+    "log_param_grad_norms": 2,
+    "log_update_ratios_interval": 2,
+}
 SMALL = """
 model: {family: llama, hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}
 data: {seq_length: 16, source: synthetic}

@@ -16,7 +16,7 @@ import mp_optim
 from training import checkpoints, ranks
 from training.config import TrainConfig
 from training.data import batch, load_corpus
-from training.metrics import Observer, StepRecord, TrainResult
+from training.metrics import Observer, StepRecord, TrainResult, health_of
 from training.models import build_model, params_dtype
 from training.schedule import RunSchedule
 
@@ -84,6 +84,7 @@ class Trainer:
                 self.optimizer.scale_loss(part).backward()
             loss += part.item()
         loss_scale = _as_float(self.optimizer.get_loss_scale())
+        self.optimizer.health.report_loss(loss)
         result = self.optimizer.step()
         success = bool(result.success)
         if success:
@@ -98,6 +99,7 @@ class Trainer:
             skipped=not success,
             tokens_per_s=batch[0].numel() / seconds,
             milliseconds=1e3 * seconds,
+            health=health_of(self.optimizer.metrics()),
         )
         self.step += 1
         return record

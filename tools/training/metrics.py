@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. `loss` is in nats per byte; `eval_loss` is there on the steps that were
-    evaluated."""
+    """One step. `loss` is in nats per byte; `eval_loss` is there on the steps that were evaluated;
+    `health` is what the optimizer's metrics say of single parameters, updates and the limits above
+    which steps are skipped."""
 
     step: int
     loss: float
@@ -23,6 +24,17 @@ class StepRecord:
     tokens_per_s: float
     milliseconds: float | None = None
     eval_loss: float | None = None
+    health: dict[str, float] = field(default_factory=dict)
+
+
+_OF_HEALTH = ("skip_limit/", "param_grad_norm/", "update_")
+
+
+def health_of(metrics: dict[str, float]) -> dict[str, float]:
+    """What a record keeps of an optimizer's metrics."""
+    return {
+        name: value for name, value in metrics.items() if name.startswith(_OF_HEALTH)
+    }
 
 
 @dataclass
@@ -88,7 +100,7 @@ class JsonLines:
         values = {
             name: value
             for name, value in dataclasses.asdict(record).items()
-            if name != "eval_loss" or value
+            if name not in ("eval_loss", "health") or value
         }
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
@@ -106,7 +118,9 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
 
     def on_step(self, record: StepRecord) -> None:
-        for name, value in dataclasses.asdict(record).items():
+        values = dataclasses.asdict(record)
+        health = values.pop("health")
+        for name, value in {**values, **health}.items():
             if value is None or name == "step":
                 continue
             tag = "eval/loss" if name == "eval_loss" else f"train/{name}"

@@ -73,6 +73,7 @@ def test_every_python_block_is_run_here():
         "README.md": 3,
         "docs/checkpoints.md": 2,
         "docs/settings.md": 2,
+        "docs/health.md": 2,
         "docs/migrate.md": 8,
         "docs/index.md": 1,
         "docs/quickstart.md": 4,
@@ -208,6 +209,22 @@ def test_the_examples_of_settings_run(capsys):
     names = {"model": model, "train": train, "evaluate": evaluate}
     exec(averages, {"mp_optim": mp_optim, **names})
     assert seen[0] != loss_of(model).item()
+
+
+def test_the_examples_of_health_run():
+    model, blocks = small_model(), blocks_of("docs/health.md", "python")
+    found = {
+        "mp_optim": mp_optim,
+        "model": model,
+        "batches": [(torch.ones(2, 4, dtype=torch.bfloat16), 0.0)] * 2,
+        "loss_function": lambda outputs, target: (
+            (outputs.float() - target).square().mean()
+        ),
+    }
+    for block in blocks:
+        exec(block, found)
+    metrics = found["optimizer"].metrics()
+    assert metrics["steps"] == 2 and "param_grad_norm/0.weight" in metrics
 
 
 def commands_in(document):
