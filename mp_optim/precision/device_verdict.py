@@ -91,24 +91,15 @@ def form(
         skip = skip | disagrees
         skips = skip.double() + disagrees
     controls = torch.stack([multipliers, skip.float().expand_as(multipliers)], dim=1)
-    parts = [
-        overflow.double().reshape(1),
-        skips.reshape(1),
-        norms,
-        multipliers.double(),
-    ]
-    if measurement.zeros is not None:
-        parts.append(measurement.zeros.double().reshape(1))
-    parts.append(judged)
-    if inv_scale is not None:
-        parts += [inv_scale, *(tracker.double() for tracker in trackers)]
-    if measurement.params is not None:
-        parts.append(measurement.params)
+    decided = [overflow.double(), skips, norms, multipliers.double()]
+    scaling = [] if inv_scale is None else [inv_scale, *trackers]
+    counted = [measurement.zeros, judged, *scaling, measurement.params]
+    parts = [*decided, *(value for value in counted if value is not None)]
     return Formed(
         names,
         controls,
         overflow,
-        torch.cat(parts),
+        torch.cat([part.double().reshape(-1) for part in parts]),
         measurement.zeros is not None,
         config.grad_norm_skip_threshold,
         rule if len(judged) else None,

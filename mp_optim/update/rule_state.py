@@ -98,8 +98,12 @@ class RuleState(SlotOptimizer):
 
     @in_own_modes
     def live_state(self, slot: Slot) -> State:
-        """A slot's tensors, allocated on the device where the slot is stepped now."""
+        """A slot's tensors, allocated where the slot is stepped now, with its count."""
         self.settle()
+        return self._present_state(slot)
+
+    def _present_state(self, slot: Slot) -> State:
+        """The same, but that a step which the device skips may still be counted."""
         group_state, group = self._groups[slot.group], self.param_groups[slot.group]
         state = group_state.slots[slot.position]
         tensor = group["params"][slot.position]
@@ -277,7 +281,7 @@ class RuleState(SlotOptimizer):
     def main_param(self, slot: Slot) -> Tensor:
         main = self.stepped(slot)
         return (
-            join(main, self.live_state(slot)[REMAINDER])
+            join(main, self._present_state(slot)[REMAINDER])
             if self._is_split(main)
             else super().main_param(slot)
         )

@@ -192,17 +192,27 @@ def give_grads(
         model["transposed"].grad[3, 2] = bad
 
 
+WATCHED: dict[str, Any] = {
+    "log_num_zeros_in_grad": True,
+    "skip_step_sigma_factor": 6.0,
+    "log_param_grad_norms": 2,
+    "log_update_ratios_interval": 1,
+}
+"""All that is counted beside a step."""
+
+
 @pytest.mark.parametrize(
     ("precision", "rule"),
     [("fp16", "adam"), ("bf16", "lamb"), ("bf16-remainder", "sgd"), ("bf16", "lion")],
 )
 def test_a_step_reads_nothing(precision, rule, monkeypatch):
-    model, optimizer = small(precision, optimizer=rule, log_num_zeros_in_grad=True)
+    model, optimizer = small(precision, optimizer=rule, **WATCHED)
     give_grads(model, optimizer, 9)
     optimizer.step()  # makes tables
     for step in range(3):
         give_grads(model, optimizer, step, math.inf if step == 1 else None)
         with no_waiting(monkeypatch, optimizer):
+            optimizer.health.report_loss(torch.ones(()))
             result = optimizer.step()
             assert not result.is_known
             optimizer.zero_grad()
