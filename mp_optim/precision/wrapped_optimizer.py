@@ -200,17 +200,6 @@ class WrappedOptimizer(MegatronOptimizer):
         parts = self._mains.parts()
         return Places(indices, [(*over, *of) for of in parts] if over else parts)
 
-    def watch_updates(self) -> UpdateWatch:
-        """The main params as they are now, to be compared with those after the step."""
-
-        def mains() -> list[Tensor]:
-            return [
-                local_tensor(self.inner.main_param(slot)) for slot in self._table.slots
-            ]
-
-        measure = partial(_sum_of_squares, self.config.fused_backend)
-        return UpdateWatch(mains, self._mains.parts(), measure, self.device)
-
     def step_slots(
         self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
     ) -> None:
@@ -399,7 +388,14 @@ class WrappedGrads(StepGrads):
         )
 
     def watch_updates(self) -> list[UpdateWatch]:
-        return [self._wrapper.watch_updates()]
+        wrapper, slots = self._wrapper, self._table.slots
+
+        def mains() -> list[Tensor]:
+            return [local_tensor(wrapper.inner.main_param(slot)) for slot in slots]
+
+        sums = partial(_sum_of_squares, wrapper.config.fused_backend)
+        parts = wrapper._mains.parts()
+        return [UpdateWatch(mains, parts, sums, wrapper.device)]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         if verdict.skip:

@@ -406,6 +406,7 @@ def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
     of_wrappers = {
         "check_param",
         "measure_grads",
+        "places",
         "reduces",
     }  # asked by the layer itself
     assert offered - of_wrappers - set(dir(owner)) == set()
