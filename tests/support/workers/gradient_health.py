@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
 
 STEPS, SPIKES, LOSS_SPIKE = 14, (10,), 12
 
@@ -23,7 +23,9 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def built(module: nn.Module, **settings: Any) -> tuple[nn.Module, Any]:
+def built(
+    module: nn.Module, process_groups: ProcessGroups | None = None, **settings: Any
+) -> tuple[nn.Module, Any]:
     config = OptimizerConfig(
         lr=0.01,
         skip_step_sigma_factor=8.0,
@@ -32,7 +34,8 @@ def built(module: nn.Module, **settings: Any) -> tuple[nn.Module, Any]:
         log_update_ratios_interval=1,
         **settings,
     )
-    return module, get_megatron_optimizer(config, module)
+    optimizer = get_megatron_optimizer(config, module, process_groups=process_groups)
+    return module, optimizer
 
 
 def zero(**settings: Any) -> Callable[[], tuple[nn.Module, Any]]:
@@ -76,11 +79,31 @@ def told(name: str) -> dict[str, Any]:
     }
 
 
+def tensor_parallel() -> dict[str, Any]:
+    """Norms and updates of a weight of which each rank has a row by Megatron's attributes, and of a
+    bias of which each has a copy."""
+    module = nn.Linear(3, 1)
+    module.weight.data.copy_(torch.ones(1, 3))
+    module.bias.data.fill_(2.0)
+    module.weight.tensor_model_parallel, module.weight.partition_dim = True, 0
+    ranks = dist.group.WORLD
+    groups = ProcessGroups(grad_stats=ranks, tp=ranks)
+    _, optimizer = built(module, optimizer="sgd", clip_grad=0.0, process_groups=groups)
+    module.weight.grad = torch.full((1, 3), 1.0 + dist.get_rank())
+    module.bias.grad = torch.tensor([4.0])
+    optimizer.step()
+    return {
+        "norms": optimizer.health.grad_norms(),
+        "updates": {n: tuple(u) for n, u in optimizer.health.updates().items()},
+    }
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {name: told(name) for name in LAYOUTS}
+        found["tensor parallel"] = tensor_parallel()
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

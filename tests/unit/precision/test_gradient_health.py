@@ -355,7 +355,11 @@ def test_ranks_and_layouts_decide_alike_and_know_norms_of_whole_parameters(tmp_p
     """Tolerances: gradients of layouts are other sums in FP32, some of them of values near 0."""
     first, second = results_of_ranks("gradient_health", 2, tmp_path)
     assert first == second
-    whole = first.pop("whole")
+    whole, parts = first.pop("whole"), first.pop("tensor parallel")
+    assert parts["norms"] == pytest.approx({"weight": math.sqrt(15.0), "bias": 4.0})
+    # lr 0.01 and decay 0.01: of two rows of ones by 1 and 2 times lr
+    ratio = math.sqrt(3 * (0.0101**2 + 0.0201**2) / 6)
+    assert parts["updates"]["weight"] == pytest.approx((ratio, ratio), rel=1e-4)
     assert whole["taken"].count(False) == 2
     for layout, found in first.items():
         assert found["taken"] == whole["taken"], layout
