@@ -101,8 +101,10 @@ _ALIASES = {
     "overlap_comm": "overlap_grad_reduce",
     "reduce_bucket_size": "bucket_size",
     "seed": "stochastic_rounding_seed",
+    "sigma_factor": "skip_step_sigma_factor",
+    "rolling_interval_length": "skip_step_rolling_interval_length",
 }
-"""What torch, Hugging Face, DeepSpeed and bitsandbytes call things, and what they are called
+"""What torch, Hugging Face, DeepSpeed, bitsandbytes and OLMo call things, and what they are called
 here."""
 
 _NOT_A_FIELD = {

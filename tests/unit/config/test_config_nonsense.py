@@ -305,6 +305,7 @@ def test_a_wrong_kind_of_value_says_what_to_write(
     "name, here",
     [
         ("gradient_clipping", "clip_grad"),
+        ("sigma_factor", "skip_step_sigma_factor"),
         ("clip_grad_norm", "clip_grad"),
         ("beta1", "adam_beta1"),
         ("epsilon", "adam_eps"),

@@ -278,6 +278,33 @@ def test_a_window_of_another_length_keeps_its_newest_steps():
         shorter.load_state_dict({**saved, "skip_step": 3})
 
 
+def test_a_torch_shaped_class_has_the_same_rule():
+    def steps(numbers: list[float], optimizer: Any, param: nn.Parameter) -> list[bool]:
+        taken = []
+        for number in numbers:
+            param.grad = torch.full((4,), number)
+            optimizer.health.report_loss(torch.tensor(1.0))
+            optimizer.step()
+            taken.append(optimizer.last_step.success)
+        return taken
+
+    def built() -> tuple[nn.Parameter, Any]:
+        param, window = nn.Parameter(torch.ones(4)), 16
+        rule = {"skip_step_sigma_factor": 6.0, "log_param_grad_norms": 1}
+        return param, mp_optim.AdamW(
+            [param], 1e-2, skip_step_rolling_interval_length=window, **rule
+        )
+
+    param, optimizer = built()
+    assert all(steps([*map(wave, range(12))], optimizer, param))
+    again, resumed = built()
+    resumed.load_state_dict(optimizer.state_dict())
+    assert steps([9.0, 1.0], resumed, again) == [False, True]
+    assert list(resumed.health.grad_norms().values()) == [2.0]
+    with pytest.raises(ValueError, match="skip_step_sigma_factor=0"):
+        mp_optim.AdamW([param], skip_step_sigma_factor=0)
+
+
 # -- norms and updates ----------------------------------------------------------------------------
 
 
