@@ -25,13 +25,13 @@ class WeightSwap:
     """
 
     def __init__(self, mains: MainParams) -> None:
-        self._mains = mains
+        self.mains = mains
         self._own: list[tuple[Slot, Tensor]] = []
 
     def check(self) -> None:
         """Raise ValueError if no averages are kept."""
-        slot = next(iter(self._mains.trained_slots()), None)
-        if slot is not None and AVERAGE not in self._mains.stored(slot):
+        slot = next(iter(self.mains.trained_slots()), None)
+        if slot is not None and AVERAGE not in self.mains.stored(slot):
             raise ValueError(
                 "averaged_weights: no averages are kept; set ema_decay (of OptimizerConfig, or of "
                 "the optimizer's class)"
@@ -39,21 +39,21 @@ class WeightSwap:
 
     def is_sharded(self) -> bool:
         """Whether parameters are DTensors, which FSDP2 may have gathered."""
-        return any(isinstance(param, DTensor) for param in self._mains.table.params)
+        return any(isinstance(param, DTensor) for param in self.mains.table.params)
 
     @in_own_modes
     def swap_in(self) -> None:
         """Write the averages into the model, in its dtypes; of a parameter that was never stepped
         there is none."""
         self._own.clear()  # of a block whose end was interrupted
-        for slot in self._mains.trained_slots():
-            state = self._mains.stored(slot)
+        for slot in self.mains.trained_slots():
+            state = self.mains.stored(slot)
             if state["step"] > 0:
                 self._write(slot, state[AVERAGE])
-        self._mains.take_as_seen()
+        self.mains.take_as_seen()
 
     def _write(self, slot: Slot, average: Tensor) -> None:
-        param = self._mains.param(slot)
+        param = self.mains.param(slot)
         if is_quantized(param):
             self._own.append((slot, param))
             quantize_(param, average.float())
@@ -66,13 +66,13 @@ class WeightSwap:
     def swap_back(self) -> None:
         """Give the model its own weights, to the bit."""
         for slot, own in self._own:
-            param = self._mains.param(slot)
+            param = self.mains.param(slot)
             if is_quantized(param):
-                quantize_(param, self._mains.stepped_value(slot))
+                quantize_(param, self.mains.stepped_value(slot))
             else:
                 local_tensor(param).copy_(own)
         self._own.clear()
-        self._mains.take_as_seen()
+        self.mains.take_as_seen()
 
 
 class AveragedWeights:
@@ -96,17 +96,18 @@ class AveragedWeights:
             try:
                 for swap in self.swaps:
                     swap.swap_in()
-                self._share()
+                self.share()
                 yield
             finally:
                 mark.touch()  # an interrupt from here on leaves it
                 for swap in self.swaps:
                     swap.swap_back()
-                self._share()
+                self.share()
                 mark.clear()
 
     @in_own_modes
-    def _share(self) -> None:
+    def share(self) -> None:
+        """Have every rank, and FSDP2, see parameters that were written here."""
         for share in self.shares:
             share()
         if any(swap.is_sharded() for swap in self.swaps):

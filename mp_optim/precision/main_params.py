@@ -28,6 +28,7 @@ from mp_optim.quantized import (
     forget_initial_values,
     holds,
     is_quantized,
+    quantize_,
 )
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
@@ -104,11 +105,11 @@ class MainParams:
             slot = Slot(index, position)
             if param.is_inference():
                 raise TypeError(
-                    f"{self._name(slot)} was made inside torch.inference_mode(), so nothing can "
+                    f"{self.name(slot)} was made inside torch.inference_mode(), so nothing can "
                     "train it; build the model outside of it"
                 )
             key, layout = self._norm_key(slot, param), self._layout(slot, param)
-            stream = stream_of(self._name(slot), shard_info(param).first_element)
+            stream = stream_of(self.name(slot), shard_info(param).first_element)
             table.add(slot, param, key, layout, stream)
             if param.requires_grad:
                 table.trained(len(table.slots) - 1, self._bind(slot, param))
@@ -129,7 +130,7 @@ class MainParams:
     def _bind(self, slot: Slot, param: Tensor) -> bool:
         """Give a trainable parameter its main param; returns whether that is another tensor."""
         self._check_param(slot, param)
-        check_quantized(self._name(slot), param)
+        check_quantized(self.name(slot), param)
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
         main = self._inner.new_main_param(slot, local)
         forget_initial_values(param)
@@ -144,7 +145,7 @@ class MainParams:
         group = (
             EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN
         )
-        return NormKey(group, shard_groups_of(self._name(slot), param))
+        return NormKey(group, shard_groups_of(self.name(slot), param))
 
     def _layout(self, slot: Slot, param: Tensor) -> Layout:
         return layout_of(param, self._tensor_parallel(slot))
@@ -159,7 +160,8 @@ class MainParams:
 
     # -- what there is ----------------------------------------------------------------------------
 
-    def _name(self, slot: Slot) -> str:
+    def name(self, slot: Slot) -> str:
+        """A slot's FQN."""
         return slot_name(self._param_groups, slot)
 
     def _params(self) -> list[Tensor]:
@@ -206,6 +208,16 @@ class MainParams:
     def stepped_value(self, slot: Slot) -> Tensor:
         """The FP32 value of what is stepped for a slot."""
         return self._inner.main_param(slot)
+
+    def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
+        """Give a slot this FP32 value, of the shape of :meth:`stepped_value`, and the model's
+        parameter what follows from it."""
+        self._inner.set_main_param(slot, value)
+        param = self._param(slot)
+        if is_quantized(param):
+            quantize_(param, value)
+        elif self.is_separate(slot):
+            local_tensor(param).copy_(self._stepped(slot))
 
     def take_as_seen(self) -> None:
         """The model's parameters were written here: nothing of it is to be followed."""
@@ -269,8 +281,8 @@ class MainParams:
     def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
         """Make a main param agree with the model's; returns whether it took other values."""
         if not is_quantized(param):
-            return follow(main, local, self._name(slot))
-        check_quantized(self._name(slot), param)
+            return follow(main, local, self.name(slot))
+        check_quantized(self.name(slot), param)
         if holds(param, self._inner.main_param(slot)):
             return False
         self._inner.set_main_param(slot, dequantized(param))
@@ -289,7 +301,7 @@ class MainParams:
             if table.separate[index] or (
                 table.bound[index] and param.dtype != torch.float32
             ):
-                source = values.get(self._name(slot), param)
+                source = values.get(self.name(slot), param)
                 value = (
                     dequantized(source)
                     if is_quantized(source)
@@ -310,7 +322,7 @@ class MainParams:
     def _trained_state(self, slot: Slot) -> ParamState:
         bound = BoundParam(
             slot,
-            self._name(slot),
+            self.name(slot),
             self._param(slot),
             self._stepped(slot),
             self.is_separate(slot),
@@ -335,4 +347,4 @@ class MainParams:
         """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
         that it was not saved with, naming the parameters."""
         if self._agreement.expected:
-            self._agreement.check_expected(slot, self._local, self._name)
+            self._agreement.check_expected(slot, self._local, self.name)

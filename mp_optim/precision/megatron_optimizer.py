@@ -49,6 +49,7 @@ from mp_optim.precision.grad_scaler import MegatronGradScaler, inverse_of, track
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
+from mp_optim.precision.scaled_rows import scale_rows_
 from mp_optim.precision.settings_agreement import SettingsAlike, disagreement
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.standstill import StandstillWatch
@@ -387,6 +388,28 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.make_current()
         with self.averages.swapped_in(self.step_mark):
             yield
+
+    def scale_rows_(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply rows of parameters by factors, between two steps: of main params in FP32, each
+        product rounded once; model parameters, remainders and shards follow from them. Moments and
+        averages stay. Collective if the optimizer is distributed.
+
+        Args:
+            factors: by FQN, for each row one: shape (rows,) of the whole parameter, of a part that
+                plain tensor parallelism gives a rank of that part. The same on all ranks that
+                hold it.
+
+        Raises:
+            ValueError: a name is not trained here, or has another number of rows; nothing is
+                changed.
+            BrokenOffError: the last step or load was broken off half-way.
+        """
+        self.step_mark.check("scale_rows_")
+        self.step_mark.check_lent("scale_rows_")
+        self.finish_param_sync()
+        self.make_current()
+        scale_rows_([swap.mains for swap in self.averages.swaps], factors)
+        self.averages.share()
 
     @abstractmethod
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:

@@ -128,6 +128,11 @@ class StackOptimizer(torch.optim.Optimizer):
         :meth:`mp_optim.MegatronOptimizer.averaged_weights`."""
         return self.stack.averaged_weights()
 
+    def scale_rows_(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply rows of parameters by factors. See
+        :meth:`mp_optim.MegatronOptimizer.scale_rows_`."""
+        self.stack.scale_rows_(factors)
+
     @property
     def health(self) -> GradientHealth:
         """Takes the loss for ``skip_step_sigma_factor``, and tells norms and updates of single

@@ -465,6 +465,23 @@ def resumed(
     return results
 
 
+def scaled_rows(
+    rank: int, layout: str, group: dist.ProcessGroup
+) -> tuple[list[float], str]:
+    """Rows multiplied between two steps, whoever owns which part of them."""
+    case = Case(4, "bf16", layout, 0.5)
+    model, optimizer = build(case, group)
+    train(model, optimizer, case, rank, range(2))
+    factors = {
+        name: torch.linspace(0.5, 1.0, param.shape[0])
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.dim()
+    }
+    optimizer.scale_rows_(factors)
+    weights = digest(model.state_dict())
+    return train(model, optimizer, case, rank, range(2, 4))["losses"], weights
+
+
 def other_ranges(group: dist.ProcessGroup) -> str:
     """A rank's state dict in a layout that cuts parameters elsewhere."""
     _, optimizer = build(Case(4, "bf16", "optim"), group)
@@ -677,6 +694,10 @@ def main(directory: str) -> None:
         layout: resumed(rank, layout, groups[4], directory)
         for layout in ("optim", "optim_grads")
     }
+    results["scaled"] = [
+        scaled_rows(rank, layout, groups[4])
+        for layout in ("no_shard", "optim", "optim_grads-overlap")
+    ]
     results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
     results["sum"] = sum_instead_of_average(rank, groups[4])
     results["fraction"] = fraction_for_all(rank, groups[4])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -77,6 +77,34 @@ def averages_in_place() -> dict[str, object]:
     with optimizer.averaged_weights():
         found["averaged"] = loss_of(model)
     return {**found, "expected": loss_of(alone), "after": loss_of(model)}
+
+
+def scaled_rows() -> list[bool]:
+    """Whether rows of whole parameters are scaled, and the model follows."""
+    model, optimizer = build_sharded("bf16", 0.5)
+    train(model, optimizer, 2)
+    factors = {
+        name: torch.linspace(0.5, 1.0, param.shape[0])
+        for name, param in model.named_parameters()
+        if param.dim()
+    }
+
+    def mains() -> dict[str, Tensor]:
+        found = optimizer.named_main_params()
+        return {name: whole(main).clone() for name, main in found if name in factors}
+
+    before = mains()
+    optimizer.scale_rows_(factors)
+    right = []
+    for name, main in mains().items():
+        rows = factors[name].view(-1, *[1] * (main.dim() - 1))
+        right.append(torch.equal(main, before[name] * rows))
+        right.append(torch.equal(whole(model.get_parameter(name)), main.bfloat16()))
+    return right
+
+
+def whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
 def train_sharded(
@@ -160,6 +188,7 @@ def main(directory: str) -> None:
     result["agreement"] = agree_between_ranks()
     result["experts"] = experts_on_one_rank()
     result["averages"] = averages_in_place()
+    result["scaled"] = scaled_rows()
     result["eight_bit"] = eight_bit_resumes(f"{directory}/eight_bit")
     torch.save(result, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()

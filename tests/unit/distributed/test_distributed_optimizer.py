@@ -298,3 +298,11 @@ def test_a_rank_that_is_gone_is_named_and_nobody_hangs(ranks, how, gone):
                 in rank[how]["told"]
             )
             assert rank[how]["seconds"] < 20
+
+
+def test_rows_are_scaled_whoever_owns_them(ranks):
+    """Losses differ between ranks, the weights right after do not."""
+    for rank in ranks:
+        unsharded, *sharded = rank["scaled"]
+        assert len(sharded) == 2 and all(found == unsharded for found in sharded)
+        assert unsharded[1] == ranks[0]["scaled"][0][1]

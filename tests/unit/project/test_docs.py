@@ -72,7 +72,7 @@ def test_every_python_block_is_run_here():
     } == {
         "README.md": 3,
         "docs/checkpoints.md": 2,
-        "docs/settings.md": 2,
+        "docs/settings.md": 3,
         "docs/health.md": 2,
         "docs/migrate.md": 8,
         "docs/index.md": 1,
@@ -193,7 +193,7 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
 
 
 def test_the_examples_of_settings_run(capsys):
-    plans, averages = blocks_of("docs/settings.md", "python")
+    plans, averages, clip = blocks_of("docs/settings.md", "python")
     exec(plans, {"model": small_model()})
     assert "moments" in capsys.readouterr().out
     model, seen = small_model(), []
@@ -209,6 +209,19 @@ def test_the_examples_of_settings_run(capsys):
     names = {"model": model, "train": train, "evaluate": evaluate}
     exec(averages, {"mp_optim": mp_optim, **names})
     assert seen[0] != loss_of(model).item()
+    attention = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key")})
+    model = nn.ModuleDict({"attention": attention})
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), model)
+    before = attention["query"].weight.detach().clone()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    logits = torch.tensor([50.0, 400.0])
+    exec(
+        clip,
+        {"optimizer": optimizer, "limit": 100, "largest_logit": logits, "head_dim": 4},
+    )
+    halved = torch.tensor([1.0] * 4 + [0.5] * 4).view(8, 1)
+    assert torch.equal(attention["query"].weight, before * halved)
 
 
 def test_the_examples_of_health_run():

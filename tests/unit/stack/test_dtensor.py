@@ -55,6 +55,11 @@ def test_evaluation_with_averages_uses_them_and_training_does_not(ranks):
         assert found["after"] == found["before"]
 
 
+def test_rows_are_scaled_wherever_they_are(ranks):
+    for rank in ranks:
+        assert len(rank["scaled"]) > 4 and all(rank["scaled"])
+
+
 def test_ranks_agree_on_norm_and_skipping(ranks):
     for rank in ranks:
         # 2, 3 and the duplicate's 6 once

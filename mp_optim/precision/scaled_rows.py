@@ -1,0 +1,65 @@
+"""Rows of parameters multiplied by factors between steps, as QK-clip does it: main params in FP32,
+model parameters and remainders after them, wherever and however they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mp_optim.precision.main_params import MainParams
+from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.slots import Slot, local_tensor
+from mp_optim.slots.tensor_layout import part_of
+
+
+@in_own_modes
+def scale_rows_(wrappers: Sequence[MainParams], factors: Mapping[str, Tensor]) -> None:
+    """See :meth:`~mp_optim.MegatronOptimizer.scale_rows_`; writes what this rank keeps."""
+    places = {
+        wrapper.name(slot): (wrapper, slot)
+        for wrapper in wrappers
+        for slot in wrapper.trained_slots()
+    }
+    for name, of_rows in factors.items():
+        if name not in places:
+            raise ValueError(
+                f"scale_rows_: {name} is no parameter that is trained here; the names are those of "
+                "named_main_params()"
+            )
+        wrapper, slot = places[name]
+        _check(name, wrapper.param(slot), of_rows)
+    for name, of_rows in factors.items():
+        _scale(*places[name], of_rows)
+    for wrapper in wrappers:
+        wrapper.take_as_seen()
+
+
+def _check(name: str, param: Tensor, factors: Tensor) -> None:
+    shape = part_of(param).shape
+    if not shape or factors.shape != shape[:1] or not factors.is_floating_point():
+        raise ValueError(
+            f"scale_rows_: factors of {name} are {factors.dtype} of shape {tuple(factors.shape)}; "
+            f"the parameter has shape {tuple(shape)}, so one floating-point factor is needed for "
+            f"each of {shape[0] if shape else 'its (no)'} rows"
+        )
+
+
+def _scale(wrapper: MainParams, slot: Slot, factors: Tensor) -> None:
+    main = wrapper.stepped_value(slot)
+    of_elements = _for_elements(wrapper.param(slot), factors.to(main.device))
+    if main.numel():
+        wrapper.set_stepped_value(slot, main * of_elements.float())
+
+
+def _for_elements(param: Tensor, factors: Tensor) -> Tensor:
+    """The factor of each element that a rank has of a parameter, in a shape that multiplies it."""
+    part, local = part_of(param), local_tensor(param)
+    if part.offsets is not None:
+        first = part.offsets[0]
+        rows = factors[first : first + local.shape[0]]
+        return rows.view(-1, *[1] * (local.dim() - 1))
+    row = part.shape[1:].numel()
+    indices = torch.arange(local.numel(), device=factors.device) + part.start
+    return factors[indices // row].view(local.shape)
