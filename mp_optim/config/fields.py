@@ -94,6 +94,9 @@ class ConfigFields:
     muon_split_qkv: bool = True
     """Muon orthogonalises the query, key and value parts of a fused weight (``linear_qkv``) each by
     itself."""
+    muon_split_heads: bool = False
+    """Muon orthogonalises each head's rows of query, key and value weights by themselves, fused or
+    not."""
     muon_scale_mode: str = "spectral"
     """Scale of muon's steps: spectral sqrt(max(rows, columns)), unit_rms_norm sqrt(rows / columns),
     or shape_scaling sqrt(max(1, rows / columns))."""
@@ -106,6 +109,9 @@ class ConfigFields:
     """Newton-Schulz steps of muon."""
     muon_coefficient_type: str = "quintic"
     """Polynomials of these steps: simple, quintic or polar_express."""
+    muon_ns_method: str = "standard"
+    """How the steps are taken: standard, or gram, which multiplies rectangular matrices with fewer
+    operations, and rounds differently."""
     muon_tp_mode: str = "duplicated"
     """Matrices that are split over ranks: duplicated, gathered and orthogonalised whole, or
     blockwise, each part by itself, so that results depend on the layout."""

@@ -35,6 +35,7 @@ before (Amsel et al. 2025, arXiv:2505.16932), the last for all that follow.
 """
 
 COEFFICIENT_TYPES = tuple(_POLYNOMIALS)
+NS_METHODS = ("standard", "gram")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 MATMUL_PRECISIONS = ("medium", "highest")
 TP_MODES = ("duplicated", "blockwise")

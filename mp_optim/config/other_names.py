@@ -64,6 +64,7 @@ _ALIASES = {
     "momentum": "sgd_momentum (muon_momentum for muon)",
     "nesterov": "muon_use_nesterov",
     "ns_steps": "muon_num_ns_steps",
+    "ns_method": "muon_ns_method",
     **dict.fromkeys(("optim", "optimizer_type", "optimizer_name"), "optimizer"),
     **dict.fromkeys(
         ("zero_stage", "zero_optimization", "stage", "zero"),

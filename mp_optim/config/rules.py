@@ -24,6 +24,7 @@ from mp_optim.config.field_kinds import (
 from mp_optim.config.muon import (
     COEFFICIENT_TYPES,
     MATMUL_PRECISIONS,
+    NS_METHODS,
     SCALAR_OPTIMIZERS,
     SCALE_MODES,
     TP_MODES,
@@ -187,6 +188,7 @@ _MUON_SETTINGS: dict[str, str | tuple[str, ...]] = {
     "nesterov": "muon_use_nesterov",
     "num_ns_steps": "muon_num_ns_steps",
     "coefficient_type": "muon_coefficient_type",
+    "ns_method": "muon_ns_method",
     "scale_mode": "muon_scale_mode",
     "extra_scale_factor": "muon_extra_scale_factor",
     "tp_mode": "muon_tp_mode",
@@ -199,6 +201,7 @@ _MUON = RuleSpec(
         "muon_momentum": BETA,
         "muon_use_nesterov": as_bool,
         "muon_split_qkv": as_bool,
+        "muon_split_heads": as_bool,
         "muon_scale_mode": Choice(tuple(SCALE_MODES)),
         "muon_extra_scale_factor": Number(
             0.0,
@@ -211,6 +214,7 @@ _MUON = RuleSpec(
         ),
         "muon_num_ns_steps": Whole(1, 100, "must be a whole number >= 1, at most 100"),
         "muon_coefficient_type": Choice(tuple(COEFFICIENT_TYPES)),
+        "muon_ns_method": Choice(tuple(NS_METHODS)),
         "muon_tp_mode": Choice(
             tuple(TP_MODES),
             (
@@ -224,7 +228,7 @@ _MUON = RuleSpec(
     },
     _MUON_SETTINGS,
     construction={"scalar_optimizer": "muon_scalar_optimizer"},
-    overrides=("eps", "betas", *_MUON_SETTINGS, "qkv_split_shapes"),
+    overrides=("eps", "betas", *_MUON_SETTINGS, "qkv_split_shapes", "head_rows"),
     reads="matrices",
     has_kernels=False,
 )
@@ -262,8 +266,8 @@ RULES = {rule.name: rule for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON, _ADAFACT
 OPTIMIZERS = tuple(RULES)
 """What a config can ask for."""
 KERNEL_RULES = tuple(rule.name for rule in RULES.values() if rule.has_kernels)
-"""What backends have kernels for. Muon's matrices are stepped by torch operations, the rest by one
-of these."""
+"""What backends have kernels for. What Muon does not step as a matrix is stepped by one of these;
+of its matrices, backends take the passes over elements."""
 
 RULE_FIELDS = {
     name: check for rule in RULES.values() for name, check in rule.fields.items()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mp_optim.config import OptimizerConfig
 from mp_optim.slots import param_attributes
 
+_BY_HEADS = ("linear_qkv", "q_proj", "k_proj", "v_proj")
 _EMBEDDINGS = ("embed_tokens", "word_embeddings", "lm_head", "output_layer")
 
 
@@ -49,8 +50,8 @@ class MuonAssignment:
     def settings(
         self, param: Tensor, name: str, is_expert: bool, override: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The overrides of a parameter with ``optimizer`` among them, and ``qkv_split_shapes``
-        where it is fused.
+        """The overrides of a parameter with ``optimizer`` among them, ``qkv_split_shapes`` where it
+        is fused, and ``head_rows`` where its heads are split.
 
         Raises:
             ValueError: it is fused, and nobody says how; or it is no matrix and an override says
@@ -68,14 +69,14 @@ class MuonAssignment:
             raise ValueError(
                 f"{name} has shape {tuple(param.shape)}: override optimizer='muon' is for matrices"
             )
+        heads = override.get("head_rows", self._head_rows(param, name))
+        if heads is not None:
+            _check_rows(param, name, "head_rows", heads, heads)
+            return {**override, "optimizer": chosen, "head_rows": heads}
         parts = override.get("qkv_split_shapes", self._qkv_parts(param, name))
         if parts is None:
             return {**override, "optimizer": chosen}
-        if param.shape[-2] % sum(parts):
-            raise ValueError(
-                f"{name} has {param.shape[-2]} rows, which is no multiple of the sum of "
-                f"qkv_split_shapes={parts}"
-            )
+        _check_rows(param, name, "the sum of qkv_split_shapes", parts, sum(parts))
         return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
 
     def is_hidden(self, param: Tensor, name: str, is_expert: bool) -> bool:
@@ -85,6 +86,29 @@ class MuonAssignment:
             (param.dim() == 2 or (param.dim() == 3 and is_expert))
             and id(param) not in self._embeddings
             and not is_embedding_or_output(param, name)
+        )
+
+    def _head_rows(self, param: Tensor, name: str) -> int | None:
+        """Rows of each head, of the names that Megatron and Hugging Face give such weights."""
+        if not self._config.muon_split_heads:
+            return None
+        is_attention = name.removesuffix(".weight").split(".")[-1] in _BY_HEADS
+        if not is_attention and not param_attributes.is_qkv(param):
+            return None
+        sizes = self._sizes.get(id(param))
+        for field in ("kv_channels", "head_dim"):
+            if rows := getattr(sizes, field, None):
+                return int(rows)
+        hidden, heads = (
+            getattr(sizes, field, None)
+            for field in ("hidden_size", "num_attention_heads")
+        )
+        if hidden and heads:
+            return int(hidden // heads)
+        raise ValueError(
+            f"{name} is an attention weight and muon_split_heads=True, but the model's config does "
+            "not say how many rows a head has (kv_channels, head_dim, or hidden_size and "
+            "num_attention_heads); override head_rows, with None for a weight without heads"
         )
 
     def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
@@ -107,6 +131,13 @@ class MuonAssignment:
                 "muon_split_qkv=False"
             )
         return heads // groups * width, width, width
+
+
+def _check_rows(param: Tensor, name: str, what: str, value: Any, rows: int) -> None:
+    if param.shape[-2] % rows:
+        raise ValueError(
+            f"{name} has {param.shape[-2]} rows, which is no multiple of {what}={value}"
+        )
 
 
 def _embeddings(chunk: nn.Module) -> list[nn.Module]:

@@ -28,7 +28,8 @@ class TensorLists:
     """Parallel lists on one device, of contiguous tensors.
 
     Attributes:
-        main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]``.
+        main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]``. Empty for a pass that
+            steps none.
         grad: any floating dtype.
         state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for
             those in blocks; ``state[AVERAGE]``, where averages are kept.
@@ -59,7 +60,7 @@ class TensorLists:
 
         source = self.source
         return TensorLists(
-            some(self.main),
+            some(self.main) if self.main else [],
             some(self.grad),
             {key: some(tensors) for key, tensors in self.state.items()},
             some(self.output),
@@ -246,6 +247,43 @@ class LionScalars:
             fp32(lr),
             fp32(lr * float(group["weight_decay"])),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MuonScalars:
+    """Scalars of Muon's passes over elements.
+
+    Attributes:
+        average, ahead: what the difference of gradient and momentum is multiplied with, for the new
+            momentum, and for what is one step ahead of it.
+        decay: learning rate times weight decay.
+        average_from_end, ahead_from_end: whether the product is added to the second of the two that
+            the difference is of: gradient, or new momentum. So does ``torch.lerp`` with weights
+            from 0.5 on.
+    """
+
+    average: float
+    ahead: float
+    decay: float
+    average_from_end: bool
+    ahead_from_end: bool
+    nesterov: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any]) -> MuonScalars:
+        """From a param group; the same at every step."""
+        momentum = float(group["momentum"])
+        average, average_from_end = _lerp(1 - momentum)
+        ahead, ahead_from_end = _lerp(momentum)
+        decay = fp32(float(group["lr"]) * float(group["weight_decay"]))
+        return cls(
+            average, ahead, decay, average_from_end, ahead_from_end, group["nesterov"]
+        )
+
+
+def _lerp(weight: float) -> tuple[float, bool]:
+    from_end = weight >= 0.5
+    return fp32(fp32(weight) - 1.0) if from_end else fp32(weight), from_end
 
 
 SCALARS: dict[str, Any] = {

@@ -3,8 +3,8 @@ docs/numerics.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 from mp_optim.config.muon import (
     COEFFICIENT_TYPES,
     MATMUL_PRECISIONS,
+    NS_METHODS,
     SCALAR_OPTIMIZERS,
     SCALE_MODES,
     TP_MODES,
     coefficients,
-    scale_factor,
 )
 from mp_optim.config.rules import RULES
 from mp_optim.config.setting_checks import (
@@ -30,25 +30,23 @@ from mp_optim.config.setting_checks import (
     check_setting,
 )
 from mp_optim.slots import SlotUpdate, SlotUpdates
-from mp_optim.slots.state_keys import REMAINDER, scale_key
-from mp_optim.slots.tensor_layout import Layout
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.interface import step_with
-from mp_optim.update.chunking import piece_elements
-from mp_optim.update.codecs import Noise, decode, encode_, join, split_
-from mp_optim.update.kernel_args import TensorLists, fp32
-from mp_optim.update.newton_schulz import orthogonalize
+from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists
+from mp_optim.update.matrix_rooms import Rooms, beside_each_other
+from mp_optim.update.muon_directions import Orthogonalization, directions, runs
+from mp_optim.update.muon_passes import MOMENTUM
 from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.state_format import StatePrecision
 
-(MOMENTUM,) = RULES["muon"].moment_names
 _CHOICES = {
     "coefficient_type": COEFFICIENT_TYPES,
+    "ns_method": NS_METHODS,
     "scale_mode": SCALE_MODES,
     "fp32_matmul_prec": MATMUL_PRECISIONS,
     "tp_mode": TP_MODES,
 }
-_DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
 
 
 class Muon(RuleOptimizer):
@@ -64,12 +62,16 @@ class Muon(RuleOptimizer):
         nesterov: orthogonalise the average one step ahead.
         num_ns_steps, coefficient_type: the Newton-Schulz iteration (see
             :mod:`mp_optim.config.muon`).
+        ns_method: ``standard``, or ``gram``, whose steps multiply the smaller X X^T where a matrix
+            is at least twice as long as wide.
         scale_mode, extra_scale_factor: of the step.
         fp32_matmul_prec: ``medium`` for products in bfloat16, ``highest`` for FP32.
         tp_mode: ``duplicated`` gathers a matrix that is split over ranks, and each orthogonalises
             the whole; ``blockwise`` orthogonalises each part by itself.
         qkv_split_shapes: rows of the query, key and value part of each query group in a fused
             matrix, whose parts are orthogonalised by themselves; None for matrices that are one.
+        head_rows: rows of each head of an attention weight: each head is a matrix of its own; None
+            for matrices that are not split so.
         betas, eps, bias_correction, adam_w_mode: of groups that are stepped by Adam or Lion.
         scalar_optimizer: which of these two; what ``backend`` has to have kernels for.
         **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`;
@@ -86,11 +88,13 @@ class Muon(RuleOptimizer):
         nesterov: bool = False,
         num_ns_steps: int = 5,
         coefficient_type: str = "quintic",
+        ns_method: str = "standard",
         scale_mode: str = "spectral",
         extra_scale_factor: float = 1.0,
         fp32_matmul_prec: str = "medium",
         tp_mode: str = "duplicated",
         qkv_split_shapes: tuple[int, ...] | None = None,
+        head_rows: int | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         bias_correction: bool = True,
@@ -113,11 +117,13 @@ class Muon(RuleOptimizer):
                 "nesterov": nesterov,
                 "num_ns_steps": num_ns_steps,
                 "coefficient_type": coefficient_type,
+                "ns_method": ns_method,
                 "scale_mode": scale_mode,
                 "extra_scale_factor": extra_scale_factor,
                 "fp32_matmul_prec": fp32_matmul_prec,
                 "tp_mode": tp_mode,
                 "qkv_split_shapes": qkv_split_shapes,
+                "head_rows": head_rows,
                 "betas": betas,
                 "eps": eps,
                 "bias_correction": bias_correction,
@@ -146,6 +152,12 @@ class Muon(RuleOptimizer):
         for name, choices in _CHOICES.items():
             check_range(group, name, group[name] in choices, f"one of {list(choices)}")
         coefficients(group["coefficient_type"], group["num_ns_steps"])
+        check_range(
+            group,
+            "head_rows",
+            group["head_rows"] is None or int(group["head_rows"]) >= 1,
+            "a whole number >= 1, or None",
+        )
         if group["optimizer"] == "muon":
             _check_matrices(group)
 
@@ -161,13 +173,13 @@ class Muon(RuleOptimizer):
     def group_backend(
         self, group: dict[str, Any], device: torch.device
     ) -> tuple[str, str]:
-        if group["optimizer"] == "muon":
-            return "torch", (
-                "muon: products of matrices are torch's, where the model's parameters lie; their "
-                "bits may "
-                "differ between devices and numbers of threads"
-            )
-        return super().group_backend(group, device)
+        name, why = super().group_backend(group, device)
+        if group["optimizer"] != "muon":
+            return name, why
+        return name, (
+            f"{why}; muon: products of matrices are torch's, where the model's parameters lie; "
+            "their bits may differ between devices and numbers of threads"
+        )
 
     def apply(
         self,
@@ -181,18 +193,49 @@ class Muon(RuleOptimizer):
         if group["optimizer"] != "muon":
             step_with(backend, group["optimizer"], lists, group, step, multiplier)
             return
-        rule, lists = (
-            _Rule.of(group),
-            lists.in_place(),
-        )  # kernels may read a source; this does not
-        for index in range(len(lists.main)):
-            _step(
-                rule,
-                _Matrices.of(lists, index),
-                float(multiplier),
-                updates[index].layout,
+        if AVERAGE in lists.state:  # which are taken afterwards, where they lie
+            lists = lists.in_place()
+        scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
+        rooms = Rooms(lists.main[0].device, rule.dtype)
+        for members in runs(lists.main, updates.layouts):
+            part = lists.take(members)
+            layouts = [updates[index].layout for index in members]
+            shapes = [main.shape for main in part.main]
+            rounded = beside_each_other(shapes, rooms, "rounded")
+            backend.muon_momentum(
+                _of_momenta(part, rounded), scalars, float(multiplier)
             )
+            values, factors = zip(*directions(rule, rounded, layouts), strict=True)
+            backend.muon_apply(_of_params(part, values), scalars, factors)
         backend.average(lists)
+
+
+def _of_momenta(lists: TensorLists, outputs: list[Tensor]) -> TensorLists:
+    """What the pass over momenta reads and writes."""
+    keys = (MOMENTUM, scale_key(MOMENTUM))
+    return TensorLists(
+        [],
+        lists.grad,
+        {key: lists.state[key] for key in keys if key in lists.state},
+        outputs,
+        lists.noise,
+        _some(lists.source, keys),
+    )
+
+
+def _of_params(lists: TensorLists, directions: Sequence[Tensor]) -> TensorLists:
+    """What the pass over main params reads and writes."""
+    state = {key: lists.state[key] for key in (REMAINDER,) if key in lists.state}
+    source = _some(lists.source, (MAIN, REMAINDER))
+    return replace(lists, grad=list(directions), state=state, source=source)
+
+
+def _some(
+    source: Mapping[str, Sequence[Tensor]] | None, keys: tuple[str, ...]
+) -> dict[str, Sequence[Tensor]] | None:
+    if source is None:
+        return None
+    return {key: source[key] for key in keys if key in source}
 
 
 def _check_matrices(group: Mapping[str, Any]) -> None:
@@ -208,147 +251,3 @@ def _check_matrices(group: Mapping[str, Any]) -> None:
                 "with "
                 "optimizer='adam' or 'lion'"
             )
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """The settings of a group, scalars rounded once from double."""
-
-    momentum: float
-    nesterov: bool
-    polynomials: tuple[tuple[float, float, float], ...]
-    dtype: torch.dtype
-    scale_mode: str
-    lr: float
-    decay: float
-    blockwise: bool
-    parts: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> _Rule:
-        lr, momentum = float(group["lr"]), float(group["momentum"])
-        return cls(
-            momentum,
-            group["nesterov"],
-            coefficients(group["coefficient_type"], group["num_ns_steps"]),
-            _DTYPES[group["fp32_matmul_prec"]],
-            group["scale_mode"],
-            lr * group["extra_scale_factor"],
-            fp32(lr * float(group["weight_decay"])),
-            group["tp_mode"] == "blockwise",
-            group["qkv_split_shapes"],
-        )
-
-
-@dataclass(frozen=True)
-class _Matrices:
-    """What is stepped together: one parameter, on one device."""
-
-    main: Tensor
-    grad: Tensor
-    momentum: Tensor
-    scale: Tensor | None
-    remainder: Tensor | None
-    output: Tensor | None
-    noise: Noise | None
-
-    @classmethod
-    def of(cls, lists: TensorLists, index: int) -> _Matrices:
-        scales, remainders = (
-            lists.state.get(scale_key(MOMENTUM)),
-            lists.state.get(REMAINDER),
-        )
-        return cls(
-            lists.main[index],
-            lists.grad[index],
-            lists.state[MOMENTUM][index],
-            None if scales is None else scales[index],
-            None if remainders is None else remainders[index],
-            lists.output[index],
-            None if lists.noise is None else lists.noise[index],
-        )
-
-
-def _step(rule: _Rule, at: _Matrices, multiplier: float, layout: Layout | None) -> None:
-    direction = _orthogonal(
-        rule, _averaged(rule, at, multiplier).view(at.main.shape), layout
-    )
-    main = at.main if at.remainder is None else join(at.main, at.remainder)
-    if rule.decay != 0.0:
-        main.sub_(main * rule.decay)
-    main.sub_(direction)
-    if at.remainder is not None:
-        split_(main, at.main, at.remainder, at.noise)
-    if at.output is not None:
-        at.output.copy_(at.main)
-
-
-def _averaged(rule: _Rule, at: _Matrices, multiplier: float) -> Tensor:
-    """Update the momentum; returns what is to be orthogonalised, FP32, shape (n,)."""
-    grad = at.grad.reshape(-1).float()
-    if multiplier != 1.0:
-        grad = grad * multiplier
-    momentum = decode(at.momentum.view(-1), at.scale, second=False)
-    _blend(momentum, grad, 1 - rule.momentum, out=momentum)
-    encode_(momentum, at.momentum.view(-1), at.scale, second=False, noise=at.noise)
-    return (
-        _blend(grad, momentum, rule.momentum, out=torch.empty_like(grad))
-        if rule.nesterov
-        else momentum
-    )
-
-
-def _blend(start: Tensor, end: Tensor, weight: float, out: Tensor) -> Tensor:
-    """start + (end - start) * weight as ``torch.lerp`` takes it, with one rounding for product and
-    sum.
-
-    Through FP64, in which the product is exact: a fused multiply-add, on devices and where there is
-    none. What is orthogonalised is rounded to bfloat16, which makes much of a last bit.
-    """
-    near_end = weight >= 0.5
-    factor = fp32(fp32(weight) - 1.0) if near_end else fp32(weight)
-    piece = piece_elements(out.device)
-    for at in range(0, out.numel(), piece):
-        left, right = start[at : at + piece], end[at : at + piece]
-        base = right if near_end else left
-        out[at : at + piece] = torch.add(
-            base.double(), (right - left).double(), alpha=factor
-        )
-    return out
-
-
-def _orthogonal(rule: _Rule, local: Tensor, layout: Layout | None) -> Tensor:
-    """The step of this rank's part, FP32, on its device. Collective if the matrices are split over
-    ranks."""
-    split = layout is not None and layout.splits_matrices and not rule.blockwise
-    rounded = local.to(rule.dtype)
-    if layout is None:
-        return _scaled(rule, rounded)
-    if not split:
-        return _scaled(rule, rounded.to(layout.device)).to(local.device)
-    return layout.own(_scaled(rule, layout.gather(rounded))).to(local.device)
-
-
-def _scaled(rule: _Rule, whole: Tensor) -> Tensor:
-    """Each matrix orthogonalised, part by part where it is several in one, and scaled; FP32."""
-    if not whole.numel():
-        return whole.float()
-    if rule.parts is None:
-        return _part(rule, whole)
-    rows, columns = whole.shape[-2:]
-    size = sum(rule.parts)
-    if rows % size:
-        raise ValueError(
-            f"qkv_split_shapes={rule.parts}: {rows} rows are not a multiple of their sum {size}"
-        )
-    grouped = whole.reshape(*whole.shape[:-2], rows // size, size, columns)
-    pieces = [
-        _part(rule, piece.reshape(*whole.shape[:-2], -1, columns)).view(piece.shape)
-        for piece in torch.split(grouped, list(rule.parts), dim=-2)
-    ]
-    return torch.cat(pieces, dim=-2).view(whole.shape)
-
-
-def _part(rule: _Rule, whole: Tensor) -> Tensor:
-    step = rule.lr * scale_factor(rule.scale_mode, *whole.shape[-2:])
-    return orthogonalize(whole, rule.polynomials, rule.dtype).float().mul_(fp32(step))

@@ -8,17 +8,28 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mp_optim.config.muon import Polynomial
 from mp_optim.process.torch_modes import without_autocast
-from mp_optim.update.sums import sum_of_squares
+from mp_optim.update.backends import choose_backend
+from mp_optim.update.gram_newton_schulz import iterate_grams
+from mp_optim.update.matrix_rooms import Rooms
+from mp_optim.update.product_bits import (
+    gram_of,
+    left_product,
+    same_bits,
+    square_of,
+    turned_product,
+)
 
 _EPS = 1e-7
 """Norms are taken to be no less; torch.optim.Muon's."""
+_TOGETHER = 1 << 24
+"""Elements of matrices that are multiplied together: enough that each thread has some of its own,
+which is faster than sharing one, and not much memory for what is in between."""
 
 
 def orthogonalize(
-    matrices: Tensor,
-    polynomials: Sequence[tuple[float, float, float]],
-    dtype: torch.dtype,
+    matrices: Tensor, polynomials: Sequence[Polynomial], dtype: torch.dtype
 ) -> Tensor:
     """U V^T, roughly, of each matrix U S V^T: the singular values come near one, not to one.
 
@@ -29,27 +40,125 @@ def orthogonalize(
             by their norm.
 
     Returns:
-        The same shape, in ``dtype``; zeros for zeros. On a CPU each matrix by itself, so that the
-        bits do not depend on which others are in the stack; elsewhere all matrices of a stack in
-        one product.
+        The same shape, in ``dtype``; zeros for zeros. See :func:`orthogonalize_each`.
     """
-    if not matrices.numel():
-        return torch.zeros_like(matrices, dtype=dtype)
-    stack = matrices.reshape(-1, *matrices.shape[-2:])
-    with _full_precision(dtype), without_autocast(stack.device):
-        if stack.device.type == "cpu":
-            done = torch.stack(
-                [iterate(matrix.to(dtype, copy=True), polynomials) for matrix in stack]
-            )
+    stack = matrices.to(dtype, copy=True).contiguous()
+    return orthogonalize_each([stack], polynomials)[0]
+
+
+def orthogonalize_each(
+    stacks: Sequence[Tensor],
+    polynomials: Sequence[Polynomial],
+    method: str = "standard",
+) -> list[Tensor]:
+    """The same of many matrices, and stacks of them, of one dtype; overwrites them.
+
+    Matrices of one shape go into products together, those that lie side by side without a copy.
+    The bits of each are those that it has alone: where the library's are others in a batch, each
+    is multiplied alone on a CPU, and each stack by itself elsewhere.
+
+    Args:
+        stacks: shapes (..., rows, columns), contiguous, on one device.
+        method: ``standard``, or ``gram`` for matrices at least twice as long as wide
+            (:func:`~mp_optim.update.gram_newton_schulz.iterate_grams`).
+
+    Returns:
+        Contiguous tensors of the same shapes.
+    """
+    done = list(stacks)
+    shapes: dict[torch.Size, list[int]] = {}
+    for index, stack in enumerate(stacks):
+        if stack.numel():
+            shapes.setdefault(stack.shape[-2:], []).append(index)
+    if not shapes:
+        return done
+    rooms = Rooms(stacks[0].device, stacks[0].dtype)
+    with _full_precision(rooms.dtype), without_autocast(rooms.device):
+        for shape, indices in shapes.items():
+            each = [stacks[index].view(-1, *shape) for index in indices]
+            if method == "gram" and max(shape) >= 2 * min(shape):
+                found = _by_grams(each, polynomials)
+            else:
+                found = _of_one_shape(each, polynomials, rooms)
+            for index, result in zip(indices, found, strict=True):
+                done[index] = result.view(stacks[index].shape)
+    return done
+
+
+def _by_grams(stacks: list[Tensor], polynomials: Sequence[Polynomial]) -> list[Tensor]:
+    """In place; on a CPU of each matrix by itself, so that its bits do not depend on the others,
+    elsewhere of each stack."""
+    for stack in stacks:
+        for batch in torch.split(stack, 1 if stack.is_cpu else len(stack)):
+            iterate_grams(batch.div_(_norms(batch)), polynomials)
+    return stacks
+
+
+def _of_one_shape(
+    stacks: list[Tensor], polynomials: Sequence[Polynomial], rooms: Rooms
+) -> list[Tensor]:
+    """The same of stacks of one shape of matrices, (n, rows, columns)."""
+    home = rooms.side_by_side(stacks)
+    count, rows, columns = home.shape
+    lengths = [len(each) for each in stacks]
+    most = max(1, min(count, _TOGETHER // (rows * columns)))
+    for batch in torch.split(home, most):
+        if same_bits(batch).together:
+            _iterate_together(batch, polynomials, rooms)
+        elif home.device.type == "cpu":
+            for one in torch.split(batch, 1):
+                _iterate_one(one, polynomials, rooms)
         else:
-            done = iterate(stack.to(dtype, copy=True), polynomials)
-    return done.view(matrices.shape)
+            for stack in torch.split(home, lengths):
+                stack.copy_(iterate(stack.clone(), polynomials))
+            break
+    return list(torch.split(home, lengths))
 
 
-def iterate(x: Tensor, polynomials: Sequence[tuple[float, float, float]]) -> Tensor:
-    """One matrix, or a stack; overwrites its argument."""
-    x.div_(_norms(x).clamp(min=_EPS))
-    tall = x.size(-2) > x.size(-1)
+def _iterate_one(
+    batch: Tensor, polynomials: Sequence[Polynomial], rooms: Rooms
+) -> None:
+    """In place, of a batch of one matrix."""
+    if same_bits(batch).together:
+        _iterate_together(batch, polynomials, rooms)
+    else:
+        batch[0].copy_(iterate(batch[0].clone(), polynomials))
+
+
+def _iterate_together(
+    batch: Tensor, polynomials: Sequence[Polynomial], rooms: Rooms
+) -> None:
+    """In place; of a tall batch from and to its transpose, as it lies."""
+    spare = rooms.like("spare", batch)
+    start, other = (spare, batch) if len(polynomials) % 2 else (batch, spare)
+    x = torch.div(batch, _norms(batch), out=start)
+    if _is_tall(batch):
+        x, other = x.mT, other.view(x.mT.shape)
+    for a, b, c in polynomials[:-1]:
+        factor = square_of(gram_of(x, rooms), b, c, rooms)
+        to = left_product(factor, x, a, other)
+        x, other = to, start.view(to.shape) if x.data_ptr() == start.data_ptr() else x
+    a, b, c = polynomials[-1]
+    factor = square_of(gram_of(x, rooms), b, c, rooms)
+    if not _is_tall(batch):
+        left_product(factor, x, a, batch)
+    elif len(polynomials) > 1 and same_bits(batch).turned:
+        turned_product(factor, x, a, batch)
+    else:
+        wide = rooms.take("wide", *x.shape)
+        for matrix, turned in zip(batch, left_product(factor, x, a, wide), strict=True):
+            matrix.copy_(turned.mT)  # one by one torch does it in tiles
+
+
+def _is_tall(x: Tensor) -> bool:
+    return x.size(-2) > x.size(-1)
+
+
+def iterate(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
+    """One matrix, or a stack; overwrites its argument. The order of operations that defines the
+    bits."""
+    x.div_(_norms(x))
+    tall = _is_tall(x)
     x = x.mT if tall else x
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for a, b, c in polynomials:
@@ -59,10 +168,12 @@ def iterate(x: Tensor, polynomials: Sequence[tuple[float, float, float]]) -> Ten
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Frobenius norms, by the sums that are the same for any number of threads."""
-    if x.dim() == 2:
-        return sum_of_squares([x])[0].sqrt().to(x.dtype)
-    return sum_of_squares(list(x)).sqrt().to(x.dtype)[:, None, None]
+    """Frobenius norms, not less than 1e-7, by the sums that are the same for any number of
+    threads; shape () of a matrix, (n, 1, 1) of a stack."""
+    matrices = [x] if x.dim() == 2 else list(x)
+    sums = choose_backend("auto", x.device)[0].sum_of_squares(matrices)
+    norms = sums.sqrt().to(x.dtype).clamp_(min=_EPS)
+    return norms[0] if x.dim() == 2 else norms[:, None, None]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from mp_optim.update.kernel_args import (
     AdamScalars,
     LambScalars,
     LionScalars,
+    MuonScalars,
     SgdScalars,
     TensorLists,
 )
@@ -94,6 +95,20 @@ class Backend(Protocol):
     def sgd(
         self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
     ) -> None: ...
+
+    def muon_momentum(
+        self, lists: TensorLists, scalars: MuonScalars, multiplier: float
+    ) -> None:
+        """Update the momenta. The lists have no main params; the outputs receive what is to be
+        orthogonalised."""
+        ...
+
+    def muon_apply(
+        self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
+    ) -> None:
+        """Decay main params and subtract directions, which are ``lists.grad``, each times its
+        factor, an FP32 value."""
+        ...
 
     def average(self, lists: TensorLists) -> None:
         """Let the averages take the main params that are there, for rules in torch operations; the

@@ -19,6 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _OUTPUTS: dict[
     tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype | None, ...]
 ] = {
+    (None, None): FLOATS,
     (torch.float32, None): (None, *FLOATS),
     (torch.bfloat16, torch.int16): (None, torch.bfloat16),
     (torch.bfloat16, torch.int8): (None, torch.bfloat16),
@@ -66,12 +67,12 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
     """The lists by kind; the lists themselves if all tensors are of one."""
-    if not lists.main:
+    if not lists.grad:
         return []
     names = [*moments, None, None][:2]
     columns: list[Sequence[Tensor | None] | None] = [
         lists.grad,
-        lists.main,
+        lists.main or None,
         lists.state.get(REMAINDER),
         *(None if name is None else lists.state[name] for name in names),
         lists.output,
@@ -80,8 +81,8 @@ def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
     dtypes = [_dtypes(column) for column in columns]
     if all(len(each) == 1 for each in dtypes):
         kind = Kind(*(next(iter(each)) for each in dtypes))  # type: ignore[arg-type]  # grad is a list
-        return [Part(range(len(lists.main)), _supported(kind, lists, moments), lists)]
-    rows = [_kind(columns, index) for index in range(len(lists.main))]
+        return [Part(range(len(lists.grad)), _supported(kind, lists, moments), lists)]
+    rows = [_kind(columns, index) for index in range(len(lists.grad))]
     parts = []
     for kind in dict.fromkeys(rows):
         indices = [index for index, other in enumerate(rows) if other == kind]

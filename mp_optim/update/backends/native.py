@@ -34,9 +34,11 @@ from mp_optim.update.kernel_args import (
     AdamScalars,
     LambScalars,
     LionScalars,
+    MuonScalars,
     SgdScalars,
     TensorLists,
 )
+from mp_optim.update.muon_passes import MOMENTUM
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_THREADS = 4096
@@ -258,6 +260,32 @@ class NativeBackend(ReferenceBackend):
             lambda part: ReferenceBackend.lion(self, part, scalars, multiplier),
         )
 
+    def muon_momentum(
+        self, lists: TensorLists, scalars: MuonScalars, multiplier: float
+    ) -> None:
+        values = lib.Muon(multiplier=multiplier, **_fields(scalars, "decay"))
+        self._run(
+            "mp_muon_momentum",
+            lists,
+            (MOMENTUM,),
+            values,
+            lambda part: ReferenceBackend.muon_momentum(
+                self, part, scalars, multiplier
+            ),
+        )
+
+    def muon_apply(
+        self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
+    ) -> None:
+        for indices, kind, part in parts_of(lists, ()):
+            part_factors = array("f", [factors[index] for index in indices])
+            if kind is None:
+                super().muon_apply(part.in_place(), scalars, part_factors)
+            else:
+                to = (scalars.decay, part_factors.buffer_info()[0])
+                self._call("mp_muon_apply", _table(part, kind, ()), *to)
+                mark_written(part)
+
     def _run(
         self,
         function: str,
@@ -379,7 +407,8 @@ def _outputs(lists: TensorLists) -> list[Tensor]:
 
 def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:
     """Lists of tensors by the names of ``MpTensors``, without the outputs."""
-    columns: dict[str, Sequence[Any]] = {"grad": lists.grad, "main": lists.main}
+    columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
+    columns |= {"main": lists.main} if lists.main else {}
     columns |= {f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments)}
     for key, name in ((REMAINDER, "remainder"), (AVERAGE, "average")):
         if key in lists.state:

@@ -18,7 +18,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 8
+_ABI = 9
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -127,6 +127,10 @@ Lion = scalars(
     ]
 )
 
+Muon = scalars(
+    ["multiplier", "average", "ahead"],
+    ["average_from_end", "ahead_from_end", "nesterov"],
+)
 Adafactor = scalars(["keep", "weight", "squared_floor"])
 
 
@@ -165,6 +169,8 @@ _SIGNATURES = {
     "mp_lion": [_T, ctypes.POINTER(Lion), _I],
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
+    "mp_muon_momentum": [_T, ctypes.POINTER(Muon), _I],
+    "mp_muon_apply": [_T, _F, _P, _I],
     "mp_average": [_T, _I],
     "mp_measure": [_T, _P, _P, _I],
     "mp_largest": [_P, _N, _P, _I],

@@ -17,9 +17,11 @@ from mp_optim.update.kernel_args import (
     AdamScalars,
     LambScalars,
     LionScalars,
+    MuonScalars,
     SgdScalars,
     TensorLists,
 )
+from mp_optim.update.muon_passes import average_momenta, descend
 from mp_optim.update.stored_values import (
     read_mains,
     read_moment,
@@ -203,6 +205,16 @@ class ReferenceBackend:
             return [buffer.clone() for buffer in buffers]
         torch._foreach_add_(grads, torch._foreach_mul(buffers, s.momentum))
         return grads
+
+    def muon_momentum(
+        self, lists: TensorLists, scalars: MuonScalars, multiplier: float
+    ) -> None:
+        average_momenta(lists, scalars, multiplier)
+
+    def muon_apply(
+        self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
+    ) -> None:
+        descend(lists, scalars, factors)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         return sum_of_squares(tensors)

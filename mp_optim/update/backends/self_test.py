@@ -15,6 +15,7 @@ from mp_optim.config.rules import RULES
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.backends.interface import Backend, step_with
+from mp_optim.update.backends.muon_trial import MuonTensors
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.codecs import Noise, blocks_of
 from mp_optim.update.kernel_args import TensorLists, fp32
@@ -258,6 +259,18 @@ class _Trial:
         _step(self.backend, rule, ours, 2, control)
         difference(ours, theirs, _LR, self.found)
 
+    def muon(self) -> None:
+        """Muon's passes over elements."""
+        plain = _Case("adam").lists(self.device, self.sizes)
+        ours, theirs = (MuonTensors.of(plain.main, plain.grad) for _ in range(2))
+        ours.step(self.backend)
+        theirs.step(ReferenceBackend())
+        for stepped, expected in zip(ours.mains, theirs.mains, strict=True):
+            self.found.params(stepped, expected, _LR)
+        for mine, others in zip(ours[2:], theirs[2:], strict=True):
+            for stepped, expected in zip(mine, others, strict=True):
+                self.found.others(stepped, expected, 2.0**-7)
+
     def eight_bits(self) -> None:
         """Adam with every part of its state in 8 bits, rounded stochastically."""
         case = _Case("adam", torch.bfloat16, None, _MULTIPLIER)
@@ -289,6 +302,7 @@ def compare(
             trial.multipliers_on_the_device(rule)
         if found.same:
             trial.denormals(rule)
+    trial.muon()
     if "adam" in rules and CAPABILITIES.get(backend.name, Capability()).compact:
         trial.eight_bits()
     return found

@@ -73,9 +73,12 @@ bool valid_dtypes(const MpTensors& t) {
            is_one_of(t.output_dtype, {MP_NONE, MP_BF16, compact ? MP_BF16 : MP_F32, compact ? MP_BF16 : MP_F16});
 }
 
-// Whether present values come from elsewhere completely, or not at all.
+// Whether present values come from elsewhere.
+bool is_apart(const MpTensors& t) { return t.from_main || t.from_moment1; }
+
+// Whether they do so completely, or not at all.
 bool valid_sources(const MpTensors& t) {
-    bool any = t.from_main != nullptr;
+    bool any = is_apart(t);
     auto goes_with = [&](auto from, auto to) { return (from != nullptr) == (any && to != nullptr) && is_full(t, from); };
     return goes_with(t.from_main, t.main) && goes_with(t.from_remainder, t.remainder) &&
            goes_with(t.from_moment1, t.moment1) && goes_with(t.from_moment2, t.moment2) &&
@@ -227,7 +230,7 @@ constexpr int64_t kTile = 8 * kBlock;  // elements whose new main params stay in
 template <class Kernel>
 void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
     Units units(t, kBlock);
-    const bool stream = units.elements() >= kLargeLaunch, apart = t.from_main != nullptr;
+    const bool stream = units.elements() >= kLargeLaunch, apart = is_apart(t);
     split(units, threads, [&](int64_t i, int64_t, int64_t start, int64_t count) {
         fetch_beginning(t, i + 1);
         if (!t.average) return kernel(run_at(t, i, start, count, stream, apart), i);
@@ -326,6 +329,19 @@ int32_t mp_lamb_apply(const MpTensors* t, const MpLamb* s, const float* ratios, 
     });
 }
 
+int32_t mp_muon_momentum(const MpTensors* t, const MpMuon* s, int32_t threads) {
+    if (!t || !s || !valid(*t, false, true, false, threads) || t->main || t->moment2) return MP_BAD_ARGUMENT;
+    if (t->count > 0 && !t->output) return MP_BAD_ARGUMENT;
+    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().muon_momentum(run, *s); }); });
+}
+
+int32_t mp_muon_apply(const MpTensors* t, float decay, const float* factors, int32_t threads) {
+    if (!t || !factors || !valid(*t, true, false, false, threads) || t->moment1 || t->moment2) return MP_BAD_ARGUMENT;
+    return guarded([&] {
+        elementwise(*t, threads, [&](const Run& run, int64_t i) { level().muon_apply(run, decay, factors[i]); });
+    });
+}
+
 int32_t mp_average(const MpTensors* t, int32_t threads) {
     if (!t || !valid(*t, true, false, false, threads) || t->from_main || (t->count && !t->average)) return MP_BAD_ARGUMENT;
     return guarded([&] { elementwise(*t, threads, [](const Run&, int64_t) {}); });
@@ -388,4 +404,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 8; }
+int32_t mp_abi() { return 9; }

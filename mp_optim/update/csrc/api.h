@@ -70,6 +70,12 @@ struct MpLion {
     float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
 };
 
+// A difference times a factor is added to one of the two values it is of: to the second if `from_end`.
+struct MpMuon {
+    float multiplier, average, ahead;
+    int32_t average_from_end, ahead_from_end, nesterov;
+};
+
 struct MpAdafactor {
     float keep, weight, squared_floor;
 };
@@ -94,6 +100,10 @@ MP_EXPORT int32_t mp_lion(const MpTensors* tensors, const MpLion* scalars, int32
 // sums: (count, 2) FP64, of the param before the step and of the direction.
 MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalars, double* sums, int32_t threads);
 MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);
+// The momenta, in moment1; output receives what is to be orthogonalised. There is no main.
+MP_EXPORT int32_t mp_muon_momentum(const MpTensors* tensors, const MpMuon* scalars, int32_t threads);
+// Decays main and subtracts directions, which are in grad, each tensor's times its own factor.
+MP_EXPORT int32_t mp_muon_apply(const MpTensors* tensors, float decay, const float* factors, int32_t threads);
 // The averages alone, of main params that are there; needs no gradients.
 MP_EXPORT int32_t mp_average(const MpTensors* tensors, int32_t threads);
 // sums: (count,) FP64 sums of squares of the gradients; zeros: (count,) numbers of zero elements, or null.

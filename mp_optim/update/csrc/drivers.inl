@@ -74,15 +74,15 @@ MP_INLINE void fetch_ahead(const Stream& stream, int32_t dtype, int64_t i) {
     for (int64_t line = 0; line < kChunk * size_of(dtype); line += 64) __builtin_prefetch(from + line, to_write, 3);
 }
 
-template <class F>
+template <class F, bool has_main>
 MP_INLINE void fetch_ahead(const Run& r, int64_t i) {
-    const int32_t main = F::rest(r) == MP_NONE ? MP_F32 : MP_BF16;
+    const int32_t main = !has_main ? MP_NONE : F::rest(r) == MP_NONE ? MP_F32 : MP_BF16;
     fetch_ahead<false>(r.old_main, main, i);
     fetch_ahead<false>(r.old_remainder, F::rest(r), i);
     fetch_ahead<false>(r.grad, r.grad.dtype, i);
     fetch_ahead<false>(r.old_moment1, F::template moment<false>(r), i);
     fetch_ahead<false>(r.old_moment2, F::template moment<true>(r), i);
-    if (r.past || r.main.data == r.old_main.data) return;
+    if (r.past || (r.main.data == r.old_main.data && r.moment1.data == r.old_moment1.data)) return;
     fetch_ahead<true>(r.main, main, i);
     fetch_ahead<true>(r.remainder, F::rest(r), i);
     fetch_ahead<true>(r.moment1, F::template moment<false>(r), i);
@@ -138,7 +138,8 @@ struct Chunk {
 template <bool blocked1, bool blocked2, class Rule>
 MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2) {
     for (int i = 0; i < kChunk; i += kLanes) {
-        f32x16 g = {}, p = load<f32x16>(at.main + i), m = {}, v = {}, root = {};
+        f32x16 g = {}, p = {}, m = {}, v = {}, root = {};
+        if (Rule::kHasMain) p = load<f32x16>(at.main + i);
         if (Rule::kGrad) g = load<f32x16>(at.grad + i);
         if (Rule::kFirst) m = load<f32x16>(at.first + i);
         if (Rule::kSecond) v = load<f32x16>(at.second + i);
@@ -169,10 +170,10 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
         for (int64_t at = 0; at < n; at += kChunk) {
             const int64_t i = start + at;
             alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
-            if (run.prefetch) fetch_ahead<F>(run, i + run.prefetch);
+            if (run.prefetch) fetch_ahead<F, Rule::kHasMain>(run, i + run.prefetch);
             Chunk chunk = {};
-            chunk.main = read_main<F>(run, i, p);
-            chunk.new_main = run.past ? p : place_of_main<F>(run, i, p);
+            if (Rule::kHasMain) chunk.main = read_main<F>(run, i, p);
+            chunk.new_main = run.past || !Rule::kHasMain ? p : place_of_main<F>(run, i, p);
             if (Rule::kGrad) chunk.grad = read_grad(run.grad, i, g);
             if (Rule::kFirst) chunk.first = read_moment<false, F>(run, i, scale1, m);
             if (Rule::kSecond) chunk.second = read_moment<true, F>(run, i, scale2, v);

@@ -29,6 +29,16 @@ static void sgd(const Run& run, const MpSgd& s) {
 
 static void lion(const Run& run, const MpLion& s) { run_rule(run, LionRule(s)); }
 
+static void muon_momentum(const Run& run, const MpMuon& s) {
+    const MuonMomentumRule rule(s);
+    if (!run_special<MP_NONE, MP_F32, MP_NONE>(run, rule)) run_rule(run, rule);
+}
+
+static void muon_apply(const Run& run, float decay, float factor) {
+    const MuonApplyRule rule(decay, factor);
+    if (!run_special<MP_NONE, MP_NONE, MP_NONE>(run, rule)) run_rule(run, rule);
+}
+
 static void lamb_apply(const Run& run, const MpLamb& s, float ratio) { run_rule(run, LambApplyRule(s, ratio)); }
 
 // A chunk of averages, of main params as they lie in memory.

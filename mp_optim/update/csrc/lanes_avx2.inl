@@ -15,6 +15,18 @@ MP_INLINE f64xn add_square(f64xn acc, f64xn x) {
 
 MP_INLINE f64xn read_few_as_f64(const float* p) { return as<f64xn>(_mm256_cvtps_pd(_mm_loadu_ps(p))); }
 
+MP_INLINE __m128 add_four_in_double(__m128 base, __m128 x, __m256d factors) {
+    return _mm256_cvtpd_ps(_mm256_fmadd_pd(_mm256_cvtps_pd(x), factors, _mm256_cvtps_pd(base)));
+}
+
+MP_INLINE f32xn add_in_double(f32xn base, f32xn x, float factor) {
+    const __m256d factors = _mm256_set1_pd(double(factor));
+    __m256 b = as<__m256>(base), y = as<__m256>(x);
+    __m128 low = add_four_in_double(_mm256_castps256_ps128(b), _mm256_castps256_ps128(y), factors);
+    return as<f32xn>(_mm256_set_m128(
+        add_four_in_double(_mm256_extractf128_ps(b, 1), _mm256_extractf128_ps(y, 1), factors), low));
+}
+
 MP_INLINE u32xn read_few_u16(const char* p) { return as<u32xn>(_mm256_cvtepu16_epi32(load<__m128i>(p))); }
 MP_INLINE i32xn read_few_i16(const char* p) { return as<i32xn>(_mm256_cvtepi16_epi32(load<__m128i>(p))); }
 MP_INLINE i32xn read_few_u8(const char* p) {

@@ -22,6 +22,14 @@ MP_INLINE f64x8 read_as_f64(const float* p) { return as<f64x8>(_mm512_cvtps_pd(_
 MP_INLINE f64x8 low_as_f64(f32x16 x) { return as<f64x8>(_mm512_cvtps_pd(_mm512_castps512_ps256(as<__m512>(x)))); }
 MP_INLINE f64x8 high_as_f64(f32x16 x) { return as<f64x8>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(as<__m512>(x), 1))); }
 
+// base + x * factor in FP64, where the product is exact, rounded to FP32.
+MP_INLINE f32x16 add_in_double(f32x16 base, f32x16 x, float factor) {
+    const __m512d factors = _mm512_set1_pd(double(factor));
+    __m512d low = _mm512_fmadd_pd(as<__m512d>(low_as_f64(x)), factors, as<__m512d>(low_as_f64(base)));
+    __m512d high = _mm512_fmadd_pd(as<__m512d>(high_as_f64(x)), factors, as<__m512d>(high_as_f64(base)));
+    return as<f32x16>(_mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1));
+}
+
 // -- reading fewer bits -------------------------------------------------------------------------------
 
 // Sixteen whole numbers of 16 bits as the upper halves of lanes.

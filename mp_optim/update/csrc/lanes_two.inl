@@ -98,6 +98,19 @@ MP_INLINE Two<V> square_root(Two<V> x) {
     return {square_root(x.low), square_root(x.high)};
 }
 
+#if !defined(MP_AVX2)
+MP_INLINE f32xn add_in_double(f32xn base, f32xn x, float factor) {
+    for (int i = 0; i < kFew; ++i) x[i] = float(double(base[i]) + double(x[i]) * double(factor));
+    return x;
+}
+#endif
+
+// base + x * factor in FP64, where the product is exact, rounded to FP32.
+template <class V>
+MP_INLINE Two<V> add_in_double(Two<V> base, Two<V> x, float factor) {
+    return {add_in_double(base.low, x.low, factor), add_in_double(base.high, x.high, factor)};
+}
+
 template <class V>
 MP_INLINE Two<V> add_square(Two<V> acc, Two<V> x) {
     return {add_square(acc.low, x.low), add_square(acc.high, x.high)};

@@ -53,6 +53,8 @@ struct Level {
     void (*lamb_apply)(const Run&, const MpLamb&, float ratio);
     void (*average)(const Run&);  // of main params as they are in memory
     double (*sum_of_squares)(const Run&, int64_t* zeros);
+    void (*muon_momentum)(const Run&, const MpMuon&);
+    void (*muon_apply)(const Run&, float decay, float factor);
     // Adafactor's, over elements that lie side by side
     int32_t (*largest_bits)(const float* x, int64_t n);
     void (*total_digits)(const float* x, int64_t n, double scale, int64_t* sums);

@@ -2,11 +2,11 @@
 // A rule changes p, m and v, and says what the root of the new v is; what it does not use or keep is left alone.
 // Included inside a level's namespace, after simd.inl.
 
-// What a rule does with memory.
-template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments>
+// What a rule does with memory. One that has no main params makes p of the rest, for the output alone.
+template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments, bool has_main = true>
 struct Touches {
     static constexpr bool kGrad = reads_grad, kMain = changes_main, kFirst = has_first, kSecond = has_second,
-                          kMoments = changes_moments;
+                          kMoments = changes_moments, kHasMain = has_main;
 
     // Shown the new values of the sixteen elements from the run's i-th on.
     MP_MEMBER void look(int64_t, f32x16, f32x16, f32x16) const {}
@@ -137,5 +137,33 @@ struct LambApplyRule : Touches<false, true, true, true, false> {
 
     MP_MEMBER void operator()(f32x16, f32x16& p, f32x16& m, f32x16& v, f32x16&) const {
         p = p - lamb_direction(p, m, v, s, decay) * ratio;
+    }
+};
+
+// One of two values plus a multiple of their difference, as torch.lerp takes it: product and sum in FP64, rounded once.
+MP_INLINE f32x16 blended(f32x16 start, f32x16 end, float factor, bool from_end) {
+    return add_in_double(from_end ? end : start, end - start, factor);
+}
+
+struct MuonMomentumRule : Touches<true, true, true, false, true, false> {
+    MpMuon s;
+
+    explicit MuonMomentumRule(const MpMuon& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
+        g = g * s.multiplier;
+        m = blended(m, g, s.average, s.average_from_end);
+        p = s.nesterov ? blended(g, m, s.ahead, s.ahead_from_end) : m;
+    }
+};
+
+struct MuonApplyRule : Touches<true, true, false, false, false> {
+    Optional decay;
+    float factor;
+
+    MuonApplyRule(float its_decay, float its_factor) : decay(its_decay), factor(its_factor) {}
+
+    MP_MEMBER void operator()(f32x16 u, f32x16& p, f32x16&, f32x16&, f32x16&) const {
+        p = decayed(p, decay) - u * factor;
     }
 };

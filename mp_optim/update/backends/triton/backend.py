@@ -23,7 +23,7 @@ from mp_optim.update.backends.launch_kinds import (
     parts_of,
 )
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.triton.kernels import lamb, rules, tiles
+from mp_optim.update.backends.triton.kernels import lamb, muon, rules, tiles
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launcher import (
     RATE,
@@ -42,9 +42,11 @@ from mp_optim.update.kernel_args import (
     AdamScalars,
     LambScalars,
     LionScalars,
+    MuonScalars,
     SgdScalars,
     TensorLists,
 )
+from mp_optim.update.muon_passes import MOMENTUM
 from mp_optim.update.sums import root
 
 CHUNK = 8192
@@ -171,11 +173,11 @@ class TritonBackend(ReferenceBackend):
             if part.kind is not None:
                 weight = part.lists.average_weight
                 row = row_of(scalars, _seed(part.lists), weight)
-                yield part, self.launcher.numbers(row, part.lists.main[0].device)
+                yield part, self.launcher.numbers(row, part.lists.grad[0].device)
                 continue
             self.launcher.by_reference(
-                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, parameters of "
-                f"{part.lists.main[0].dtype} and their state"
+                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, "
+                f"{_main_dtype(part.lists)} and their state"
             )
             if self.launcher.launches:
                 yield part, None
@@ -274,12 +276,7 @@ class TritonBackend(ReferenceBackend):
                     )
                 continue
             if not isinstance(ratios, Tensor):
-                part_ratios = torch.tensor(
-                    [ratios[index] for index in part.indices],
-                    dtype=torch.float32,
-                    device="cpu",
-                )
-                table = self._tables.upload(part_ratios, device)
+                table = self._numbers_of(part, ratios)
             elif len(part.indices) == len(lists.main):
                 table = ratios
             else:
@@ -289,6 +286,36 @@ class TritonBackend(ReferenceBackend):
                 lamb.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table
             )
             mark_written(part.lists)
+
+    def muon_momentum(
+        self, lists: TensorLists, scalars: MuonScalars, multiplier: float
+    ) -> None:
+        flags = Flags(
+            nesterov=scalars.nesterov,
+            average_from_end=scalars.average_from_end,
+            ahead_from_end=scalars.ahead_from_end,
+        )
+        moments = (MOMENTUM,)
+        self._step(muon.muon_momentum, lists, moments, scalars, multiplier, flags)
+
+    def muon_apply(
+        self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
+    ) -> None:
+        flags = Flags(scalars.decay != 0.0)
+        for part, numbers in self._parts(lists, (), scalars):
+            if numbers is None:
+                own = [factors[index] for index in part.indices]
+                super().muon_apply(part.lists, scalars, own)
+                continue
+            table = self._numbers_of(part, factors)
+            self._launches(muon.muon_apply, part, (), flags, numbers, 1.0, None, table)
+            mark_written(part.lists)
+
+    def _numbers_of(self, part: Part, numbers: Sequence[float]) -> Tensor:
+        """Those of a part's tensors on the device, FP32."""
+        some = [numbers[index] for index in part.indices]
+        table = torch.tensor(some, dtype=torch.float32, device="cpu")
+        return self._tables.upload(table, part.lists.grad[0].device)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)
@@ -330,7 +357,7 @@ class TritonBackend(ReferenceBackend):
         """``made``: what the step itself made on the device, or makes there."""
         rule, flags, (_, kind, lists), plan, aligned, columns = launch
         assert kind is not None
-        device = lists.main[0].device
+        device = lists.grad[0].device
         if not plan.programs:
             return
         if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
@@ -362,6 +389,10 @@ class TritonBackend(ReferenceBackend):
 
     def _index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self._tables.values(array("q", indices), device)
+
+
+def _main_dtype(lists: TensorLists) -> str:
+    return f"parameters of {lists.main[0].dtype}" if lists.main else "no parameters"
 
 
 def _seed(lists: TensorLists) -> int:

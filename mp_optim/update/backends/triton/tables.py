@@ -137,14 +137,14 @@ class Tables:
     ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
         """Addresses of the parts of all tensors, in the order in which kernels take them; and the
         plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
-        lists, state, device = part.lists, part.lists.state, part.lists.main[0].device
+        lists, state, device = part.lists, part.lists.state, part.lists.grad[0].device
         first, second = [*moments, "", ""][:2]
         written = part.kind is not None and part.kind.output is not None
         columns = [
             None if tensors is None else self.column(tensors, device)
             for tensors in (
                 lists.grad,
-                lists.main,
+                lists.main or None,
                 state.get(REMAINDER),
                 state.get(first),
                 state.get(second),
@@ -158,7 +158,7 @@ class Tables:
         ]
         addresses = [None if column is None else column.values for column in columns]
         odd = frozenset[int]().union(*(column.odd for column in columns if column))
-        plans = self.plans(lists.main, chunk, device, odd)
+        plans = self.plans(lists.main or lists.grad, chunk, device, odd)
         return [*addresses[:5], *scales, *addresses[5:]], plans
 
     def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:

@@ -142,12 +142,30 @@ void run_apart(const std::vector<int64_t>& sizes, const Kind& kind, const Scalar
     }
 }
 
+// Both passes of Muon over one call's tensors: momenta into memory of their own, then a step along the gradients.
+int32_t muon(const MpTensors* given, const MpMuon* scalars, int32_t threads) {
+    std::vector<std::vector<float>> made;
+    std::vector<void*> outputs;
+    for (int64_t i = 0; i < given->count; ++i) made.emplace_back(size_t(given->numel[i]) + 1);
+    for (std::vector<float>& values : made) outputs.push_back(values.data());
+    MpTensors momenta = *given, params = *given;
+    momenta.main = momenta.remainder = nullptr, momenta.from_main = momenta.from_remainder = nullptr;
+    momenta.main_dtype = momenta.remainder_dtype = MP_NONE;
+    momenta.output = outputs.data(), momenta.output_dtype = MP_F32;
+    params.moment1 = nullptr, params.from_moment1 = nullptr, params.moment1_dtype = MP_NONE;
+    params.scale1 = nullptr, params.from_scale1 = nullptr;
+    const std::vector<float> factors(size_t(given->count), 0.01f);
+    int32_t status = mp_muon_momentum(&momenta, scalars, threads);
+    return status ? status : mp_muon_apply(&params, 1e-4f, factors.data(), threads);
+}
+
 void run_apart(const std::vector<int64_t>& sizes, const Kind& kind, int threads) {
     run_apart(sizes, kind, MpAdam{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1e-3f, 1.0f, 1e-4f, 0.0f}, threads, mp_adam);
     Kind one = kind;  // what a rule has no use for would be left as it is
     one.moment2 = MP_NONE;
     run_apart(sizes, one, MpSgd{0.5f, 1e-3f, 0.9f, 1.0f, 0.1f, 1, 0}, threads, mp_sgd);
     run_apart(sizes, one, MpLion{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-3f, 1e-4f}, threads, mp_lion);
+    run_apart(sizes, one, MpMuon{0.5f, 0.05f, -0.05f, 0, 1, 1}, threads, muon);
 }
 
 std::vector<Kind> plain_kinds() {

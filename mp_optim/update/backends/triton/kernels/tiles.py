@@ -26,6 +26,8 @@ class Flags(NamedTuple):
     has_l2: bool = False
     nesterov: bool = False
     first: bool = False
+    average_from_end: bool = False
+    ahead_from_end: bool = False
 
 
 class Chunk(NamedTuple):
