@@ -61,18 +61,6 @@ def _check_together(config: ConfigFields) -> None:
             "False, or use_distributed_optimizer=False",
         )
     if (
-        RULES[config.optimizer].reads == "matrices"
-        and config.is_distributed
-        and not config.use_layer_wise_distributed_optimizer
-        and config.data_parallel_sharding_strategy != "no_shard"
-    ):
-        _fail(
-            config,
-            "use_distributed_optimizer",
-            f"{config.optimizer} needs whole matrices; "
-            "set use_layer_wise_distributed_optimizer=True",
-        )
-    if (
         config.use_layer_wise_distributed_optimizer
         and config.data_parallel_sharding_strategy == "no_shard"
     ):

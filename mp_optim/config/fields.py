@@ -113,7 +113,7 @@ class ConfigFields:
     """How the steps are taken: standard, or gram, which multiplies rectangular matrices with fewer
     operations, and rounds differently."""
     muon_tp_mode: str = "duplicated"
-    """Matrices that are split over ranks: duplicated, gathered and orthogonalised whole, or
+    """Matrices that are split over ranks: duplicated, orthogonalised whole, each by one rank, or
     blockwise, each part by itself, so that results depend on the layout."""
     muon_scalar_optimizer: str = "adam"
     """With muon, what steps embeddings, output layers and whatever is no matrix: adam or lion."""
@@ -196,7 +196,7 @@ class ConfigFields:
     (gradients too: ZeRO-2), or no_shard (nothing: every rank steps everything, with the same
     bits)."""
     use_layer_wise_distributed_optimizer: bool = False
-    """Share out whole parameters, balanced by size, for rules that need whole matrices."""
+    """Share out whole parameters, balanced by size: muon then exchanges no matrices."""
     overlap_grad_reduce: bool = False
     """Reduce each bucket of gradients while backward computes the others."""
     overlap_param_gather: bool = False

@@ -16,8 +16,10 @@ from mp_optim.config.rules import is_elementwise
 from mp_optim.distributed.bucket_plan import ALIGNMENT
 from mp_optim.distributed.buckets import Bucket, Entry
 from mp_optim.slots.param_attributes import (
+    FlatRanges,
     ShardInfo,
     norm_attributes,
+    partition_dim,
     set_main_grad,
     set_norm_attributes,
     set_shard_info,
@@ -187,12 +189,15 @@ def make_shard(
     stop = start + tensor.numel()
     tensor = _shaped(tensor, param) if keeps_shape else tensor
     tensor.requires_grad_(param.requires_grad)
-    set_shard_info(
-        tensor,
-        ShardInfo(
-            start, shard_groups, param.shape, param.numel() if placed_alike else None
-        ),
+    info = ShardInfo(
+        start,
+        shard_groups,
+        param.shape,
+        param.numel() if placed_alike else None,
+        partition_dim(param),
+        None if keeps_shape or located is None else _ranges(*located),
     )
+    set_shard_info(tensor, info)
     attributes = norm_attributes(param)
     if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions
         attributes.pop("partition_dim", None)
@@ -205,6 +210,11 @@ def make_shard(
         grad = tensor.detach().clone()
     set_main_grad(tensor, grad)
     return ParamShard(name, param.shape, start, stop, tensor, grad, everything)
+
+
+def _ranges(bucket: Bucket, entry: Entry) -> FlatRanges:
+    """What all ranks own of a parameter."""
+    return FlatRanges(bucket.plan.bounds, entry.placed.start, entry.placed.numel)
 
 
 def _shaped(flat: Tensor, param: Tensor) -> Tensor:

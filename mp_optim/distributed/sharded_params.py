@@ -93,15 +93,17 @@ class ShardedParams:
             index, entry = self._entries[slot]
             located = self.transport.buckets[index], entry
         everything = self.steps_everything
+        keeps_shape = everything or config.use_layer_wise_distributed_optimizer
+        reads = RULES[config.optimizer].reads
         return make_shard(
             slot_name(self._param_groups, slot),
             param,
             located,
             shard_groups=() if everything else (group,),
             everything=everything,
-            keeps_shape=everything or config.use_layer_wise_distributed_optimizer,
-            # ranks meet in the reductions of such a rule
-            placed_alike=RULES[config.optimizer].reads == "sums",
+            keeps_shape=keeps_shape,
+            # ranks meet in the communication of such a rule
+            placed_alike=reads == "sums" or (reads == "matrices" and not keeps_shape),
         )
 
     def groups(self) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
@@ -21,6 +22,12 @@ def is_embedding_or_output(param: Tensor, name: str) -> bool:
     named = any(part in _EMBEDDINGS for part in name.split("."))
     said = param_attributes.is_embedding_or_output(param)
     return named if said is None else said
+
+
+def _whole_shape(param: Tensor) -> torch.Size:
+    """The shape of what a tensor may be a flat part of."""
+    whole = param_attributes.shard_info(param).whole_shape
+    return param.shape if whole is None else whole
 
 
 class MuonAssignment:
@@ -65,9 +72,10 @@ class MuonAssignment:
         )
         if chosen != "muon":
             return {**override, "optimizer": chosen}
-        if param.dim() < 2:
+        shape = _whole_shape(param)
+        if len(shape) < 2:
             raise ValueError(
-                f"{name} has shape {tuple(param.shape)}: override optimizer='muon' is for matrices"
+                f"{name} has shape {tuple(shape)}: override optimizer='muon' is for matrices"
             )
         heads = override.get("head_rows", self._head_rows(param, name))
         if heads is not None:
@@ -82,8 +90,9 @@ class MuonAssignment:
     def is_hidden(self, param: Tensor, name: str, is_expert: bool) -> bool:
         """Whether Muon steps a parameter unless an override says otherwise: a matrix, or an
         expert's stack of them, that is neither an embedding nor the output layer."""
+        dims = len(_whole_shape(param))
         return (
-            (param.dim() == 2 or (param.dim() == 3 and is_expert))
+            (dims == 2 or (dims == 3 and is_expert))
             and id(param) not in self._embeddings
             and not is_embedding_or_output(param, name)
         )
@@ -134,9 +143,9 @@ class MuonAssignment:
 
 
 def _check_rows(param: Tensor, name: str, what: str, value: Any, rows: int) -> None:
-    if param.shape[-2] % rows:
+    if (height := _whole_shape(param)[-2]) % rows:
         raise ValueError(
-            f"{name} has {param.shape[-2]} rows, which is no multiple of {what}={value}"
+            f"{name} has {height} rows, which is no multiple of {what}={value}"
         )
 
 

@@ -6,12 +6,14 @@ sub-optimizers, one for each place, are handed whatever sits at each slot now.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mp_optim.placement.assignments import Assignment, Assignments
 from mp_optim.placement.cores import occupy, worker_threads
@@ -45,6 +47,7 @@ from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.keyed_optimizer import Closure
 from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.param_attributes import set_shard_info, shard_info
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import part_of
 from mp_optim.update import (
@@ -214,7 +217,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         group, sub = self.param_groups[index], _settings(self.param_groups[index])
         of_group = enumerate(self._assignments.of_group(index))
         here = [position for position, assigned in of_group if assigned.place == place]
-        sub["params"] = [local_tensor(group["params"][position]) for position in here]
+        sub["params"] = [_local_part(group["params"][position]) for position in here]
         if names := group.get("param_names"):
             sub["fqns"] = [names[position] for position in here]
         return sub
@@ -276,6 +279,12 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self._subs["device"].check_settings(group)
+
+    def metrics(self) -> dict[str, float]:
+        totals: Counter[str] = Counter()
+        for sub in self._subs.values():
+            totals.update(sub.metrics())
+        return dict(totals)
 
     # -- main params ----------------------------------------------------------------------------
 
@@ -485,6 +494,14 @@ def _adopt_defaults(groups: ParamGroups, subs: Sequence[SlotOptimizer]) -> None:
         for group, of_sub in zip(groups, sub.param_groups, strict=True):
             for key, value in _settings(of_sub).items():
                 group.setdefault(key, value)
+
+
+def _local_part(param: Tensor) -> Tensor:
+    """What a rank has of a parameter, which still says what part of it that is."""
+    local = local_tensor(param)
+    if not isinstance(param, DTensor):
+        set_shard_info(local, shard_info(param))
+    return local
 
 
 def _is_own(tensor: Tensor) -> bool:

@@ -24,6 +24,7 @@ from mp_optim.precision import MegatronOptimizer, WrappedOptimizer
 from mp_optim.process.page_locked import page_locked_bytes
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import param_at
+from mp_optim.slots.param_attributes import ShardInfo, set_shard_info
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER
 
 _WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
@@ -192,7 +193,7 @@ def _released(optimizer: MegatronOptimizer) -> int:
 def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
     values = torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta")
     param = nn.Parameter(values, requires_grad=spec.trainable)
-    param.whole_shape = torch.Size(spec.shape)  # type: ignore[attr-defined]
+    set_shard_info(param, ShardInfo(whole_shape=torch.Size(spec.shape)))
     if spec.dtype in FLOAT8_DTYPES:
         param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
     return param

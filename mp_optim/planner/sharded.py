@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Bucket, make_buckets
 from mp_optim.quantized import FLOAT8_DTYPES
+from mp_optim.slots.param_attributes import ShardInfo, set_shard_info
 from mp_optim.slots.tensor_layout import part_of
 
 Named = list[tuple[str, nn.Parameter]]
@@ -103,7 +104,7 @@ def _like(param: Tensor, shape: torch.Size | None) -> nn.Parameter:
     """A rank's part of a parameter, which says what it is a part of; of a frozen one, all."""
     values = torch.empty(shape or param.shape, dtype=param.dtype, device="meta")
     part = nn.Parameter(values, requires_grad=param.requires_grad)
-    part.whole_shape = part_of(param).shape  # type: ignore[attr-defined]
+    set_shard_info(part, ShardInfo(whole_shape=part_of(param).shape))
     return part
 
 

@@ -315,6 +315,7 @@ class WrappedOptimizer(MegatronOptimizer):
             "bytes_down": 0 if host is None else host.transfer_bytes.down,
             "bytes_up": 0 if host is None else host.transfer_bytes.up,
             **({} if host is None else host.metrics()),
+            **self.inner.metrics(),
             **norms,
             **self.counts.metrics(),
             **self.health.metrics(),

@@ -57,6 +57,10 @@ class SlotOptimizer(SlotKeyedOptimizer):
         """The optimizer that steps the slots of a place."""
         return self
 
+    def metrics(self) -> dict[str, float]:
+        """What the rule counted in the last step, by names as of ``optimizer.metrics()``."""
+        return {}
+
     def check_groups(self) -> None:
         """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing
         has been stepped."""

@@ -3,6 +3,7 @@ other about a tensor. They are read and written here and nowhere else."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,6 +175,25 @@ def set_norm_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
+class FlatRanges:
+    """Which elements of a flattened parameter each rank has, of those that share a flat buffer.
+
+    Attributes:
+        bounds: where each rank's shard of the buffer begins, and where the last one ends.
+        first, numel: place of the parameter in the buffer, and its size.
+    """
+
+    bounds: tuple[int, ...]
+    first: int
+    numel: int
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """[start, stop) of each rank, in elements of the parameter."""
+        places = [min(max(b - self.first, 0), self.numel) for b in self.bounds]
+        return list(itertools.pairwise(places))
+
+
+@dataclass(frozen=True)
 class ShardInfo:
     """Of a tensor that is a rank's part of a parameter.
 
@@ -182,12 +202,17 @@ class ShardInfo:
         shard_groups: process groups over which the parameter's norms are added up.
         whole_shape: of the parameter, if the tensor is a range of its flattened elements.
         offload_share: elements by which it is placed on device or host, if not its own number.
+        partition_dim: of the parameter, along which tensor parallelism cuts it.
+        owned: of the ranks of ``shard_groups``, in order, the range of flattened elements that each
+            has; None if they are not split.
     """
 
     first_element: int = 0
     shard_groups: tuple[ProcessGroup, ...] = ()
     whole_shape: torch.Size | None = None
     offload_share: int | None = None
+    partition_dim: int | None = None
+    owned: FlatRanges | None = None
 
 
 _WHOLE = ShardInfo()

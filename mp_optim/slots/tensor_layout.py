@@ -3,6 +3,7 @@ it whole."""
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from functools import cache
@@ -14,11 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.placement_types import Placement
 
+from mp_optim.slots.matrix_parts import MatrixParts
 from mp_optim.slots.param_attributes import (
+    FlatRanges,
     is_tensor_parallel,
     partition_dim,
     shard_info,
 )
+from mp_optim.slots.split_matrices import parts_of_ranges, parts_on_mesh
 
 _SPLITTING: tuple[type, ...] = (Shard, getattr(placement_types, "_StridedShard", Shard))
 """Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has
@@ -123,6 +127,33 @@ def _is_box(param: DTensor) -> bool:
 
 
 @dataclass(frozen=True)
+class FlatSplit:
+    """How a parameter is split that is flattened.
+
+    Attributes:
+        group: ranks that share its elements; owned: which of them.
+        partition_dim, tensor_parallel: how tensor parallelism has cut it before, if it has.
+    """
+
+    group: ProcessGroup
+    owned: FlatRanges
+    partition_dim: int | None = None
+    tensor_parallel: ProcessGroup | None = None
+
+    def cut(self, shape: tuple[int, ...], blockwise: bool) -> tuple[int, int]:
+        """How tensor parallelism cuts the matrices of what is flattened: the dimension, of the two
+        of a matrix, and the number of ranks; (0, 1) if it does not.
+
+        Args:
+            blockwise: its parts are matrices of their own.
+        """
+        dim, ranks = self.partition_dim, self.tensor_parallel
+        if blockwise or ranks is None or dim is None or dim < len(shape) - 2:
+            return 0, 1
+        return dim - (len(shape) - 2), ranks.size()
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where the model's own tensor lies.
 
@@ -130,7 +161,9 @@ class Layout:
         device: of the tensor, wherever the parameter is stepped.
         mesh: ranks it is split over; None if it is whole.
         placements: how, for each dimension of the mesh.
-        shape, stride: of the whole.
+        shape, stride: of the whole; of a flat range that tensor parallelism cuts, too, of what is
+            flattened.
+        flat: of a flat range, who has the others.
     """
 
     device: torch.device
@@ -138,6 +171,7 @@ class Layout:
     placements: tuple[Placement, ...] = ()
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
+    flat: FlatSplit | None = None
 
     def _whole_matrices(self) -> list[Placement]:
         """The placements with the last two dimensions not split; a split of the others remains."""
@@ -150,10 +184,20 @@ class Layout:
     @property
     def splits_matrices(self) -> bool:
         """Whether a rank has only a part of each matrix."""
-        return any(
+        return self.flat is not None or any(
             p != keep
             for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
         )
+
+    def share(self, local: Tensor) -> int:
+        """Elements of the parameter for each rank that it is split over: the same number on all of
+        them, and on one that has all of it its own."""
+        if self.flat is not None:
+            return math.ceil(math.prod(self.shape) / self.flat.group.size())
+        if self.mesh is None:
+            return local.numel()
+        axes = [dim for dim, each in enumerate(self.placements) if splits(each)]
+        return math.ceil(math.prod(self.shape) / math.prod(map(self.mesh.size, axes)))
 
     def gather(self, local: Tensor) -> Tensor:
         """This rank's matrices whole, on the mesh's device. Collective."""
@@ -162,6 +206,43 @@ class Layout:
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of what :meth:`gather` gave; nothing is sent."""
         return self._move(whole, self._whole_matrices(), self.placements)
+
+    def is_shared(self, blockwise: bool) -> bool:
+        """Whether matrices are split over ranks that make whole ones of them.
+
+        Args:
+            blockwise: the parts of a mesh's or of tensor-parallel ranks are matrices of their own.
+        """
+        return self.splits_matrices and (self.flat is not None or not blockwise)
+
+    def matrix_parts(self, blockwise: bool) -> MatrixParts | None:
+        """Who has which part of the matrices that this rank has parts of; None if they are not
+        shared, or some part is no rectangle."""
+        if self.flat is not None:
+            cut = self.flat.cut(self.shape, blockwise)
+            return parts_of_ranges(self.shape, self.flat.owned, *cut)
+        if self.mesh is None or not self.is_shared(blockwise):
+            return None
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        cuts = tuple(each if splits(each) else None for each in self.placements)
+        sides = tuple(self.mesh.shape), tuple(coordinate)
+        return parts_on_mesh(self.shape, cuts, self._axes(), *sides)
+
+    def matrix_groups(self, blockwise: bool) -> tuple[ProcessGroup, ...]:
+        """The process groups that span the grid of :meth:`matrix_parts`."""
+        if self.flat is not None:
+            _, ranks = self.flat.cut(self.shape, blockwise)
+            tensor_parallel = self.flat.tensor_parallel if ranks > 1 else None
+            groups = self.flat.group, tensor_parallel
+            return tuple(group for group in groups if group is not None)
+        assert self.mesh is not None
+        return tuple(map(self.mesh.get_group, self._axes()))
+
+    def _axes(self) -> tuple[int, ...]:
+        """Dimensions of the mesh along which matrices are split."""
+        pairs = zip(self.placements, self._whole_matrices(), strict=True)
+        return tuple(dim for dim, (now, keep) in enumerate(pairs) if now != keep)
 
     def _move(
         self,
@@ -184,7 +265,8 @@ class Layout:
 
 def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Layout:
     """The layout of a DTensor; of a plain tensor that Megatron's attributes say is one rank's part
-    (``tensor_model_parallel``, ``partition_dim``); of any other plain tensor, which is whole.
+    (``tensor_model_parallel``, ``partition_dim``), or a flat range; of any other plain tensor,
+    which is whole.
 
     Args:
         tensor_parallel: the ranks that have the other parts of the second kind.
@@ -197,6 +279,16 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
             tuple(param.shape),
             tuple(param.stride()),
         )
+    info = shard_info(param)
+    if (
+        info.owned is not None
+        and info.whole_shape is not None
+        and len(info.whole_shape) > 1
+    ):
+        (group,) = info.shard_groups
+        cut = info.partition_dim if is_tensor_parallel(param) else None
+        flat = FlatSplit(group, info.owned, cut, tensor_parallel)
+        return Layout(param.device, shape=tuple(info.whole_shape), flat=flat)
     dim = partition_dim(param)
     if (
         tensor_parallel is None

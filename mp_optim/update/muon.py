@@ -31,9 +31,11 @@ from mp_optim.config.setting_checks import (
 )
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
+from mp_optim.slots.tensor_layout import part_of
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.interface import step_with
 from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists
+from mp_optim.update.matrix_owners import MatrixOwners
 from mp_optim.update.matrix_rooms import Rooms, beside_each_other
 from mp_optim.update.muon_directions import Orthogonalization, directions, runs
 from mp_optim.update.muon_passes import MOMENTUM
@@ -66,8 +68,8 @@ class Muon(RuleOptimizer):
             is at least twice as long as wide.
         scale_mode, extra_scale_factor: of the step.
         fp32_matmul_prec: ``medium`` for products in bfloat16, ``highest`` for FP32.
-        tp_mode: ``duplicated`` gathers a matrix that is split over ranks, and each orthogonalises
-            the whole; ``blockwise`` orthogonalises each part by itself.
+        tp_mode: ``duplicated`` (Megatron's name) orthogonalises a matrix that is split over ranks
+            whole, on one of them; ``blockwise`` each part by itself.
         qkv_split_shapes: rows of the query, key and value part of each query group in a fused
             matrix, whose parts are orthogonalised by themselves; None for matrices that are one.
         head_rows: rows of each head of an attention weight: each head is a matrix of its own; None
@@ -108,6 +110,7 @@ class Muon(RuleOptimizer):
                 f"scalar_optimizer={scalar_optimizer!r}: must be one of {list(SCALAR_OPTIMIZERS)}"
             )
         self.rule = scalar_optimizer
+        self._owners = MatrixOwners()
         super().__init__(
             params,
             {
@@ -159,15 +162,21 @@ class Muon(RuleOptimizer):
             "a whole number >= 1, or None",
         )
         if group["optimizer"] == "muon":
-            _check_matrices(group)
+            _check_matrices(group, self._whole_shapes(group["params"]))
+
+    def _whole_shapes(self, params: list[Tensor]) -> list[torch.Size]:
+        """Shapes of what a group's tensors are parts of."""
+        for group, known in zip(self.param_groups, self._groups, strict=False):
+            if group["params"] is params:
+                return [part.shape for part in known.parts]
+        return [part_of(param).shape for param in params]
 
     def is_collective(self, update: SlotUpdate) -> bool:
         group = self.param_groups[update.slot.group]
         return (
             group["optimizer"] == "muon"
-            and group["tp_mode"] != "blockwise"
             and update.layout is not None
-            and update.layout.splits_matrices
+            and update.layout.is_shared(group["tp_mode"] == "blockwise")
         )
 
     def group_backend(
@@ -178,8 +187,11 @@ class Muon(RuleOptimizer):
             return name, why
         return name, (
             f"{why}; muon: products of matrices are torch's, where the model's parameters lie; "
-            "their bits may differ between devices and numbers of threads"
+            f"their bits may differ between devices and numbers of threads{self._owners}"
         )
+
+    def metrics(self) -> dict[str, float]:
+        return self._owners.metrics()
 
     def apply(
         self,
@@ -196,6 +208,9 @@ class Muon(RuleOptimizer):
         if AVERAGE in lists.state:  # which are taken afterwards, where they lie
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
+        self._owners.begin(
+            update.slot for update in updates if self.is_collective(update)
+        )
         rooms = Rooms(lists.main[0].device, rule.dtype)
         for members in runs(lists.main, updates.layouts):
             part = lists.take(members)
@@ -205,7 +220,8 @@ class Muon(RuleOptimizer):
             backend.muon_momentum(
                 _of_momenta(part, rounded), scalars, float(multiplier)
             )
-            values, factors = zip(*directions(rule, rounded, layouts), strict=True)
+            found = directions(rule, rounded, layouts, self._owners)
+            values, factors = zip(*found, strict=True)
             backend.muon_apply(_of_params(part, values), scalars, factors)
         backend.average(lists)
 
@@ -238,16 +254,16 @@ def _some(
     return {key: source[key] for key in keys if key in source}
 
 
-def _check_matrices(group: Mapping[str, Any]) -> None:
+def _check_matrices(group: Mapping[str, Any], shapes: Sequence[torch.Size]) -> None:
     names = (
         group.get("param_names")
         or group.get("fqns")
-        or [f"param{i}" for i in range(len(group["params"]))]
+        or [f"param{i}" for i in range(len(shapes))]
     )
-    for name, param in zip(names, group["params"], strict=True):
-        if param.dim() < 2:
+    for name, shape in zip(names, shapes, strict=True):
+        if len(shape) < 2:
             raise ValueError(
-                f"{name} has shape {tuple(param.shape)}: muon steps matrices; put it into a group "
+                f"{name} has shape {tuple(shape)}: muon steps matrices; put it into a group "
                 "with "
                 "optimizer='adam' or 'lion'"
             )

@@ -3,17 +3,20 @@ that are split over ranks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mp_optim.config.muon import coefficients, scale_factor
+from mp_optim.slots.matrix_parts import MatrixParts
 from mp_optim.slots.tensor_layout import Layout
 from mp_optim.update.kernel_args import fp32
+from mp_optim.update.matrix_exchange import Exchange
+from mp_optim.update.matrix_owners import MatrixOwners, newton_schulz_flops
 from mp_optim.update.newton_schulz import orthogonalize_each
 
 _DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
@@ -84,8 +87,7 @@ def runs(
     room = _TOGETHER
     for index, param in enumerate(params):
         layout = layouts[index] if layouts else None
-        shape = param.shape if layout is None or layout.mesh is None else layout.shape
-        size = math.prod(shape)
+        size = param.numel() if layout is None else layout.share(param)
         if members and size > room:
             yield members
             members, room = [], _TOGETHER
@@ -96,7 +98,10 @@ def runs(
 
 
 def directions(
-    rule: Orthogonalization, rounded: Sequence[Tensor], layouts: Sequence[Layout | None]
+    rule: Orthogonalization,
+    rounded: Sequence[Tensor],
+    layouts: Sequence[Layout | None],
+    owners: MatrixOwners,
 ) -> list[Direction]:
     """The direction of each parameter of a run, for this rank's part of it. Collective if some are
     split over ranks.
@@ -105,32 +110,108 @@ def directions(
         rounded: momenta in ``rule.dtype``, of this rank's parts, contiguous, on the device they are
             stepped on; overwritten.
         layouts: of the model's parameters, where the products are taken; as many.
+        owners: who orthogonalises what is split.
+
+    Raises:
+        ValueError: the rows of a fused matrix are no multiple of those of its parts.
     """
-    wholes = [
-        _whole(rule, part, layout)
-        for part, layout in zip(rounded, layouts, strict=True)
-    ]
     done: dict[int, Direction] = {}
-    for device in dict.fromkeys(whole.device for whole in wholes):
-        there = [index for index, whole in enumerate(wholes) if whole.device == device]
-        found = whole_directions(rule, [wholes[index] for index in there])
-        for index, (values, factor) in zip(there, found, strict=True):
+    split: dict[tuple[ProcessGroup, ...], list[_SplitParam]] = {}
+    here: dict[torch.device, dict[int, Tensor]] = {}
+    for index, (part, layout) in enumerate(zip(rounded, layouts, strict=True)):
+        parts = None if layout is None else layout.matrix_parts(rule.blockwise)
+        if layout is None or parts is None:
+            whole = _whole(rule, part, layout)
+            here.setdefault(whole.device, {})[index] = whole
+        else:
+            param = _SplitParam(index, part, parts, layout.device)
+            split.setdefault(layout.matrix_groups(rule.blockwise), []).append(param)
+    for wholes in here.values():
+        found = whole_directions(rule, list(wholes.values()))
+        for index, (values, factor) in zip(wholes, found, strict=True):
             layout = layouts[index]
-            if layout is not None and _is_gathered(rule, layout):
+            if layout is not None and layout.is_shared(rule.blockwise):
                 values = layout.own(values)
             done[index] = Direction(values.to(rounded[index].device), factor)
-    return [done[index] for index in range(len(wholes))]
+    for groups, params in split.items():
+        done.update(_by_owners(rule, params, groups, owners))
+    return [done[index] for index in range(len(rounded))]
 
 
 def _whole(rule: Orthogonalization, part: Tensor, layout: Layout | None) -> Tensor:
-    """What this rank orthogonalises of a parameter, where its products are taken."""
+    """What this rank orthogonalises of a parameter that has no owner, where its products are
+    taken."""
     if layout is None:
         return part
-    return layout.gather(part) if _is_gathered(rule, layout) else part.to(layout.device)
+    if layout.is_shared(rule.blockwise):
+        return layout.gather(part)
+    return part.to(layout.device)
 
 
-def _is_gathered(rule: Orthogonalization, layout: Layout) -> bool:
-    return layout.splits_matrices and not rule.blockwise
+class _SplitParam(NamedTuple):
+    """A parameter of a run: its place there, this rank's part, who has the others, and where they
+    travel."""
+
+    place: int
+    rounded: Tensor
+    parts: MatrixParts
+    device: torch.device
+
+
+def _by_owners(
+    rule: Orthogonalization,
+    params: Sequence[_SplitParam],
+    groups: Sequence[ProcessGroup],
+    owners: MatrixOwners,
+) -> dict[int, Direction]:
+    """The directions of parameters that the same ranks have parts of."""
+    parts = [param.parts for param in params]
+    pieces = [_pieces_of(rule, each.rows, each.columns) for each in parts]
+    flops = [_flops(rule, each) for each in pieces]
+    fused = rule.parts is not None  # what comes back is scaled already, and FP32
+    dtype = torch.float32 if fused else rule.dtype
+    factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
+    rounded = [param.rounded for param in params]
+    values = [torch.empty_like(part, dtype=dtype) for part in rounded]
+    planned = owners.plan(parts, groups, flops, dtype.itemsize)
+
+    def compute(wholes: list[Tensor]) -> list[Tensor]:
+        return [direction.values for direction in whole_directions(rule, wholes)]
+
+    device = params[0].device
+    exchange = Exchange(planned, parts, groups, rounded, values, device, compute)
+    exchange.run()
+    owners.bytes_sent += exchange.bytes_sent
+    found = map(Direction, values, factors)
+    return dict(zip((param.place for param in params), found, strict=True))
+
+
+def _pieces_of(
+    rule: Orthogonalization, rows: int, columns: int
+) -> list[tuple[int, int]]:
+    """The shapes of what is orthogonalised by itself in a matrix.
+
+    Raises:
+        ValueError: the rows are no multiple of those of heads, or of a fused matrix's parts.
+    """
+    name, sizes = "rows", tuple[int, ...]((rows,))
+    if rule.head_rows is not None:
+        sizes, name = (rule.head_rows,), "head_rows"
+    elif rule.parts is not None:
+        sizes, name = rule.parts, "qkv_split_shapes"
+    count, left = divmod(rows, sum(sizes) or 1)
+    if left:
+        raise ValueError(
+            f"{name}={sizes}: {rows} rows are not a multiple of {sum(sizes)}"
+        )
+    if name == "qkv_split_shapes":
+        return [(size * count, columns) for size in sizes]
+    return [(sizes[0], columns)] * max(count, 1)
+
+
+def _flops(rule: Orthogonalization, pieces: Sequence[tuple[int, int]]) -> int:
+    steps = len(rule.polynomials)
+    return sum(newton_schulz_flops(*piece, steps, rule.method) for piece in pieces)
 
 
 def whole_directions(

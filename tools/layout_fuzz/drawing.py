@@ -123,10 +123,12 @@ class _Draw:
             )
         if self.often(0.6):
             fraction = self.random.choice((0.3, 0.5, 1.0))
-            parts = rule == "muon" and kind in (
-                "fsdp",
-                "placed",
-            )  # gathered during backward by nobody
+            # exchanged during backward by nobody
+            parts = rule == "muon" and (
+                kind in ("fsdp", "placed")
+                or _is_flat(found.settings)
+                or "tp" in dict(found.mesh)
+            )
             modes = (
                 ("sync", "overlap")
                 if rule == "lamb" or parts
@@ -185,7 +187,7 @@ class _Draw:
 
     def copies_settings(self, rule: str, rough: bool) -> Settings:
         strategies = (
-            ("no_shard", "layer-wise")
+            ("no_shard", "layer-wise", "optim", "optim_grads")
             if rule == "muon"
             else (
                 "no_shard",
@@ -423,3 +425,11 @@ class _Draw:
             clip=1.0,
             disagreement=odd,
         )
+
+
+def _is_flat(settings: Settings) -> bool:
+    """Whether ranks share out the elements of flattened parameters."""
+    return dict(settings).get("data_parallel_sharding_strategy") in (
+        "optim",
+        "optim_grads",
+    )

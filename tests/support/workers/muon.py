@@ -1,6 +1,7 @@
 """Four gloo processes: Muon over parameters that are split in every way, beside the same parameters
 whole."""
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from mp_optim import (
     MegatronOptimizer,
@@ -18,7 +20,10 @@ from mp_optim import (
     ProcessGroups,
     get_megatron_optimizer,
 )
+from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.update import matrix_owners
 
+Shapes = dict[str, tuple[int, ...]]
 SHAPES = {
     "wide": (6, 10),
     "tall": (10, 6),
@@ -30,19 +35,30 @@ SHAPES = {
     "experts.down": (3, 8, 6),
 }
 OVERRIDES = {
-    ParamKey(name="fused"): {"qkv_split_shapes": (4, 2, 2)},
+    ParamKey(name="fused*"): {"qkv_split_shapes": (4, 2, 2)},
     ParamKey(name="embed"): {"optimizer": "adam"},
 }
+MANY = {
+    **{f"square{index}": (32, 32) for index in range(8)},
+    **{f"wide{index}": (16, 48) for index in range(8)},
+    **{f"fused{index}": (32, 16) for index in range(4)},
+    "tall": (96, 16),
+    "embed": (8, 8),
+    "experts.up": (12, 16, 24),
+}
+"""Matrices that can be shared out evenly."""
+LATE = ("wide1", "wide2")
+"""Of these, there is no gradient at the second step."""
 STEPS = 3
 FRACTIONS = (0.0, 0.5, 1.0)
 
 
-def values(step: int) -> dict[str, Tensor]:
+def values(step: int, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
     """Parameters at step -1, gradients at the others."""
     generator = torch.Generator().manual_seed(100 + step)
     return {
         name: torch.randn(shape, generator=generator).bfloat16()
-        for name, shape in SHAPES.items()
+        for name, shape in shapes.items()
     }
 
 
@@ -150,6 +166,148 @@ def on_mesh(
     )
 
 
+# -- who does what --------------------------------------------------------------------------------
+
+
+def shared(
+    part: Callable[[str, Tensor], Tensor],
+    whole: Callable[[str, Tensor], Tensor],
+    mark: Callable[[str, Tensor], None] = lambda name, param: None,
+    groups: ProcessGroups | None = None,
+    late: Sequence[str] = (),
+    **settings: object,
+) -> dict[str, object]:
+    """Two steps of many matrices: what main params come to, and the floating-point operations of
+    the second step's products, counted by torch and by the optimizer."""
+    model = model_of({n: part(n, value) for n, value in values(-1, MANY).items()})
+    named = dict(model.named_parameters())
+    for name, param in named.items():
+        mark(name, param)
+    optimizer = built(model, 0.0, groups, **settings)
+    for name, grad in values(0, MANY).items():
+        (named[name] * part(name, grad)).sum().backward()
+    assert optimizer.step().success
+    optimizer.zero_grad()
+    for name, grad in values(1, MANY).items():
+        if name not in late:
+            (named[name] * part(name, grad)).sum().backward()
+    with FlopCounterMode(display=False) as counter:
+        assert optimizer.step().success
+    mains = {
+        name: whole(name, main).clone() for name, main in optimizer.named_main_params()
+    }
+    told = optimizer.metrics()["muon_flops"]
+    return {"mains": mains, "flops": counter.get_total_flops(), "told": told}
+
+
+def alone(late: Sequence[str] = (), **settings: object) -> dict[str, object]:
+    """The same in one process."""
+    return shared(
+        lambda name, value: value.clone(),
+        lambda name, main: main.detach(),
+        late=late,
+        **settings,
+    )
+
+
+def _both(name: str) -> Sequence[object]:
+    """By rows, and then by columns; a fused matrix by rows twice."""
+    return [Shard(0), Shard(0)] if "fused" in name else [Shard(-2), Shard(-1)]
+
+
+OWNERS: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
+    "2 ranks, rows": ((2,), lambda name: [Shard(-2)]),
+    "4 ranks, rows": ((4,), lambda name: [Shard(-2)]),
+    "4 ranks, columns": ((4,), lambda name: [Shard(-1)]),
+    "2 x 2, both": ((2, 2), _both),
+}
+
+
+def on_ranks(
+    mesh: DeviceMesh, layout: Callable[[str], Sequence[object]]
+) -> dict[str, object]:
+    """With DTensors. One step has no gradients of some."""
+    return shared(
+        lambda name, value: distribute_tensor(
+            value, mesh, [Shard(each.dim % value.dim()) for each in layout(name)]
+        ),
+        lambda name, main: main.full_tensor(),
+        late=LATE,
+    )
+
+
+def by_tensor_parallelism() -> dict[str, object]:
+    """Plain tensors, by rows or by columns."""
+    world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+
+    def dim(name: str) -> int:
+        return -1 if name.startswith("wide") else -2
+
+    def mark(name: str, param: Tensor) -> None:
+        param.tensor_model_parallel = True
+        param.partition_dim = dim(name) % param.dim()
+
+    def whole(name: str, main: Tensor) -> Tensor:
+        parts = [torch.empty_like(main) for _ in range(size)]
+        dist.all_gather(parts, main.detach().contiguous())
+        return torch.cat(parts, dim(name))
+
+    return shared(
+        lambda name, value: value.chunk(size, dim(name))[rank].contiguous(),
+        whole,
+        mark,
+        ProcessGroups(
+            grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world
+        ),
+        LATE,
+    )
+
+
+def by_zero(ranks: dist.ProcessGroup, **settings: object) -> dict[str, object]:
+    """Flat shards of a distributed optimizer, or whole parameters on one rank each."""
+
+    def whole(name: str, main: Tensor) -> Tensor:
+        flat = torch.zeros(math.prod(MANY[name]))
+        local = main.local if isinstance(main, FlatShard) else main.detach().flatten()
+        first = main.start if isinstance(main, FlatShard) else 0
+        flat[first : first + local.numel()] = local
+        dist.all_reduce(flat, group=ranks)
+        return flat.view(MANY[name])
+
+    return shared(
+        lambda name, value: value.clone(),
+        whole,
+        groups=ProcessGroups(dp=ranks, expert_dp=ranks),
+        use_distributed_optimizer=True,
+        **settings,
+    )
+
+
+ZERO: dict[str, dict[str, object]] = {
+    "4 ranks, optim": {"bucket_size": 3000},
+    "2 ranks, optim_grads": {"data_parallel_sharding_strategy": "optim_grads"},
+    "4 ranks, layer-wise": {"use_layer_wise_distributed_optimizer": True},
+}
+
+
+def shares() -> dict[str, dict[str, object]]:
+    """All of them, those on two ranks included; in several batches."""
+    matrix_owners.LEAST_BATCH_BYTES = 1
+    found: dict[str, dict[str, object]] = {}
+    for case, (shape, layout) in OWNERS.items():
+        mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape))
+        if mesh.get_coordinate() is not None:
+            found[case] = on_ranks(mesh, layout)
+    found["4 ranks, tensor parallel"] = by_tensor_parallelism()
+    pair = dist.new_group([0, 1])
+    for case, settings in ZERO.items():
+        if case.startswith("4 ranks"):
+            found[case] = by_zero(dist.group.WORLD, **settings)
+        elif dist.get_rank() < 2:
+            found[case] = by_zero(pair, **settings)
+    return found
+
+
 def tensor_parallel() -> dict[str, Tensor]:
     """Plain tensors with Megatron's attributes: matrices split by rows or columns, the others on
     every rank."""
@@ -204,6 +362,7 @@ def main(directory: str) -> None:
     if mesh.get_coordinate() is not None:
         found["blockwise"] = on_mesh(mesh, _rows, 0.0, muon_tp_mode="blockwise")
     found["tensor parallel"] = tensor_parallel()
+    found["shares"] = shares()
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -270,3 +270,36 @@ def test_blockwise_orthogonalises_each_part(ranks):
     }
     assert {"wide", "tall", "narrow"} <= differing
     assert differing.isdisjoint({"experts.up", "experts.down", "embed", "bias"})
+
+
+SHARED = [*muon_worker.OWNERS, *muon_worker.ZERO, "4 ranks, tensor parallel"]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """With all gradients, and without some."""
+    return {late: muon_worker.alone(late) for late in ((), muon_worker.LATE)}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_ranks_share_out_the_products_and_have_the_bits_of_one_process(
+    ranks, one_process, case
+):
+    """ZeRO has gradients of zeros where there are none."""
+    expected = one_process[() if case in muon_worker.ZERO else muon_worker.LATE]
+    found = [rank["shares"][case] for rank in ranks if case in rank["shares"]]
+    assert len(found) == (2 if case.startswith("2 ranks") else 4)
+    for share in found:
+        differing = [
+            name
+            for name, value in expected["mains"].items()
+            if not same_bits(share["mains"][name], value)
+        ]
+        assert differing == []
+    total, flops = expected["flops"], [share["flops"] for share in found]
+    assert sum(flops) == total
+    if "layer-wise" in case:  # a stack of experts lies on one rank
+        assert max(flops) < total
+    else:
+        assert max(flops) <= 1.05 * total / len(found)
+        assert flops == [share["told"] for share in found]

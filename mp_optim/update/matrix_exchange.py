@@ -1,0 +1,292 @@
+"""Matrices that are split over ranks, each orthogonalised by its owner: parts travel to the owners
+and results back, all-to-all, a batch of matrices at a time.
+
+Along a grid of ranks that several process groups span, what travels goes along one axis after the
+other, so that the groups that a mesh has anyway are all that is needed.
+
+NOTE: batches overlap: while one is computed, the next one's parts come and the last one's results
+go. All ranks start the same communications in the same order, because all have the same plan
+(:mod:`mp_optim.update.matrix_owners`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
+from mp_optim.slots.matrix_parts import Grid, MatrixParts, Part, numel_of
+from mp_optim.update.matrix_owners import Plan
+
+Compute = Callable[[list[Tensor]], Sequence[Tensor]]
+_Pieces = dict[int, list[Tensor]]
+"""By a matrix's number in the plan: the flattened parts of a block of ranks, in their order."""
+
+_DOING = "exchanging parts of matrices with their owners"
+
+
+@dataclass
+class Exchange:
+    """One exchange of the parts of several parameters, between the same ranks.
+
+    Attributes:
+        plan: who owns which matrix.
+        params: who has which part.
+        groups: process groups that span the grid of these ranks.
+        sent: this rank's parts of the parameters, contiguous.
+        received: where this rank's parts of the results go, contiguous.
+        device: where parts travel and matrices are computed.
+        compute: makes results of whole matrices, in their shapes and in the dtype of ``received``.
+        bytes_sent: so far, to other ranks.
+    """
+
+    plan: Plan
+    params: Sequence[MatrixParts]
+    groups: Sequence[ProcessGroup]
+    sent: Sequence[Tensor]
+    received: Sequence[Tensor]
+    device: torch.device
+    compute: Compute
+    bytes_sent: int = 0
+
+    def __post_init__(self) -> None:
+        for param, part in zip(self.params, self.sent, strict=True):
+            if (there := param.bounds(self._rank)[-1]) != part.numel():
+                raise ValueError(
+                    f"a part of {len(param.parts)} matrices of {param.rows} x {param.columns} has "
+                    f"{part.numel()} elements; as they are split, it should have {there}"
+                )
+
+    def run(self) -> None:
+        """Collective of all ranks of the grid."""
+        waiting = map(self._steps, self.plan.batches)
+        under_way: list[Iterator[bool]] = []
+        while begun := [*itertools.islice(waiting, 1), *under_way]:
+            # the youngest first: its parts travel while an older one is computed
+            under_way = [batch for batch in begun if next(batch)]
+
+    def _steps(self, batch: Sequence[int]) -> Iterator[bool]:
+        """What becomes of a batch; says True where communication is under way, False at the
+        end."""
+        axes = range(len(self.groups))
+        pieces = {item: [self._of_item(self.sent, item)] for item in batch}
+        for axis in reversed(axes):
+            hop = self._to_owners(axis, batch, pieces)
+            yield True
+            pieces = hop.arrived(self.device)
+        pieces = self._computed(pieces)
+        for axis in axes:
+            hop = self._from_owners(axis, batch, pieces)
+            yield True
+            is_last = axis == axes[-1]
+            pieces = hop.arrived(self.received[0].device if is_last else self.device)
+        targets = [self._of_item(self.received, item) for item in pieces]
+        torch._foreach_copy_(targets, [flat for (flat,) in pieces.values()])
+        yield False
+
+    # -- products ---------------------------------------------------------------------------------
+
+    def _computed(self, pieces: _Pieces) -> _Pieces:
+        """The results of this rank's matrices, cut like their parts."""
+        if not pieces:
+            return {}
+        parts_of = {item: self._parts(item) for item in pieces}
+        wholes = [
+            assembled(self._shape(item), parts_of[item], flats)
+            for item, flats in pieces.items()
+        ]
+        results = self.compute(wholes)
+        return {
+            item: cut(whole, parts_of[item])
+            for item, whole in zip(pieces, results, strict=True)
+        }
+
+    def _shape(self, item: int) -> tuple[int, int]:
+        param = self.params[self.plan.items[item][0]]
+        return param.rows, param.columns
+
+    def _parts(self, item: int) -> Sequence[Part]:
+        param, matrix = self.plan.items[item]
+        return self.params[param].parts[matrix]
+
+    def _of_item(self, tensors: Sequence[Tensor], item: int) -> Tensor:
+        """This rank's part of a matrix, in one of a list of parameters; flat."""
+        param, matrix = self.plan.items[item]
+        start, stop = self.params[param].bounds(self._rank)[matrix : matrix + 2]
+        return tensors[param].view(-1)[start:stop]
+
+    # -- ranks ------------------------------------------------------------------------------------
+
+    @property
+    def _grid(self) -> Grid:
+        return self.params[0].grid
+
+    @cached_property
+    def _here(self) -> tuple[int, ...]:
+        """This rank's place in the grid."""
+        return tuple(group.rank() for group in self.groups)
+
+    @cached_property
+    def _rank(self) -> int:
+        (rank,) = self._grid.block(*self._here)
+        return rank
+
+    @cached_property
+    def _owners(self) -> list[tuple[int, ...]]:
+        """The place in the grid of each matrix's owner."""
+        return list(map(self._grid.coordinates, self.plan.owners))
+
+    # -- on the way -------------------------------------------------------------------------------
+
+    def _to_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
+        """Each rank of a group gets the pieces of those matrices that it, or a rank that agrees
+        with it along this axis and later ones, owns."""
+        group, here = self.groups[axis], self._here
+        sent: list[list[Tensor]] = [[] for _ in range(group.size())]
+        for item in filter(pieces.__contains__, batch):
+            sent[self._owners[item][axis]] += pieces[item]
+        mine = [item for item in batch if self._owners[item][axis:] == here[axis:]]
+        blocks = [
+            self._grid.block(*here[:axis], place) for place in range(group.size())
+        ]
+        coming = [self._sizes(mine, block) for block in blocks]
+        return self._hop(axis, self.sent[0].dtype, sent, coming)
+
+    def _from_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
+        """The way back: each rank of a group gets the pieces of the ranks that agree with it along
+        this axis and earlier ones."""
+        group, here = self.groups[axis], self._here
+        sent: list[list[Tensor]] = [[] for _ in range(group.size())]
+        for item in filter(pieces.__contains__, batch):
+            block = len(pieces[item]) // group.size()
+            for place, of_rank in enumerate(sent):
+                of_rank += pieces[item][place * block : (place + 1) * block]
+        ranks = self._grid.block(*here[: axis + 1])
+        coming: list[list[tuple[int, int]]] = []
+        for place in range(group.size()):
+            owner = (place, *here[axis + 1 :])
+            theirs = [item for item in batch if self._owners[item][axis:] == owner]
+            coming.append(self._sizes(theirs, ranks))
+        return self._hop(axis, self.received[0].dtype, sent, coming)
+
+    def _hop(
+        self,
+        axis: int,
+        dtype: torch.dtype,
+        sent: Sequence[Sequence[Tensor]],
+        coming: Sequence[Sequence[tuple[int, int]]],
+    ) -> _Hop:
+        for place, pieces in enumerate(sent):
+            if place != self._here[axis]:
+                self.bytes_sent += sum(map(Tensor.numel, pieces)) * dtype.itemsize
+        return _Hop(self.groups[axis], self.device, dtype, sent, coming)
+
+    def _sizes(self, items: Sequence[int], ranks: range) -> list[tuple[int, int]]:
+        """What ranks have of matrices: for each part the matrix, and its number of elements."""
+        found = []
+        for item in items:
+            param, matrix = self.plan.items[item]
+            sizes = self.params[param].sizes[matrix]
+            found += [(item, sizes[rank]) for rank in ranks]
+        return found
+
+
+class _Hop:
+    """Pieces that travel along one axis, from its start on.
+
+    Args:
+        sent: pieces for each rank of the group.
+        coming: from each rank of the group, the pieces' matrices and sizes.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        sent: Sequence[Sequence[Tensor]],
+        coming: Sequence[Sequence[tuple[int, int]]],
+    ) -> None:
+        self._group, self._coming, width = group, coming, dtype.itemsize
+        self._guard = naming_missing_ranks(group)
+        pieces = [piece for of_rank in sent for piece in of_rank]
+        packed = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
+        self._packed = packed.to(device)  # kept: it is read until the end
+        counts = [sum(size for _, size in of_rank) for of_rank in coming]
+        if group.size() == 1:
+            self._buffer, self._work = self._packed, None
+            return
+        self._buffer = torch.empty(sum(counts), dtype=dtype, device=device)
+        with self._guard(_DOING):
+            self._work = dist.all_to_all_single(
+                self._buffer.view(torch.uint8),
+                self._packed.view(torch.uint8),
+                [count * width for count in counts],
+                [sum(map(Tensor.numel, of_rank)) * width for of_rank in sent],
+                group=group,
+                async_op=True,
+            )
+
+    def arrived(self, device: torch.device) -> _Pieces:
+        """The pieces of each matrix, by ranks, on a device."""
+        if self._work is not None:
+            with self._guard(_DOING):
+                wait_for(self._work, self._group, self._buffer.device)
+        self._packed = self._packed[:0]
+        entries = [entry for of_rank in self._coming for entry in of_rank]
+        flats = torch.split(self._buffer.to(device), [size for _, size in entries])
+        pieces: _Pieces = {}
+        for (item, _), flat in zip(entries, flats, strict=True):
+            pieces.setdefault(item, []).append(flat)
+        return pieces
+
+
+def assembled(
+    shape: tuple[int, int], parts: Sequence[Part], flats: Sequence[Tensor]
+) -> Tensor:
+    """A whole matrix from flattened parts."""
+    if _are_in_order(parts, shape[1]):
+        return torch.cat(list(flats)).view(shape)
+    whole = flats[0].new_empty(shape)
+    for part, flat in zip(parts, flats, strict=True):
+        for box, values in zip(part, _by_box(flat, part), strict=True):
+            box.of(whole).copy_(values)
+    return whole
+
+
+def cut(whole: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """The flattened parts of a whole matrix: the inverse of :func:`assembled`."""
+    if _are_in_order(parts, whole.shape[1]):
+        return list(torch.split(whole.reshape(-1), list(map(numel_of, parts))))
+    flats = []
+    for part in parts:
+        boxes = [box.of(whole).reshape(-1) for box in part]
+        flats.append(torch.cat(boxes) if boxes else whole.new_empty(0))
+    return flats
+
+
+def _by_box(flat: Tensor, part: Part) -> list[Tensor]:
+    pieces = torch.split(flat, [box.numel for box in part])
+    return [
+        piece.view(box.rows, box.columns)
+        for box, piece in zip(part, pieces, strict=True)
+    ]
+
+
+def _are_in_order(parts: Sequence[Part], columns: int) -> bool:
+    """Whether the parts follow each other as the rows of a matrix do."""
+    end = 0
+    for box in itertools.chain.from_iterable(parts):
+        if box.numel and (box.row * columns + box.column != end):
+            return False
+        if box.rows > 1 and box.columns != columns:
+            return False
+        end += box.numel
+    return True
