@@ -1,0 +1,259 @@
+"""A file for state that does not fit into memory: windows of it are read and written past the page
+cache, in pieces that several threads carry at once.
+
+It is no checkpoint. It has no name once it is open, so the system takes it back when the process
+ends, however that ends, and nobody can take half-written state for whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+"""Past the page cache, addresses in file and memory and numbers of bytes are multiples of this."""
+PIECE = 8 << 20
+"""Bytes of a window that one thread carries at once."""
+THREADS = 4
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_ADVICE = {
+    errno.ENOSPC: "free space there, or choose another folder",
+    errno.EDQUOT: "your quota there is used up; free space, or choose another folder",
+    errno.EFBIG: "a limit on the size of files is in force (ulimit -f); raise it",
+    errno.EROFS: "the file system is read-only; choose another folder",
+    errno.EACCES: "this process may not write there; choose another folder",
+    errno.EPERM: "this process may not write there; choose another folder",
+    errno.ENOENT: "the folder does not exist; make it, or choose another",
+    errno.ENOTDIR: "this is no folder; choose another",
+    errno.EIO: "the disk fails (see the system's log); go on from the last checkpoint",
+}
+
+
+class Ticket:
+    """A transfer that is under way. NOTE: its memory belongs to it until :meth:`wait` returns: what
+    is written must not change, what is read must not be used."""
+
+    def __init__(self, pieces: list[Future[None]]) -> None:
+        self._pieces = pieces
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return all(piece.done() for piece in self._pieces)
+
+    def wait(self) -> None:
+        """Wait until nothing uses the memory any more.
+
+        Raises:
+            OSError: a piece failed; with the file's path and what to do.
+        """
+        wait(self._pieces)
+        for piece in self._pieces:
+            piece.result()
+
+
+class DirectFile:
+    """A file of a fixed size in a folder, zero at first.
+
+    Attributes:
+        path: where it was made; it has no name there any more.
+        direct: whether transfers go past the page cache.
+        why: if they do not, the reason in a sentence.
+
+    Args:
+        folder: on a local disk.
+        num_bytes: of the file. All of it is taken from the disk now, so that a full disk is noticed
+            before anything is stepped.
+        threads: that carry pieces.
+        piece_bytes: a multiple of :data:`BLOCK`.
+
+    Raises:
+        OSError: it cannot be made; with the path and what to do. Nothing is left there.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        num_bytes: int,
+        threads: int = THREADS,
+        piece_bytes: int = PIECE,
+    ) -> None:
+        self.path = Path(folder) / f"mp_optim_state_{os.getpid()}_{id(self):x}"
+        self.num_bytes = num_bytes
+        self._piece = piece_bytes
+        self.why = ""
+        self._open = contextlib.ExitStack()
+        with self._open as on_error, self._explained("making"):
+            self._buffered = self._opened(os.O_CREAT | os.O_EXCL)
+            try:
+                self._direct = self._opened_directly()
+            finally:
+                os.unlink(self.path)
+            self._allocate()
+            self._pool = on_error.enter_context(
+                ThreadPoolExecutor(threads, thread_name_prefix="mp_optim_disk")
+            )
+            self._open = on_error.pop_all()
+
+    @property
+    def direct(self) -> bool:
+        return not self.why
+
+    def read_into(self, memory: Tensor, offset: int) -> Ticket:
+        """Begin to fill a contiguous tensor on the host with the bytes from ``offset`` on. Windows
+        and memory that begin and end with a :data:`BLOCK` are not copied."""
+        return self._begin("reading", os.preadv, memory, offset)
+
+    def write_from(self, memory: Tensor, offset: int) -> Ticket:
+        """Begin to write a contiguous tensor on the host to the bytes from ``offset`` on.
+        Transfers that are under way together must not overlap."""
+        return self._begin("writing", os.pwritev, memory, offset)
+
+    def close(self) -> None:
+        """Wait for what is under way, and give the space back."""
+        self._open.close()
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        way = "past the page cache" if self.direct else f"buffered ({self.why})"
+        return f"DirectFile({str(self.path)!r}, {self.num_bytes} bytes, {way})"
+
+    def _opened(self, flags: int) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        self._open.callback(os.close, file)
+        return file
+
+    def _opened_directly(self) -> int:
+        """The file opened past the page cache, or its other descriptor where that is refused."""
+        if not _O_DIRECT:
+            self.why = "this system has no O_DIRECT"
+            return self._buffered
+        try:
+            return self._opened(_O_DIRECT)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self.why = f"the file system of {self.path.parent} refuses O_DIRECT"
+            return self._buffered
+
+    def _allocate(self) -> None:
+        system = os.fstatvfs(self._buffered)
+        free = system.f_bavail * system.f_frsize
+        if system.f_blocks and self.num_bytes > free:  # 0: it does not say
+            # Asked first: some file systems would fill the disk before they notice.
+            asked = f"{self.num_bytes} bytes asked for, {free} free"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {asked}")
+        if self.num_bytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._buffered, 0, self.num_bytes)
+        else:  # macOS, where only what is free now is known
+            os.ftruncate(self._buffered, self.num_bytes)
+
+    def _begin(
+        self, what: str, move: Callable[..., int], memory: Tensor, offset: int
+    ) -> Ticket:
+        size = memory.numel() * memory.element_size()
+        if memory.device.type != "cpu" or not memory.is_contiguous():
+            raise ValueError(
+                f"{what} {self.path}: needs a contiguous tensor on the host"
+            )
+        if offset < 0 or offset + size > self.num_bytes:
+            raise ValueError(
+                f"{what} {self.path}: bytes {offset} to {offset + size} of {self.num_bytes}"
+            )
+        # Each piece holds the tensor, so that its memory outlives a ticket that nobody waits for.
+        return Ticket(
+            [
+                self._pool.submit(self._carry, what, move, memory, offset, piece)
+                for piece in _cut(offset, offset + size, self._piece)
+            ]
+        )
+
+    def _carry(
+        self,
+        what: str,
+        move: Callable[..., int],
+        memory: Tensor,
+        offset: int,
+        piece: tuple[int, int],
+    ) -> None:
+        """One piece of a tensor that lies at ``offset``, in a thread of the pool."""
+        begin, end = piece
+        address = memory.data_ptr() + begin - offset
+        with self._explained(f"{what} bytes {begin} to {end} of"):
+            if self.direct and address % BLOCK and not (begin % BLOCK or end % BLOCK):
+                self._carry_by_copy(move, address, begin, end - begin)
+            else:
+                self._move(move, address, begin, end - begin)
+
+    def _carry_by_copy(
+        self, move: Callable[..., int], address: int, begin: int, size: int
+    ) -> None:
+        """For memory that begins in the middle of a block."""
+        aligned = torch.empty(size + BLOCK, dtype=torch.uint8)
+        there = -(-aligned.data_ptr() // BLOCK) * BLOCK
+        if move is os.pwritev:
+            ctypes.memmove(there, address, size)
+        self._move(move, there, begin, size)
+        if move is os.preadv:
+            ctypes.memmove(address, there, size)
+
+    def _move(
+        self, move: Callable[..., int], address: int, offset: int, size: int
+    ) -> None:
+        """Move until nothing is left: the system may do less than it is asked for. What is not
+        whole blocks goes through the page cache."""
+        view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        while view:
+            blocks = (offset | len(view)) % BLOCK == 0
+            moved = move(self._direct if blocks else self._buffered, [view], offset)
+            if not moved:
+                raise OSError(errno.EIO, "the file ends early")
+            view, offset = view[moved:], offset + moved
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            advice = _ADVICE.get(error.errno or 0, "go on from the last checkpoint")
+            text = f"{what} the optimizer's state file: {error.strerror}; {advice}"
+            raise OSError(error.errno, text, str(self.path)) from error
+
+
+def _cut(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Pieces of a range of bytes, of at most ``size``: what comes before the first whole block,
+    whole blocks, what comes after the last.
+
+    NOTE: the first and the last go through the page cache, since their blocks may belong to two
+    transfers at once; the system keeps cache and disk coherent.
+    """
+    first, last = -(-begin // BLOCK) * BLOCK, end // BLOCK * BLOCK
+    if first >= last:
+        if begin < end:
+            yield begin, end
+        return
+    if begin < first:
+        yield begin, first
+    for start in range(first, last, size):
+        yield start, min(start + size, last)
+    if last < end:
+        yield last, end
