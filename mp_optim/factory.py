@@ -276,6 +276,7 @@ def inner_optimizer(
         offload_place=config.offload_place,
         offload_streamed_fraction=config.offload_streamed_fraction,
         stream_window_bytes=config.stream_window_bytes,
+        optimizer_state_path=config.optimizer_state_path,
         bucket_bytes=config.offload_bucket_bytes,
         host_threads=config.host_threads,
         host_cores=_host_cores(config),

@@ -88,10 +88,12 @@ def table(rows: list[SweepRow], options: Options) -> Table:
 
     shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")
     shown.add_column("state")
-    for head in ("fraction", "accelerator", "pinned host", "pageable host", "host"):
+    disk = ["disk"] if has_disk(rows) else []
+    heads = ["fraction", "accelerator", "pinned host", "pageable host", *disk, "host"]
+    for head in heads:
         shown.add_column(head, justify="right")
     for row in rows:
-        form, fraction, accelerator, *host = cells(row)
+        form, fraction, accelerator, *host = cells(row, has_disk(rows))
         held, limit = row.plan.accelerator.total, options.gpu_memory
         if limit is not None and held > limit * GIB:
             accelerator = f"[red]{accelerator}[/red]"
@@ -101,10 +103,18 @@ def table(rows: list[SweepRow], options: Options) -> Table:
     return shown
 
 
-def cells(row: SweepRow) -> list[str]:
-    """State and fraction of a plan; accelerator, pinned and pageable host memory in GiB."""
+def has_disk(rows: list[SweepRow]) -> bool:
+    """Whether some of it lies on a disk."""
+    return any(row.plan.disk.total for row in rows)
+
+
+def cells(row: SweepRow, shows_disk: bool) -> list[str]:
+    """State and fraction of a plan; accelerator, pinned and pageable host memory in GiB, and the
+    disk."""
     plan = row.plan
-    parts = plan.accelerator, plan.pinned_host, plan.pageable_host
+    parts = [plan.accelerator, plan.pinned_host, plan.pageable_host]
+    if shows_disk:
+        parts.append(plan.disk)
     return [
         row.form,
         f"{plan.fraction:g}",
@@ -119,12 +129,11 @@ def _words(layout: Layout) -> str:
 
 def markdown(rows: list[SweepRow]) -> str:
     """The same as a table for documents."""
-    lines = [
-        "| state | fraction on the host | accelerator, GiB | pinned host, GiB | pageable host, GiB "
-        "|",
-        "|---|---|---|---|---|",
-    ]
-    lines += [f"| {' | '.join(cells(row))} |" for row in rows]
+    on_disk = has_disk(rows)
+    heads = ["state", "fraction on the host", "accelerator, GiB", "pinned host, GiB"]
+    heads += ["pageable host, GiB", *(["disk, GiB"] if on_disk else [])]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [f"| {' | '.join(cells(row, on_disk))} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

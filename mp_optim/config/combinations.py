@@ -71,6 +71,7 @@ def _check_together(config: ConfigFields) -> None:
         )
     _check_release(config)
     _check_streamed(config)
+    _check_on_disk(config)
     try:
         coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
     except ValueError as error:
@@ -111,6 +112,29 @@ def _check_streamed(config: ConfigFields) -> None:
             config,
             "offload_place",
             f"{config.optimizer} needs whole matrices, which windows do not give it; use 'host'",
+        )
+
+
+def _check_on_disk(config: ConfigFields) -> None:
+    if config.optimizer_state_path is None:
+        return
+    if config.offload_place == "auto":
+        _fail(
+            config,
+            "offload_place",
+            "with optimizer_state_path all of it is stepped in one place; use 'host' or 'streamed'",
+        )
+    if config.offload_mode != "sync":
+        _fail(
+            config,
+            "offload_mode",
+            "with optimizer_state_path the state is on the disk between steps; use 'sync'",
+        )
+    if RULES[config.optimizer].reads == "matrices":
+        _fail(
+            config,
+            "optimizer_state_path",
+            f"{config.optimizer} needs whole matrices, which windows do not give it; leave it out",
         )
 
 
@@ -219,8 +243,8 @@ def _has_rounded_state(config: ConfigFields) -> bool:
 
 
 _STEPPED_ON_HOST: tuple[str, Callable[[ConfigFields], bool]] = (
-    "optimizer_cpu_offload=True and offload_place='host' or 'auto'",
-    lambda c: c.optimizer_cpu_offload and c.offload_place != "streamed",
+    "optimizer_cpu_offload=True and offload_place='host' or 'auto', without optimizer_state_path",
+    lambda c: c.optimizer_cpu_offload and c.has_buckets,
 )
 
 _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
@@ -245,9 +269,13 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
         lambda c: c.may_offload,
     ),
+    "optimizer_state_path": (
+        "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
+        lambda c: c.may_offload,
+    ),
     "stream_window_bytes": (
-        "offload_place='streamed' or 'auto'",
-        lambda c: c.may_offload and c.offload_place != "host",
+        "offload_place='streamed' or 'auto', or optimizer_state_path",
+        lambda c: c.may_offload and c.has_windows,
     ),
     "offload_streamed_fraction": (
         "offload_place='auto'",

@@ -18,6 +18,7 @@ from mp_optim.config.field_kinds import (
     as_bool,
     as_cores,
     as_dtype,
+    as_folder,
     as_fraction,
     as_timers,
 )
@@ -110,6 +111,7 @@ CHECKS: dict[str, Check] = {
         2**62,
         "must be a whole number of bytes >= 4096, or text such as '256MiB'",
     ),
+    "optimizer_state_path": as_folder,
     "offload_bucket_bytes": Size(
         1, 2**62, "must be a whole number of bytes >= 1, or text such as '64MiB'"
     ),

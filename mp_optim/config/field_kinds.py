@@ -12,6 +12,7 @@ import difflib
 import inspect
 import math
 import numbers
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,6 +194,14 @@ def as_cores(value: Any) -> tuple[int, ...] | None:
     if len(set(cores)) != len(cores):
         raise ValueError(rule)
     return cores
+
+
+def as_folder(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError("must be the path of a folder, or None")
+    return os.fsdecode(value)
 
 
 def as_timers(value: Any) -> Any:

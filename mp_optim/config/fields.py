@@ -171,9 +171,14 @@ class ConfigFields:
     """With ``offload_place="auto"``: the share of offloaded elements that is streamed, 0 to 1; by
     default the first steps are timed, and both finish together."""
     stream_window_bytes: int = 256 << 20
-    """Bytes of main params and state in a window; with ``offload_place="streamed"`` at most three
-    are on the accelerator, within ``step()``. Larger parameters go in pieces (adam, sgd, lion) or
-    are refused (lamb, adafactor)."""
+    """Bytes of main params and state in a window, with ``offload_place="streamed"`` or
+    ``optimizer_state_path``; streamed, at most three are on the accelerator, within ``step()``.
+    Larger parameters go in pieces (adam, sgd, lion) or are refused (lamb, adafactor)."""
+    optimizer_state_path: str | None = None
+    """A folder on a local disk. Main params and state of what is offloaded lie there in a file
+    between steps; host memory holds windows of ``stream_window_bytes``, five (``offload_place``
+    host) or six. The file has no name, goes with the process, and is no checkpoint. The same bits
+    as in memory."""
     release_gradients: bool = False
     """With ``offload_mode`` overlap or speculative: what is stepped on the host leaves ``.grad`` as
     soon as its bucket is complete in backward, so that at most two buckets of such gradients lie on
@@ -246,6 +251,16 @@ class ConfigFields:
         """Whether some of the optimizer is on the host, or will be if that turns out to be
         needed."""
         return self.optimizer_cpu_offload and self.optimizer_offload_fraction != 0.0
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some of what is offloaded is stepped window by window."""
+        return self.offload_place != "host" or self.optimizer_state_path is not None
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether some of what is offloaded is stepped by the host bucket by bucket."""
+        return self.offload_place != "streamed" and self.optimizer_state_path is None
 
     @property
     def keeps_remainders(self) -> bool:

@@ -18,6 +18,9 @@ A bucket holds gradients and parameters in the model's dtype, each tensor rounde
                                                                                moments once more
 ================  =======================  ==================================  =====================
 
+With ``offload_place="streamed"`` there is no staging; with ``optimizer_state_path`` there are only
+windows, :func:`~mp_optim.placement.disk_windows.windows_held` of them.
+
 Decided here: :func:`plan_staging` cuts buckets and sizes staging, :func:`back_buffer_bytes` sizes
 the back buffer. The run allocates just that (:class:`~mp_optim.placement.host_step.HostStepper`,
 :class:`~mp_optim.placement.double_buffer.DoubleBuffer`). The planner (``planner/memory.py``) builds
@@ -56,6 +59,7 @@ class HostBytes(NamedTuple):
         back_mains, back_state: of the back buffer, for main params and for the rest.
         moments, remainders, averages: of streamed slots, whose state lies in memory that copies
             read.
+        windows: of state that is kept on a disk.
     """
 
     staging: tuple[int, ...]
@@ -64,11 +68,20 @@ class HostBytes(NamedTuple):
     moments: tuple[int, ...] = ()
     remainders: tuple[int, ...] = ()
     averages: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
 
     @property
     def back(self) -> int:
         """Bytes of the back buffer."""
         return sum(self.back_mains) + sum(self.back_state)
+
+
+class DiskBytes(NamedTuple):
+    """Bytes of a file that state is kept in: whole blocks for each tensor."""
+
+    main_params: int = 0
+    moments: int = 0
+    averages: int = 0
 
 
 @dataclass(frozen=True)

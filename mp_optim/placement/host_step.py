@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mp_optim.placement.host_bytes import (
+    DiskBytes,
     HostBytes,
     HostSlot,
     OffloadMode,
@@ -21,6 +22,7 @@ from mp_optim.placement.host_bytes import (
 )
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.staging import StagedTensors, Staging
+from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.placement.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection
@@ -49,6 +51,7 @@ class HostStepSettings:
         pin_staging, pin_mains: page-lock staging memory; the back buffer of main params, and
             streamed state.
         speculation: when it pauses.
+        state_file: where main params and state are kept, if not in memory.
     """
 
     transfer: Transfer
@@ -60,6 +63,7 @@ class HostStepSettings:
     pin_staging: bool
     pin_mains: bool
     speculation: SpeculationSettings
+    state_file: StateFile | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -166,6 +170,10 @@ class Stepper(HostPart):
     @abstractmethod
     def device_bytes(self) -> int:
         """Device memory that is held within ``step()``, beside gradients and parameters."""
+
+    def disk_bytes(self) -> DiskBytes:
+        """What is kept in a file rather than in memory."""
+        return DiskBytes()
 
     @abstractmethod
     def step_buckets(

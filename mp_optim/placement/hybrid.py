@@ -20,6 +20,7 @@ from mp_optim.placement.cores import occupy, worker_threads
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.host_step import HostStepSettings, Stepper
 from mp_optim.placement.speculation import SpeculationSettings
+from mp_optim.placement.state_file import state_file_in
 from mp_optim.placement.steppers import (
     OffloadedStep,
     only_accelerator,
@@ -82,6 +83,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
             window and are stepped there; or ``auto``: a share of them does, beside the host.
         offload_streamed_fraction: that share; by default it is measured.
         stream_window_bytes: of such a window; there are at most three.
+        optimizer_state_path: a folder on a local disk; main params and state of what is offloaded
+            lie there in a file between steps, and in host memory are windows of them. The file has
+            no name, goes with the process, and is no checkpoint.
         host_threads: threads of the kernels during backward; by default some are left to others.
         host_cores: cores that those threads are pinned to.
         transfer: how tensors travel; by default what the parameters' device needs.
@@ -94,6 +98,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
     Raises:
         ValueError: for a fraction outside [0, 1], parameters on several accelerators, or a rule
             that cannot be stepped so.
+        OSError: state does not fit there, or may not be kept there.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         offload_place: str = "host",
         offload_streamed_fraction: float | None = None,
         stream_window_bytes: int = 256 << 20,
+        optimizer_state_path: str | None = None,
         host_threads: int | None = None,
         host_cores: Sequence[int] | None = None,
         transfer: Transfer | None = None,
@@ -144,8 +150,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self._assignments.assign(
             self.param_groups, offload_fraction, place, self._stepped_dtype
         )
+        self._state_file = state_file_in(optimizer_state_path, device)
         self._host_mains = Block(
-            self._host_main_bytes(),
+            0 if self._state_file else self._host_main_bytes(),
             partial(transfer.empty_host, pin=pin_cpu_params),
         )
         indices = range(len(self.param_groups))
@@ -166,6 +173,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
             pin_cpu_grads,
             pin_cpu_params,
             speculation or SpeculationSettings(),
+            self._state_file,
         )
         how.check(self._subs[place], named, self._is_offloaded, settings)
         slots = self._assignments.offloaded_slots(self.param_groups)
@@ -329,6 +337,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
         """What is stepped for a tensor at a place."""
         if place == "device":
             return source.to(dtype)
+        if self._state_file is not None:
+            return self._state_file.take(source.shape, dtype).copy_(source)
         block = self._host_mains.with_room(aligned_bytes(source.numel(), dtype))
         return block.take(source.shape, dtype).copy_(source)
 
@@ -344,6 +354,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
                 local, assigned.place, self._stepped_dtype(local.dtype)
             )
         elif param is not assigned.bound:
+            if assigned.place != "device":
+                self.stepper.state_exposed(assigned.sub_slot)
             follow(assigned.main, local, self.slot_name(slot))
             self._subs[assigned.place].written_outside(assigned.sub_slot)
         assigned.bound = param

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.placement.auto_step import AutoStepper
+from mp_optim.placement.disk_step import SteppedFromDisk, StreamedFromDisk
 from mp_optim.placement.host_bytes import HostSlot
 from mp_optim.placement.host_step import (
     HostOwner,
@@ -35,6 +36,7 @@ _MODES: dict[str, type[HostStepper]] = {
     "speculative": SpeculativeHostStepper,
 }
 _PLACES = ("host", "streamed", "auto")
+_FROM_DISK = {"host": SteppedFromDisk, "streamed": StreamedFromDisk}
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class OffloadedStep:
     ) -> Stepper:
         """What steps the offloaded slots, which are ``sub``'s."""
         kind = _MODES[self.mode]
+        if settings.state_file is not None:
+            return _FROM_DISK[self.place](sub, slots, owner, settings)
         if self.place == "auto":
             share = self.streamed_fraction
             split = MeasuredSplit() if share is None else FixedSplit(share)
@@ -121,11 +125,28 @@ class OffloadedStep:
         Raises:
             ValueError: naming the class, or the parameter.
         """
-        if self.place != "host":
-            here = [param for param in params if is_offloaded(param[0])]
-            _check_streamed(self.place, sub, here, settings.window_bytes)
+        here = [param for param in params if is_offloaded(param[0])]
+        if settings.state_file is not None:
+            self._check_on_disk()
+            asked = "optimizer_state_path", "leave it out"
+            _check_windows(sub, here, settings.window_bytes, *asked)
+        elif self.place != "host":
+            asked = f"offload_place={self.place!r}", "use 'host'"
+            _check_windows(sub, here, settings.window_bytes, *asked)
         if self.mode == "speculative":
             _check_speculative(sub, params)
+
+    def _check_on_disk(self) -> None:
+        if self.mode != "sync":
+            raise ValueError(
+                f"offload_mode={self.mode!r}: with optimizer_state_path the state is on the disk "
+                "between steps; use 'sync'"
+            )
+        if self.place == "auto":
+            raise ValueError(
+                "offload_place='auto': with optimizer_state_path all of it is stepped in one "
+                "place; use 'host' or 'streamed'"
+            )
 
 
 def _check_speculative(sub: SlotOptimizer, params: Sequence[NamedParam]) -> None:
@@ -142,25 +163,29 @@ def _check_speculative(sub: SlotOptimizer, params: Sequence[NamedParam]) -> None
         )
 
 
-def _check_streamed(
-    place: str, sub: SlotOptimizer, params: Sequence[NamedParam], window_bytes: int
+def _check_windows(
+    sub: SlotOptimizer,
+    params: Sequence[NamedParam],
+    window_bytes: int,
+    asked: str,
+    way_out: str,
 ) -> None:
     if not isinstance(sub, RuleOptimizer):
         raise ValueError(
-            f"offload_place={place!r}: {_class_of(sub)} cannot be stepped in windows; use one of "
-            "this package's optimizers, or 'host'"
+            f"{asked}: {_class_of(sub)} cannot be stepped in windows; use one of this package's "
+            f"optimizers, or {way_out}"
         )
-    check_can_stream(sub, window_bytes, place)
+    check_can_stream(sub, window_bytes, asked, way_out)
     for name in _collective(sub, params):
         raise ValueError(
-            f"offload_place={place!r}: {type(sub).__name__} steps {name}, which is split over "
-            "ranks, by a collective, and ranks may cut other windows; use 'host'"
+            f"{asked}: {type(sub).__name__} steps {name}, which is split over ranks, by a "
+            f"collective, and ranks may cut other windows; {way_out}"
         )
     devices = {local_tensor(param).device: name for _, name, param in params}
     if len(devices) > 1:
         raise ValueError(
-            f"offload_place={place!r}: {' and '.join(devices.values())} lie on different devices "
-            f"({', '.join(map(str, devices))}); use 'host'"
+            f"{asked}: {' and '.join(devices.values())} lie on different devices "
+            f"({', '.join(map(str, devices))}); {way_out}"
         )
 
 

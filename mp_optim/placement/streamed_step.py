@@ -11,22 +11,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.placement.host_bytes import BucketPlan, HostBytes, HostSlot
 from mp_optim.placement.host_step import HostStepper
 from mp_optim.placement.timeline import WAIT_COPIES
-from mp_optim.placement.window_ring import WindowRing
+from mp_optim.placement.window_ring import SteppingPlace, WindowRing
+from mp_optim.placement.window_source import HeldWindows, WindowSource
 from mp_optim.placement.windows import (
     SMALLEST_WINDOW,
-    Tensors,
     Window,
+    WindowForm,
     cut_windows,
-    forms_bytes,
     launches_of,
     ring_sizes,
 )
-from mp_optim.process.host_memory import aligned_bytes
+from mp_optim.process.host_memory import aligned_bytes, zeros_beside
 from mp_optim.slots import Slot, SlotUpdates
 from mp_optim.slots.host_part import Place, TransferBytes
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER
@@ -34,9 +37,16 @@ from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch
 from mp_optim.update.rule import RuleOptimizer
 
+STREAMED = "offload_place='streamed'"
 
-def check_can_stream(rule: RuleOptimizer, most: int, place: str = "streamed") -> None:
+
+def check_can_stream(
+    rule: RuleOptimizer, most: int, asked: str = STREAMED, way_out: str = "use 'host'"
+) -> None:
     """Raise unless a rule can step its slots in windows of at most ``most`` bytes.
+
+    Args:
+        asked: the setting that asks for it. way_out: what to set instead.
 
     Raises:
         ValueError: naming the rule, or the parameter and its bytes.
@@ -45,21 +55,33 @@ def check_can_stream(rule: RuleOptimizer, most: int, place: str = "streamed") ->
         raise ValueError(
             f"stream_window_bytes={most}: must be at least {SMALLEST_WINDOW}"
         )
-    name = rule.rule
-    reads = RULES[name].reads if name in RULES else "matrices"
-    if reads == "matrices":
+    if reads_of(rule) == "matrices":
         raise ValueError(
-            f"offload_place={place!r}: {name} cannot be stepped in windows (adam, lamb, sgd, lion "
-            "and adafactor can); use 'host'"
+            f"{asked}: {rule.rule} cannot be stepped in windows (adam, lamb, sgd, lion "
+            f"and adafactor can); {way_out}"
         )
-    for slot in rule.slots() if reads == "sums" else ():
-        size = forms_bytes(rule.forms(slot).values())
+    for slot in rule.slots() if reads_of(rule) == "sums" else ():
+        size = WindowForm().forms_bytes(rule.forms(slot).values())
         if size > most:
             raise ValueError(
-                f"stream_window_bytes={most}: {name} needs whole parameters, and "
+                f"stream_window_bytes={most}: {rule.rule} needs whole parameters, and "
                 f"{rule.slot_name(slot)} takes {size} bytes; set stream_window_bytes to at least "
-                "that, or offload_place='host'"
+                f"that, or {way_out}"
             )
+
+
+def reads_of(rule: RuleOptimizer) -> str:
+    """What a rule has to see at a time to step an element."""
+    return RULES[rule.rule].reads if rule.rule in RULES else "matrices"
+
+
+class _Flow(NamedTuple):
+    """A step's windows, from where they are kept to where they are stepped and back."""
+
+    launches: Sequence[PlannedLaunch]
+    windows: Sequence[Window]
+    source: WindowSource
+    place: SteppingPlace
 
 
 def state_bytes(rule: RuleOptimizer, slots: Iterable[Slot]) -> HostBytes:
@@ -80,6 +102,9 @@ def state_bytes(rule: RuleOptimizer, slots: Iterable[Slot]) -> HostBytes:
 class StreamedStepper(HostStepper):
     """Streams the slots of an optimizer through a ring of windows, in ``step()``."""
 
+    stage = "stream_step"
+    """What the arithmetic is called on the timeline."""
+
     @property
     def _rule(self) -> RuleOptimizer:
         assert isinstance(self._host, RuleOptimizer)
@@ -90,29 +115,39 @@ class StreamedStepper(HostStepper):
 
     @property
     def _may_cut(self) -> bool:
-        return RULES[self._rule.rule].reads == "elements"
+        return reads_of(self._rule) == "elements"
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:
         check_can_stream(self._rule, self.settings.window_bytes)
-        self._slots = {slot.slot: slot for slot in slots}
+        self._most = self.settings.window_bytes
         self._plan = BucketPlan((), {})
-        pin = self.settings.pin_mains
-        self._rule.allocate_by(partial(self.transfer.empty_host, pin=pin))
+        self._slots = {slot.slot: slot for slot in slots}
         self._sizes: list[int] = []
         self._is_allocated = False
+        pin = self.settings.pin_mains
+        allocate = partial(self.transfer.empty_host, pin=pin)
+        self._rule.allocate_by(partial(zeros_beside, allocate=allocate))
 
     # -- memory -----------------------------------------------------------------------------------
 
+    def _form(self) -> WindowForm:
+        """What a window is made of."""
+        return WindowForm()
+
+    def _slot_bytes(self, slot: Slot) -> int:
+        """What a slot takes in a window."""
+        return self._form().forms_bytes(self._rule.forms(slot).values())
+
     def _ring_sizes(self) -> list[int]:
+        """Bytes of each window where it is stepped."""
         if not self._sizes:
             self._sizes = self._ring_sizes_for(self._slots)
         return self._sizes
 
     def _ring_sizes_for(self, slots: Iterable[Slot]) -> list[int]:
-        forms = map(self._rule.forms, slots)
-        sizes = [forms_bytes(of_slot.values()) for of_slot in forms]
+        sizes = list(map(self._slot_bytes, slots))
         whole = 0 if self._may_cut else max(sizes, default=0)
-        return ring_sizes(sum(sizes), whole, self.settings.window_bytes)
+        return ring_sizes(sum(sizes), whole, self._most)
 
     @property
     def device_bytes(self) -> int:
@@ -155,48 +190,72 @@ class StreamedStepper(HostStepper):
             self._rule.allocate_state(list(self._slots))  # side by side
             self._is_allocated = True
         launches = self._rule.plan(updates, grad_norm)
-        windows = cut_windows(launches, self._ring_sizes()[0], self._may_cut)
+        windows = self._cut_windows(launches)
         if not windows:
             step_device()
             return
-        ring = WindowRing(self.transfer, self._ring_sizes(), updates.grads[0])
+        source = self._window_source(windows)
+        place = self._stepping_place(windows, updates.grads[0])
+        flow = _Flow(launches, windows, source, place)
         try:
-            first = ring.upload(windows[0])
-            step_device()
-            yield 0.0
-            self._host.step_mark.touch()
-            yield from self._stream(ring, launches, windows, first)
+            yield from self._stream(flow, step_device)
+            for number in range(max(0, len(windows) - place.lag), len(windows)):
+                source.store(number)
         finally:
-            # NOTE: the ring's memory and the host's are read and written by copies until here.
-            with self.timeline.stage(WAIT_COPIES):
-                ring.wait()
+            # NOTE: the host memory of the windows is read and written by the disk until here.
+            source.finish()
         for launch in launches:
             launch.copy_back()
             self._rule.count(launch)
-        self.transfer_bytes = TransferBytes(ring.down, ring.up)
+        moved = place.down, place.up, source.read, source.written
+        self.transfer_bytes = TransferBytes(*moved)
 
-    def _stream(
-        self,
-        ring: WindowRing,
-        launches: Sequence[PlannedLaunch],
-        windows: Sequence[Window],
-        lying: Sequence[Tensors],
-    ) -> Iterator[float]:
-        """Step all windows; the first is on its way up."""
-        for number, window in enumerate(windows):
-            ring.arrive()
-            coming: Sequence[Tensors] = ()
-            if number + 1 < len(windows):
-                coming = ring.upload(windows[number + 1])
-            with self.timeline.stage("stream_step", self._label_of(launches, window)):
-                for launch in launches_of(launches, window, lying):
-                    self._rule.carry_out(launch)
-            ring.download(number, window, lying)
-            lying = coming
-            yield (number + 1) / len(windows)
+    def _cut_windows(self, launches: Sequence[PlannedLaunch]) -> list[Window]:
+        most = self._ring_sizes()[0]
+        return cut_windows(launches, self._form(), most, self._may_cut)
 
-    def _label_of(self, launches: Sequence[PlannedLaunch], window: Window) -> str:
-        slots = [launches[p.launch].updates.slots[p.index] for p in window]
+    def _window_source(self, windows: Sequence[Window]) -> WindowSource:
+        """Where the windows of a step are kept."""
+        return HeldWindows(windows)
+
+    def _stepping_place(self, windows: Sequence[Window], like: Tensor) -> SteppingPlace:
+        """Where they are stepped; ``like`` is a tensor on the device."""
+        return WindowRing(self.transfer, self._ring_sizes(), like)
+
+    def _stream(self, flow: _Flow, step_device: Callable[[], None]) -> Iterator[float]:
+        """Step all windows, and what lies on the device while the first one comes."""
+        place, source, count = flow.place, flow.source, len(flow.windows)
+        try:
+            coming = source.fetch(0)
+            lying = place.bring(coming)
+            step_device()
+            yield 0.0
+            self._host.step_mark.touch()
+            for number in range(count):
+                window, stepped = coming, lying
+                self._take_back(flow, number - place.lag)
+                place.arrive()
+                if number + 1 < count:
+                    coming = source.fetch(number + 1)
+                    lying = place.bring(coming)
+                with self.timeline.stage(self.stage, self._label_of(flow, window)):
+                    for launch in launches_of(flow.launches, window, stepped):
+                        self._rule.carry_out(launch)
+                place.send_back(number, window, stepped)
+                yield (number + 1) / count
+        finally:
+            # NOTE: the ring's memory and the host's are read and written by copies until here.
+            with self.timeline.stage(WAIT_COPIES):
+                place.wait()
+
+    def _take_back(self, flow: _Flow, number: int) -> None:
+        if number >= 0:
+            with self.timeline.stage(WAIT_COPIES):
+                flow.place.wait_for(number)
+            flow.source.store(number)
+
+    def _label_of(self, flow: _Flow, window: Window) -> str:
+        slots = [flow.launches[p.launch].updates.slots[p.index] for p in window]
         return self._label(slots)
 
     # -- what it says of itself -------------------------------------------------------------------

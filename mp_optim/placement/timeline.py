@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch.profiler import record_function
 
-WAIT_COPIES, WAIT_WORKER = "wait_copies", "wait_worker"
+WAIT_COPIES, WAIT_DISK, WAIT_WORKER = "wait_copies", "wait_disk", "wait_worker"
 ARITHMETIC = ("host_add", "host_measure", "host_step")
 """StepTimeline that compute on the host."""
 
@@ -85,19 +85,18 @@ class StepTimeline:
         over when ``step()`` began.
         """
 
-        def total(*names: str) -> float:
-            return sum(
-                span.end - span.start for span in self.last if span.stage in names
-            )
-
         arithmetic = [span for span in self.last if span.stage in ARITHMETIC]
         hidden = sum(
             max(0.0, min(span.end, self.began) - span.start) for span in arithmetic
         )
-        seconds = {
-            "copy_wait_ms": total(WAIT_COPIES),
-            "worker_wait_ms": total(WAIT_WORKER),
-            "host_ms": total(*ARITHMETIC),
-            "hidden_ms": hidden,
+        return {
+            "copy_wait_ms": self.milliseconds(WAIT_COPIES),
+            "worker_wait_ms": self.milliseconds(WAIT_WORKER),
+            "host_ms": self.milliseconds(*ARITHMETIC),
+            "hidden_ms": 1e3 * hidden,
         }
-        return {name: 1e3 * value for name, value in seconds.items()}
+
+    def milliseconds(self, *stages: str) -> float:
+        """What some stages of the last round took, in all threads."""
+        spans = [span for span in self.last if span.stage in stages]
+        return 1e3 * sum(span.end - span.start for span in spans)

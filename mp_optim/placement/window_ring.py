@@ -1,16 +1,49 @@
-"""The ring of windows on the device, and the copies between them and the host."""
+"""Where windows are stepped: in a ring on the device, with the copies between it and the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mp_optim.placement.transfer import Transfer
-from mp_optim.placement.windows import Tensors, Window
+from mp_optim.placement.windows import IN_FLIGHT, Tensors, Window
 from mp_optim.process.host_memory import Form, aligned_bytes
+
+
+class SteppingPlace(Protocol):
+    """Where the windows of one step are stepped, in turn: each comes, is stepped by the caller,
+    goes back.
+
+    Attributes:
+        lag: before a window is stepped, the one so many before it has to be back: the next one
+            takes its room.
+        up, down: bytes that were copied between accelerator and host.
+    """
+
+    lag: int
+    up: int
+    down: int
+
+    def bring(self, window: Window) -> Sequence[Tensors]:
+        """Start to bring the next window, whose tensors are in host memory; the one ``lag + 1``
+        before it is back. Returns its tensors where they are stepped; :meth:`arrive` comes before
+        they are used."""
+
+    def arrive(self) -> None:
+        """Let work that is queued from now on find the windows that were brought so far."""
+
+    def send_back(self, number: int, window: Window, lying: Sequence[Tensors]) -> None:
+        """Start to send back a window, the ``number``-th of the step, after all work queued so
+        far."""
+
+    def wait_for(self, number: int) -> None:
+        """Wait until a window is back."""
+
+    def wait(self) -> None:
+        """Wait until no copy is under way."""
 
 
 class _Lane:
@@ -31,20 +64,21 @@ class _Lane:
         for piece in window:
             tensors = {}
             for key, held in piece.held.items():
-                tensors[key] = _view(self._memory, used, (held.shape, held.dtype))
+                tensors[key] = view_of(self._memory, used, (held.shape, held.dtype))
                 used += aligned_bytes(held.numel(), held.dtype)
             lying.append(tensors)
         return lying
 
 
-def _view(memory: Tensor, start: int, form: Form) -> Tensor:
+def view_of(memory: Tensor, start: int, form: Form) -> Tensor:
+    """A contiguous tensor in 1-D uint8 memory, which shares its storage."""
     shape, dtype = form
     size = shape.numel() * dtype.itemsize
     return memory[start : start + size].view(dtype).view(shape)
 
 
 class WindowRing:
-    """Windows of one step, in turn: each is brought up, stepped by the caller, brought down.
+    """Windows of one step on the device.
 
     NOTE: an upload starts after all work that is queued on the device by then. So window ``n + 1``
     is brought up before window ``n`` is stepped: it waits for the steps before, and runs beside
@@ -53,10 +87,9 @@ class WindowRing:
     Args:
         sizes: bytes of each window's memory, which is given back with the ring.
         like: a tensor on the device.
-
-    Attributes:
-        up, down: bytes that were copied.
     """
+
+    lag = IN_FLIGHT - 1
 
     def __init__(self, transfer: Transfer, sizes: Sequence[int], like: Tensor) -> None:
         self._transfer = transfer
@@ -64,12 +97,10 @@ class WindowRing:
         self._uploads = 0
         self.up = self.down = 0
 
-    def upload(self, window: Window) -> list[Tensors]:
-        """Start to bring up the next window, as soon as one is free. Returns its tensors on the
-        device; :meth:`arrive` comes before they are used."""
-        lane = self._lanes[self._uploads % len(self._lanes)]
+    def bring(self, window: Window) -> list[Tensors]:
+        """See :class:`SteppingPlace`."""
+        lane = self._lane(self._uploads)
         self._uploads += 1
-        self._wait(lane)
         lying = lane.lay_out(window)
         held = _tensors([piece.held for piece in window])
         lane.tickets.append(self._transfer.upload(_tensors(lying), held))
@@ -77,21 +108,27 @@ class WindowRing:
         return lying
 
     def arrive(self) -> None:
-        """Let work that is queued from now on find the windows that were brought up so far."""
+        """See :class:`SteppingPlace`."""
         self._transfer.join()
 
-    def download(self, number: int, window: Window, lying: Sequence[Tensors]) -> None:
-        """Start to bring down a window, the ``number``-th of the step, after all work queued so
-        far."""
-        lane = self._lanes[number % len(self._lanes)]
+    def send_back(self, number: int, window: Window, lying: Sequence[Tensors]) -> None:
+        """See :class:`SteppingPlace`."""
         held = _tensors([piece.held for piece in window])
-        lane.tickets.append(self._transfer.download(held, _tensors(lying)))
+        ticket = self._transfer.download(held, _tensors(lying))
+        self._lane(number).tickets.append(ticket)
         self.down += sum(tensor.nbytes for tensor in held)
 
+    def wait_for(self, number: int) -> None:
+        """See :class:`SteppingPlace`."""
+        self._wait(self._lane(number))
+
     def wait(self) -> None:
-        """Wait until no copy is under way."""
+        """See :class:`SteppingPlace`."""
         for lane in self._lanes:
             self._wait(lane)
+
+    def _lane(self, number: int) -> _Lane:
+        return self._lanes[number % len(self._lanes)]
 
     def _wait(self, lane: _Lane) -> None:
         while lane.tickets:

@@ -1,7 +1,9 @@
-"""Windows: which parts of which launches lie on the device at a time. Plans, made of sizes alone.
+"""Windows: which parts of which launches are where they are stepped at a time. Plans, made of sizes
+alone.
 
 A window is filled in the order of the launches. A tensor that fits into one is never cut; a larger
-one is cut at blocks of 256 elements, if its rule allows that.
+one is cut at blocks of 256 elements, if its rule allows that, and where its state lies in a file at
+blocks of that.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.blocks import BLOCK
@@ -20,6 +23,7 @@ from mp_optim.update.codecs import blocks_of
 from mp_optim.update.kernel_args import MAIN, TensorLists
 from mp_optim.update.launches import PlannedLaunch
 
+GRAD, OUTPUT = "grad", "output"
 IN_FLIGHT = 3
 """Windows on the device: one comes up, one is stepped, one goes down."""
 SMALLEST_WINDOW = 4096
@@ -37,6 +41,8 @@ class Piece:
         launch, index: which launch of a step, and which tensor of its lists.
         start, count: which elements; all of them if ``is_whole``.
         held: main param and state of these elements, where they are kept.
+        beside: their gradient and output, by ``GRAD`` and ``OUTPUT``, if those come along.
+        num_bytes: what it takes in a window.
     """
 
     launch: int
@@ -45,21 +51,38 @@ class Piece:
     count: int
     is_whole: bool
     held: Tensors
-
-    @property
-    def num_bytes(self) -> int:
-        """What it takes in a window."""
-        return sum(
-            aligned_bytes(each.numel(), each.dtype) for each in self.held.values()
-        )
+    beside: Tensors
+    num_bytes: int
 
 
 Window = list[Piece]
 
 
-def forms_bytes(forms: Iterable[Form]) -> int:
-    """What tensors of these forms take in a window."""
-    return sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
+class WindowForm:
+    """What pieces are made of, and the bytes that they take: main params and state, side by
+    side."""
+
+    def forms_bytes(self, forms: Iterable[Form]) -> int:
+        """What main params and state of these forms take."""
+        return sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
+
+    def beside(self, lists: TensorLists, index: int) -> Tensors:
+        """What comes along with a tensor of a launch."""
+        return {}
+
+    def elements_that_fit(self, held: Tensors, beside: Tensors, most: int) -> int:
+        """Of one tensor: whole blocks of 256 elements, with room for the tensors' ends."""
+        of_block = sum(block_bytes(key, each.dtype) for key, each in held.items())
+        return max(1, (most - ALIGNMENT * len(held)) // of_block) * BLOCK
+
+    def bytes_of(self, held: Tensors, beside: Tensors) -> int:
+        """What they take in a window."""
+        return self.forms_bytes((each.shape, each.dtype) for each in held.values())
+
+
+def block_bytes(key: str, dtype: torch.dtype) -> int:
+    """What 256 elements take in a tensor of this name."""
+    return dtype.itemsize * (1 if is_scale(key) else BLOCK)
 
 
 def ring_sizes(total: int, whole: int, most: int) -> list[int]:
@@ -77,7 +100,7 @@ def ring_sizes(total: int, whole: int, most: int) -> list[int]:
 
 
 def cut_windows(
-    launches: Sequence[PlannedLaunch], most: int, may_cut: bool
+    launches: Sequence[PlannedLaunch], form: WindowForm, most: int, may_cut: bool
 ) -> list[Window]:
     """The windows of a step, of at most ``most`` bytes each.
 
@@ -89,38 +112,44 @@ def cut_windows(
     """
     windows: list[Window] = []
     filled = 0
-    for piece in _pieces(launches, most, may_cut):
-        size = piece.num_bytes
-        if not windows or filled + size > most:
+    for piece in _pieces(launches, form, most, may_cut):
+        if not windows or filled + piece.num_bytes > most:
             windows.append([])
             filled = 0
         windows[-1].append(piece)
-        filled += size
+        filled += piece.num_bytes
     return windows
 
 
 def _pieces(
-    launches: Sequence[PlannedLaunch], most: int, may_cut: bool
+    launches: Sequence[PlannedLaunch], form: WindowForm, most: int, may_cut: bool
 ) -> Iterator[Piece]:
     for launch, planned in enumerate(launches):
         for index, main in enumerate(planned.lists.main):
-            held = _held(planned.lists, index)
-            whole = Piece(launch, index, 0, main.numel(), True, held)
-            if whole.num_bytes <= most:
-                yield whole
+            held, beside = (
+                _held(planned.lists, index),
+                form.beside(planned.lists, index),
+            )
+            size = form.bytes_of(held, beside)
+            if size <= most:
+                yield Piece(launch, index, 0, main.numel(), True, held, beside, size)
                 continue
             if not may_cut:
                 raise ValueError(
-                    f"a whole parameter of {whole.num_bytes} bytes does not fit into "
+                    f"a whole parameter of {size} bytes does not fit into "
                     f"stream_window_bytes={most}; nothing was stepped"
                 )
-            limit = _elements_that_fit(held, most)
+            limit = form.elements_that_fit(held, beside, most)
             for start in range(0, main.numel(), limit):
                 count = min(limit, main.numel() - start)
-                part = {
-                    key: _cut(key, each, start, count) for key, each in held.items()
-                }
-                yield Piece(launch, index, start, count, False, part)
+                parts = _all_cut(held, start, count), _all_cut(beside, start, count)
+                size = form.bytes_of(*parts)
+                if size > most:
+                    raise ValueError(
+                        f"a part of {size} bytes, a gradient in {beside[GRAD].dtype} among them, "
+                        f"does not fit into stream_window_bytes={most}; nothing was stepped"
+                    )
+                yield Piece(launch, index, start, count, False, *parts, size)
 
 
 def _held(lists: TensorLists, index: int) -> dict[str, Tensor]:
@@ -128,12 +157,8 @@ def _held(lists: TensorLists, index: int) -> dict[str, Tensor]:
     return {MAIN: lists.main[index], **state}
 
 
-def _elements_that_fit(held: Tensors, most: int) -> int:
-    """Whole blocks of 256 elements, with room for the tensors' ends."""
-    of_block = sum(
-        each.itemsize * (1 if is_scale(key) else BLOCK) for key, each in held.items()
-    )
-    return max(1, (most - ALIGNMENT * len(held)) // of_block) * BLOCK
+def _all_cut(tensors: Tensors, start: int, count: int) -> Tensors:
+    return {key: _cut(key, each, start, count) for key, each in tensors.items()}
 
 
 def _cut(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
@@ -160,8 +185,8 @@ def _launch_of(
 ) -> PlannedLaunch:
     pieces = [piece for piece, _ in members]
     lists, indices = planned.lists, [piece.index for piece in pieces]
-    grads = CachedTensorList(_of_piece(lists.grad[p.index], p) for p in pieces)
-    outputs = [_of_output(lists.output[p.index], p) for p in pieces]
+    grads = CachedTensorList(_grad_of(lists.grad[p.index], p) for p in pieces)
+    outputs = [_output_of(lists.output[p.index], p) for p in pieces]
     mains = CachedTensorList(tensors[MAIN] for _, tensors in members)
     state = {key: [tensors[key] for _, tensors in members] for key in lists.state}
     noise = lists.noise and [
@@ -183,9 +208,15 @@ def _launch_of(
     )
 
 
+def _grad_of(grad: Tensor, piece: Piece) -> Tensor:
+    return piece.beside[GRAD] if GRAD in piece.beside else _of_piece(grad, piece)
+
+
+def _output_of(output: Tensor | None, piece: Piece) -> Tensor | None:
+    if OUTPUT in piece.beside:
+        return piece.beside[OUTPUT]
+    return None if output is None else _of_piece(output, piece)
+
+
 def _of_piece(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor if piece.is_whole else _cut(MAIN, tensor, piece.start, piece.count)
-
-
-def _of_output(output: Tensor | None, piece: Piece) -> Tensor | None:
-    return None if output is None else _of_piece(output, piece)

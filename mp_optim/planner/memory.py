@@ -58,6 +58,7 @@ class MemoryPlan:
         accelerator: memory of the device that holds the model.
         pinned_host: host memory, page-locked.
         pageable_host: other host memory.
+        disk: of a file in ``optimizer_state_path``.
         fraction: share of the optimizer on the host.
         params: trainable elements of the whole model.
     """
@@ -65,6 +66,7 @@ class MemoryPlan:
     accelerator: Memory = field(default_factory=Memory)
     pinned_host: Memory = field(default_factory=Memory)
     pageable_host: Memory = field(default_factory=Memory)
+    disk: Memory = field(default_factory=Memory)
     fraction: float = 0.0
     params: int = 0
 
@@ -73,9 +75,9 @@ class MemoryPlan:
         """Host bytes, page-locked or not."""
         return self.pinned_host.total + self.pageable_host.total
 
-    def rows(self) -> list[tuple[str, int, int, int]]:
-        """(what for, accelerator, pinned host, pageable host) in bytes, and the totals."""
-        places = (self.accelerator, self.pinned_host, self.pageable_host)
+    def rows(self) -> list[tuple[str, int, int, int, int]]:
+        """(what for, accelerator, pinned host, pageable host, disk) in bytes, and the totals."""
+        places = (self.accelerator, self.pinned_host, self.pageable_host, self.disk)
         names = [spec.name for spec in dataclasses.fields(Memory)]
         return [
             (name.replace("_", " "), *map(attrgetter(name), places))
@@ -84,8 +86,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         text = f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"
-        for name, a, p, h in self.rows():
+        text += f"{'disk':>10}" if self.disk.total else ""
+        for name, a, p, h, d in self.rows():
             text += f"\n{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}"
+            text += f"{d / 2**30:10.3f}" if self.disk.total else ""
         return text
 
 
@@ -202,14 +206,14 @@ def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
     """Bytes of an optimizer's tensors; allocates its state if it had none."""
     optimizer.init_state()
-    kinds = ("accelerator", "pinned_host", "pageable_host")
+    kinds = ("accelerator", "pinned_host", "pageable_host", "disk")
     sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for part in optimizer.chained_optimizers:
         assert isinstance(part, WrappedOptimizer)  # nothing is distributed here
         for kind, what, size in (*_reserves(part, config), *_tensors(part, config)):
             sizes[kind][what] += size
-    device, pinned, pageable = (Memory(**of_kind) for of_kind in sizes.values())
-    return MemoryPlan(device, pinned, pageable)
+    device, pinned, pageable, disk = (Memory(**of_kind) for of_kind in sizes.values())
+    return MemoryPlan(device, pinned, pageable, disk)
 
 
 def _reserves(
@@ -226,6 +230,11 @@ def _reserves(
     yield _taken("moments", held.moments, pins_mains)
     yield _taken("averages", held.averages, pins_mains)
     yield _taken("main_params", held.remainders, pins_mains)
+    yield _taken("staging", held.windows, pins_mains)
+    on_disk = part.inner.stepper.disk_bytes()
+    yield "disk", "main_params", on_disk.main_params
+    yield "disk", "moments", on_disk.moments
+    yield "disk", "averages", on_disk.averages
     yield "accelerator", "staging", part.inner.stepper.device_bytes
 
 
@@ -241,7 +250,7 @@ def _tensors(
     """Where, what for, and bytes of main params on the accelerator and of all state."""
     for slot in filter(part.has_state, part.slots()):
         on_device = part.inner.place(slot) == "device"
-        is_reserved = not on_device and config.offload_place != "host"
+        is_reserved = not on_device and config.has_windows
         if on_device and part.has_separate_main(slot):
             main = param_at(part.inner.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes

@@ -23,6 +23,7 @@ _OFFLOADING = (
     "offload_place",
     "offload_streamed_fraction",
     "stream_window_bytes",
+    "optimizer_state_path",
     "release_gradients",
     "offload_bucket_bytes",
     "pin_cpu_grads",

@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -87,26 +90,56 @@ class DirectFile:
         threads: int = THREADS,
         piece_bytes: int = PIECE,
     ) -> None:
-        self.path = Path(folder) / f"mp_optim_state_{os.getpid()}_{id(self):x}"
-        self.num_bytes = num_bytes
+        self.path = Path(folder)
+        self.num_bytes = 0
         self._piece = piece_bytes
         self.why = ""
         self._open = contextlib.ExitStack()
-        with self._open as on_error, self._explained("making"):
-            self._buffered = self._opened(os.O_CREAT | os.O_EXCL)
+        with self._open as on_error, self.explained("making"):
+            self._buffered, name = tempfile.mkstemp(
+                prefix="mp_optim_state_", dir=folder
+            )
+            self._open.callback(os.close, self._buffered)
+            self.path = Path(name)
             try:
                 self._direct = self._opened_directly()
             finally:
                 os.unlink(self.path)
-            self._allocate()
-            self._pool = on_error.enter_context(
-                ThreadPoolExecutor(threads, thread_name_prefix="mp_optim_disk")
-            )
+            self._allocate(num_bytes)
             self._open = on_error.pop_all()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mp_optim_disk")
+        # NOTE: what is under way holds this object, so no descriptor is closed below it. Threads
+        # end with the pool; the one that collects garbage may be one of them: it waits for none.
+        weakref.finalize(self, self._open.close)
 
     @property
     def direct(self) -> bool:
         return not self.why
+
+    def grow(self, num_bytes: int) -> None:
+        """Take so many bytes more from the disk, at the end, zero at first.
+
+        Raises:
+            OSError: there is no room; with the path and what to do.
+        """
+        with self.explained("making"):
+            self._allocate(num_bytes)
+
+    def mapped(self, offset: int, num_bytes: int) -> mmap.mmap:
+        """Bytes of the file as memory, shared with it. What is changed there is in the file for all
+        other ways to read it; it is on the disk at the latest after ``flush``.
+
+        Args:
+            offset: a multiple of ``mmap.ALLOCATIONGRANULARITY``.
+        """
+        with self.explained("mapping"):
+            return mmap.mmap(self._buffered, num_bytes, offset=offset)
+
+    def forget_cache(self) -> None:
+        """Give back memory in which the system keeps parts of the file, but what is changed and not
+        yet on the disk."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, memory: Tensor, offset: int) -> Ticket:
         """Begin to fill a contiguous tensor on the host with the bytes from ``offset`` on. Windows
@@ -120,6 +153,7 @@ class DirectFile:
 
     def close(self) -> None:
         """Wait for what is under way, and give the space back."""
+        self._pool.shutdown()
         self._open.close()
 
     def __enter__(self) -> DirectFile:
@@ -137,35 +171,33 @@ class DirectFile:
         way = "past the page cache" if self.direct else f"buffered ({self.why})"
         return f"DirectFile({str(self.path)!r}, {self.num_bytes} bytes, {way})"
 
-    def _opened(self, flags: int) -> int:
-        file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-        self._open.callback(os.close, file)
-        return file
-
     def _opened_directly(self) -> int:
         """The file opened past the page cache, or its other descriptor where that is refused."""
         if not _O_DIRECT:
             self.why = "this system has no O_DIRECT"
             return self._buffered
         try:
-            return self._opened(_O_DIRECT)
+            file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | _O_DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             self.why = f"the file system of {self.path.parent} refuses O_DIRECT"
             return self._buffered
+        self._open.callback(os.close, file)
+        return file
 
-    def _allocate(self) -> None:
+    def _allocate(self, num_bytes: int) -> None:
         system = os.fstatvfs(self._buffered)
         free = system.f_bavail * system.f_frsize
-        if system.f_blocks and self.num_bytes > free:  # 0: it does not say
+        if system.f_blocks and num_bytes > free:  # 0: it does not say
             # Asked first: some file systems would fill the disk before they notice.
-            asked = f"{self.num_bytes} bytes asked for, {free} free"
+            asked = f"{num_bytes} bytes asked for, {free} free"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {asked}")
-        if self.num_bytes and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._buffered, 0, self.num_bytes)
+        if num_bytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._buffered, self.num_bytes, num_bytes)
         else:  # macOS, where only what is free now is known
-            os.ftruncate(self._buffered, self.num_bytes)
+            os.ftruncate(self._buffered, self.num_bytes + num_bytes)
+        self.num_bytes += num_bytes
 
     def _begin(
         self, what: str, move: Callable[..., int], memory: Tensor, offset: int
@@ -198,7 +230,7 @@ class DirectFile:
         """One piece of a tensor that lies at ``offset``, in a thread of the pool."""
         begin, end = piece
         address = memory.data_ptr() + begin - offset
-        with self._explained(f"{what} bytes {begin} to {end} of"):
+        with self.explained(f"{what} bytes {begin} to {end} of"):
             if self.direct and address % BLOCK and not (begin % BLOCK or end % BLOCK):
                 self._carry_by_copy(move, address, begin, end - begin)
             else:
@@ -208,7 +240,7 @@ class DirectFile:
         self, move: Callable[..., int], address: int, begin: int, size: int
     ) -> None:
         """For memory that begins in the middle of a block."""
-        aligned = torch.empty(size + BLOCK, dtype=torch.uint8)
+        aligned = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu")
         there = -(-aligned.data_ptr() // BLOCK) * BLOCK
         if move is os.pwritev:
             ctypes.memmove(there, address, size)
@@ -230,7 +262,8 @@ class DirectFile:
             view, offset = view[moved:], offset + moved
 
     @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
+        """Errors of the system inside say what was done to which file, and the way out."""
         try:
             yield
         except OSError as error:

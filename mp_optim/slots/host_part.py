@@ -19,10 +19,12 @@ Place = Literal["device", "host", "streamed"]
 
 @dataclass
 class TransferBytes:
-    """Bytes that the last step moved between accelerator and host."""
+    """Bytes that the last step moved between accelerator and host, and from and to a disk."""
 
     down: int = 0
     up: int = 0
+    read: int = 0
+    written: int = 0
 
 
 class GradientSource(Protocol):

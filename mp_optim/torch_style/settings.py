@@ -54,6 +54,8 @@ class StackSettings(TypedDict, total=False):
             is stepped there; or ``"auto"``: both at once, in shares that are measured in the first
             steps. The same bits in all three.
         stream_window_bytes: of a window of streamed state, 256 MiB; also text such as ``"64MiB"``.
+        optimizer_state_path: a folder on a local disk, where the state of what is offloaded lies
+            between steps, in a file that goes with the process; None (the default) is memory.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
         skip_step_sigma_factor: skip steps whose gradient norm, or loss
             (``optimizer.health.report_loss``), is more than so many sigma above the median of the
@@ -81,6 +83,7 @@ class StackSettings(TypedDict, total=False):
     offload_mode: str
     offload_place: str
     stream_window_bytes: int | str
+    optimizer_state_path: str | None
     max_grad_norm: float | None
     skip_step_sigma_factor: float
     skip_step_rolling_interval_length: int
@@ -105,6 +108,7 @@ _DEFAULTS: StackSettings = {
     "offload_mode": "sync",
     "offload_place": "host",
     "stream_window_bytes": _WINDOW,
+    "optimizer_state_path": None,
     "max_grad_norm": None,
     "skip_step_sigma_factor": OptimizerConfig.skip_step_sigma_factor,
     "skip_step_rolling_interval_length": OptimizerConfig.skip_step_rolling_interval_length,
@@ -207,8 +211,10 @@ def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
         "offload_mode": chosen["offload_mode"],
         "offload_place": chosen["offload_place"],
         "stream_window_bytes": chosen["stream_window_bytes"],
+        "optimizer_state_path": chosen["optimizer_state_path"],
     }
-    if chosen["offload"] == 0.0 and [*how.values()] == ["sync", "host", _WINDOW]:
+    is_default = how.items() <= dict(_DEFAULTS).items()
+    if chosen["offload"] == 0.0 and is_default:
         return {}
     fraction = {"optimizer_offload_fraction": chosen["offload"]}
     return {"optimizer_cpu_offload": True, **fraction, **how}

@@ -16,7 +16,6 @@ from mp_optim.process.host_memory import (
     as_tensor,
     beside,
     zeros,
-    zeros_beside,
 )
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import (
@@ -55,7 +54,7 @@ class RuleState(SlotOptimizer):
     ) -> None:
         self.precision = precision
         self._groups: list[GroupState] = []
-        self._allocate: Callable[[int], Tensor] | None = None
+        self._allocate: Callable[[Sequence[Form]], list[Tensor]] | None = None
         super().__init__(params, defaults)
 
     # -- what a rule provides -------------------------------------------------------------------
@@ -141,14 +140,13 @@ class RuleState(SlotOptimizer):
         names = self.moments(self.param_groups[slot.group])
         return tuple(name for name in names if moment_of(name).shape(whole) is not None)
 
-    def allocate_by(self, allocate: Callable[[int], Tensor]) -> None:
-        """From now on, allocate state in host memory by this: it returns so many bytes as a 1-D
-        uint8 tensor."""
+    def allocate_by(self, allocate: Callable[[Sequence[Form]], list[Tensor]]) -> None:
+        """From now on, allocate state on the host by this: it returns zeroed tensors."""
         self._allocate = allocate
 
     def _new_state(self, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
         if forms and self._allocate is not None and device.type == "cpu":
-            return zeros_beside(forms, self._allocate)
+            return self._allocate(forms)
         return [zeros(*form, device) for form in forms]
 
     def forms(self, slot: Slot) -> dict[str, Form]:
@@ -198,10 +196,7 @@ class RuleState(SlotOptimizer):
                     missing[key].append((slot, form))
         for key, wanted in missing.items():
             forms = [form for _, form in wanted]
-            if self._allocate is None:
-                tensors = beside(forms)
-            else:
-                tensors = zeros_beside(forms, self._allocate)
+            tensors = beside(forms) if self._allocate is None else self._allocate(forms)
             for (slot, _), tensor in zip(wanted, tensors or (), strict=False):
                 group_state = self._groups[slot.group]
                 group_state.slots[slot.position].setdefault(

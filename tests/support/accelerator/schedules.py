@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +57,7 @@ class Schedule:
         pauses: seconds that jobs of the worker take longer, in turn.
         sets_device: whether the caller's current device is that of the model.
         releases: ``release_gradients``, of a stack that works during backward.
-        place: ``offload_place``.
+        place: ``offload_place``. is_on_disk: state lies in a file.
     """
 
     owner: str = "stack"
@@ -73,10 +74,17 @@ class Schedule:
     sets_device: bool = True
     releases: bool = False
     place: str = "host"
+    is_on_disk: bool = False
 
     @property
     def placing(self) -> dict[str, Any]:
         """Where offloaded slots are stepped, as settings."""
+        if self.is_on_disk:
+            return {
+                "offload_place": self.place,
+                "stream_window_bytes": 65536,
+                "optimizer_state_path": tempfile.gettempdir(),
+            }
         host = {"overlap_cpu_optimizer_d2h_h2d": self.pipelined}
         streamed = {"offload_place": self.place, "stream_window_bytes": 4096}
         return {"host": host, "streamed": streamed, "auto": host | streamed}[self.place]
@@ -104,6 +112,7 @@ class Schedule:
             seed=0,
             releases=False,
             place="host",
+            is_on_disk=False,
         )
 
 

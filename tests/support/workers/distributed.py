@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -41,8 +42,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BYTES = [("no_shard", False), ("optim", False), ("optim", True), ("optim_grads", False)]
 
 
-STREAMED = {"offload_place": "streamed", "stream_window_bytes": 4096}
-AUTO = {**STREAMED, "offload_place": "auto", "offload_streamed_fraction": 0.5}
+PLACES = {
+    "host": {},
+    "streamed": {"offload_place": "streamed", "stream_window_bytes": 4096},
+    "auto": {
+        "offload_place": "auto",
+        "offload_streamed_fraction": 0.5,
+        "stream_window_bytes": 4096,
+    },
+    "disk": {"optimizer_state_path": gettempdir(), "stream_window_bytes": 65536},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +131,7 @@ def build(
         "grad_reduce_in_fp32": case.fp32_reduce,
         "clip_grad": case.clip,
         **({"offload_mode": case.mode} if case.fraction else {}),
-        **{"host": {}, "streamed": STREAMED, "auto": AUTO}[case.place],
+        **PLACES[case.place],
         **SETTINGS[case.layout],
         **more,
     }
@@ -226,6 +235,7 @@ def cases() -> list[Case]:
     found += [
         Case(3, "bf16-stochastic", "optim", 0.5, place="streamed"),
         Case(2, "bf16", "optim_grads-overlap", 1.0, mode="speculative", place="auto"),
+        Case(3, "bf16-stochastic", "optim_grads", 0.5, place="disk"),
     ]
     return found
 

@@ -4,9 +4,10 @@ accelerator: schedules are clean and give the bits of the plain run, and no wait
 import ctypes
 import gc
 import pkgutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.transfer import CudaTransfer
 from mp_optim.process.host_memory import cut
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from support.accelerator.disk import simulated_disk
 from support.accelerator.removals import sites, without
 from support.accelerator.schedules import (
     DEVICE,
@@ -87,6 +89,7 @@ def schedules(draw):
         seed=draw(st.integers(0, 99)),
         sets_device=draw(st.booleans()),
         place=place,
+        is_on_disk=mode == "sync" and draw(st.sampled_from([False, False, True])),
     )
 
 
@@ -203,6 +206,42 @@ def streamed_windows(simulation):
 PLAIN_STREAM = streamed_params()
 
 
+def disk_params(place, simulation=None):
+    """The same of state on a disk, in windows of which nine make a step."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 1024 * n + 7)) for n in (1, 2)]
+    params.append(torch.nn.Parameter(torch.ones(20_000)))
+    how = {"offload_place": place, "stream_window_bytes": 32_768}
+    folder = {"optimizer_state_path": tempfile.gettempdir()}
+    optimizer = HybridDeviceOptimizer(
+        params, 1.0, FusedAdam, FusedAdam, lr=0.5, **how | folder if simulation else {}
+    )
+    if simulation:
+        optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+    for step in range(3):
+        for number, param in enumerate(params):
+            grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
+            if simulation:
+                simulation.to_device(param, DEVICE)
+                simulation.to_device(grad, DEVICE)
+            param.grad = grad * 0.5  # an operation of the device
+        optimizer.step()
+    return {
+        **state_of(optimizer),
+        **dict(enumerate(p.detach().clone() for p in params)),
+    }
+
+
+def disk_windows(simulation, place):
+    with simulated_disk(simulation):
+        found = disk_params(place, simulation)
+        simulation.synchronize()
+    simulation.reports |= simulation.torn
+    return not differing(found, PLAIN_DISK)
+
+
+PLAIN_DISK = disk_params("host")
+
+
 @dataclass
 class Directly:
     """A use of the transfer without a schedule; it tells whether the values were right."""
@@ -246,6 +285,8 @@ SCENARIOS = [
     Directly(release_of_what_is_on_its_way),
     Directly(streamed_windows),
     Directly(streamed_windows, Pace.LAZY),
+    Directly(partial(disk_windows, place="streamed"), Pace.LAZY),
+    Directly(partial(disk_windows, place="host"), Pace.LAZY),
     InSchedule(Schedule(mode="overlap", rounds=rounds(), pauses=LATE)),
     InSchedule(Schedule(mode="sync", rounds=rounds(), pipelined=False)),
     InSchedule(

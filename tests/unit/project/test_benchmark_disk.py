@@ -1,6 +1,7 @@
 """tools/benchmark_disk.py on a small file."""
 
 import benchmark_disk
+import benchmark_disk_step
 from benchmark_disk import Options
 
 
@@ -12,3 +13,22 @@ def test_every_pattern_is_compared_and_nothing_is_left(tmp_path, capsys):
     assert [row[0] for row in rows] == ["| read", "| write", "| read and write"]
     assert all(float(row[column]) > 0 for row in rows for column in (1, 2))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_are_compared_with_dd(tmp_path, capsys):
+    options = {"folder": tmp_path, "state": 50, "window": 8}
+    benchmark_disk_step.main(benchmark_disk_step.Options("speed", rounds=1, **options))
+    row = capsys.readouterr().out.splitlines()[2].split(" | ")
+    assert all(float(value) > 0 for value in row[1:3])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_under_a_limit_has_the_parameters_of_one_in_memory(tmp_path, capsys):
+    """The state is larger than the limit."""
+    options = {"folder": tmp_path, "state": 150, "window": 4, "memory": 120, "steps": 1}
+    benchmark_disk_step.main(benchmark_disk_step.Options("limit", **options))
+    limited, free, same = capsys.readouterr().out.splitlines()
+    assert (
+        "at most" in limited and "limit none" in free and same == "the same parameters"
+    )
+    assert int(limited.split("at most ")[1].split()[0]) < 120

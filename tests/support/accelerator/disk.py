@@ -1,0 +1,62 @@
+"""A disk beside the simulated accelerator: it reads in one stream and writes in another, and what
+it touches of host memory and of the file is noted like any other work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from torch import Tensor
+
+from mp_optim.placement.state_file import StateFile
+from support.accelerator.memory import Deed
+from support.accelerator.simulation import Simulation
+from support.accelerator.streams import Stream
+
+
+class _Ticket:
+    def __init__(self, simulation: Simulation, stream: Stream) -> None:
+        self._simulation, self._stream = simulation, stream
+        self._reached = stream.queued, dict(stream.clock)
+
+    def wait(self) -> None:
+        with self._simulation.lock:
+            self._simulation.wait_for(self._stream, *self._reached)
+
+
+@contextmanager
+def simulated_disk(simulation: Simulation) -> Iterator[None]:
+    """Files of state are read and written by streams of the simulation."""
+    reads, writes = simulation.new_stream(0), simulation.new_stream(0)
+
+    def moved(stream: Stream, is_read: bool) -> Callable[..., _Ticket]:
+        def begin(file: StateFile, memory: Tensor, offset: int) -> _Ticket:
+            with simulation.lock:
+                there = in_file(file, offset, memory.numel())
+                to, source = (memory, there) if is_read else (there, memory)
+                spans = [
+                    (simulation.memory.span(to), True),
+                    (simulation.memory.span(source), False),
+                ]
+                deed = Deed("the disk", [each for each in spans if each[0] is not None])
+                # Through the mapping: no other thread may wait for what this one holds.
+                simulation.queue(stream, lambda: to.copy_(source), deed)
+                return _Ticket(simulation, stream)
+
+        return begin
+
+    with patch.multiple(
+        StateFile, read_into=moved(reads, True), write_from=moved(writes, False)
+    ):
+        yield
+
+
+def in_file(file: StateFile, offset: int, size: int) -> Tensor:
+    """The mapped bytes."""
+    (segment,) = [
+        each
+        for each in file._segments
+        if 0 <= offset - each.begin < each.memory.numel()
+    ]
+    return segment.memory[offset - segment.begin :][:size]

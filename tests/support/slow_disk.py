@@ -1,0 +1,40 @@
+"""A disk that does everything at the last moment, so that a missing wait shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from torch import Tensor
+
+from mp_optim.placement.state_file import StateFile
+
+
+class _Late:
+    """What is to be done when somebody waits."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do: Callable[[], None] | None = do
+
+    def wait(self) -> None:
+        do, self._do = self._do, None
+        if do is not None:
+            do()
+
+
+@contextmanager
+def slow_disk() -> Iterator[None]:
+    """Reads and writes happen when they are waited for; until then the memory of a read is poison,
+    and a write takes what is in its memory by then."""
+    read, write = StateFile.read_into, StateFile.write_from
+
+    def late_read(file: StateFile, memory: Tensor, offset: int) -> _Late:
+        memory.fill_(0xFF)
+        return _Late(lambda: read(file, memory, offset).wait())
+
+    def late_write(file: StateFile, memory: Tensor, offset: int) -> _Late:
+        return _Late(lambda: write(file, memory, offset).wait())
+
+    with patch.multiple(StateFile, read_into=late_read, write_from=late_write):
+        yield

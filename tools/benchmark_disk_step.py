@@ -1,0 +1,204 @@
+#!/usr/bin/env python
+"""AdamW with its state on a disk: how fast a step is beside what the disk can do, and that host
+memory holds only windows.
+
+python tools/benchmark_disk_step.py speed --folder /mnt/nvme     # on an idle machine
+python tools/benchmark_disk_step.py limit --folder /mnt/nvme --window 32
+
+``speed`` takes steps in turn with processes of ``dd`` that read a file of the same size and write
+one, with direct access, as a step does. ``limit`` runs under a limit of memory, and again in memory
+without one, each in a process of its own, and compares the parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import torch
+import tyro
+from benchmark_disk import Raw
+from torch import nn
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+
+MIB = 1 << 20
+LAYER = 4 << 20
+"""Elements of each parameter."""
+
+
+@dataclass
+class Options:
+    """What to do."""
+
+    what: tyro.conf.Positional[Literal["speed", "limit", "run"]]
+    """``run`` is one of the two processes of ``limit``."""
+    folder: Path = Path()
+    """On the disk; what is made there is removed."""
+    state: int = 2048
+    """MiB of main params and state, of which a parameter has 12 bytes."""
+    window: int = 64
+    """MiB of a window, of which five are in host memory."""
+    rounds: int = 5
+    """Of ``speed``."""
+    steps: int = 20
+    """Of ``limit``."""
+    memory: int = 256
+    """MiB that ``limit`` allows beyond the model and its gradients; 0: as much as there is, and
+    nothing on the disk."""
+    threads: int = 4
+    """Processes of ``dd``."""
+
+
+def main(options: Options) -> None:
+    """Print what was asked for."""
+    ways = {"speed": speed, "limit": limit, "run": run}
+    ways[options.what](options)
+
+
+class Training:
+    """A model whose gradients are there, and its optimizer."""
+
+    def __init__(self, options: Options, dtype: torch.dtype) -> None:
+        count = max(1, options.state * MIB // 12 // LAYER)
+        torch.manual_seed(0)
+        self.model = nn.ParameterList(
+            nn.Parameter(torch.randn(LAYER, dtype=dtype)) for _ in range(count)
+        )
+        for param in self.model:
+            param.grad = torch.zeros_like(param)
+        self._generator = torch.Generator().manual_seed(1)
+        self._options, self._dtype = options, dtype
+
+    def build(self, folder: str | None) -> None:
+        """Make the optimizer, with its state in a folder or in memory."""
+        disk = {
+            "optimizer_state_path": folder,
+            "stream_window_bytes": self._options.window * MIB,
+        }
+        config = OptimizerConfig(
+            lr=1e-3,
+            bf16=self._dtype == torch.bfloat16,
+            clip_grad=0.0,
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=1.0,
+            **(disk if folder else {}),
+        )
+        self.optimizer = get_megatron_optimizer(config, self.model)
+
+    def new_gradients(self) -> None:
+        """Others, in the same memory."""
+        for param in self.model:
+            param.grad.normal_(generator=self._generator)
+
+    def digest(self) -> str:
+        """Of all parameters."""
+        found = hashlib.sha256()
+        for param in self.model:
+            found.update(param.detach().view(torch.uint8).numpy())
+        return found.hexdigest()[:16]
+
+
+def speed(options: Options) -> None:
+    """Steps in turn with ``dd``."""
+    seconds: dict[str, list[float]] = {"dd": [], "step": []}
+    with TemporaryDirectory(dir=options.folder) as folder:
+        training = Training(options, torch.float32)
+        training.build(folder)
+        size = 12 * LAYER * len(training.model)
+        raw = Raw(Path(folder) / "raw", size, options.threads)
+        raw.run("write")  # blocks that were never written cost more the first time
+        training.optimizer.step()
+        for _ in range(options.rounds):
+            seconds["dd"].append(timed(lambda: raw.run("read and write")))
+            seconds["step"].append(timed(training.optimizer.step))
+    metrics = training.optimizer.metrics()
+    print("\n".join(speed_table(seconds, size)))
+    print(
+        f"of the last step: {metrics['host_ms']:.0f} ms of arithmetic, "
+        f"{metrics['disk_wait_ms']:.0f} ms of waiting for the disk"
+    )
+
+
+def timed(run: object) -> float:
+    """Seconds of a call."""
+    begin = time.perf_counter()
+    run()  # type: ignore[operator]
+    return time.perf_counter() - begin
+
+
+def speed_table(seconds: dict[str, list[float]], size: int) -> Iterator[str]:
+    """GB/s in both directions together by median; the step of dd by the median of rounds."""
+    rates = {
+        who: 2 * size / statistics.median(each) / 1e9 for who, each in seconds.items()
+    }
+    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    yield "| state, GB | dd, GB/s | step, GB/s | step of dd |"
+    yield "|---|---|---|---|"
+    yield (
+        f"| {size / 1e9:.2f} | {rates['dd']:.2f} | {rates['step']:.2f} | "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+    )
+
+
+def limit(options: Options) -> None:
+    """A run under the limit, and one in memory.
+
+    Raises:
+        SystemExit: parameters differ.
+    """
+    digests = []
+    for memory in (options.memory, 0):
+        said = asdict(options) | {"memory": memory}
+        del said["what"]
+        flags = [f"--{name}={value}" for name, value in said.items()]
+        command = [sys.executable, __file__, "run", *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        print(done.stdout, end="")
+        digests.append(done.stdout.split()[0])
+    if len(set(digests)) > 1:
+        raise SystemExit("the parameters differ")
+    print("the same parameters")
+
+
+def run(options: Options) -> None:
+    """Print the digest of the parameters, and what memory was used beyond the model's."""
+    training = Training(options, torch.bfloat16)
+    training.new_gradients()
+    before = {name: status(name) for name in ("RssAnon", "VmData")}
+    if options.memory:
+        allowed = before["VmData"] + options.memory * MIB
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
+    most = 0
+    with TemporaryDirectory(dir=options.folder) as folder:
+        training.build(folder if options.memory else None)
+        for _ in range(options.steps):
+            training.new_gradients()
+            training.optimizer.step()
+            most = max(most, status("RssAnon") - before["RssAnon"])
+        left = os.listdir(folder)
+    print(
+        f"{training.digest()}: {options.steps} steps of {options.state} MiB of state, "
+        f"limit {options.memory or 'none'}: at most {most / MIB:.0f} MiB beyond model and "
+        f"gradients, {len(left)} files"
+    )
+
+
+def status(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    text = Path("/proc/self/status").read_text().split(f"\n{name}:")[1]
+    return int(text.split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
