@@ -173,7 +173,11 @@ def save(
         ranks,
         snapshot=asynchronous,
     )
-    check_replicas(params_of(model, parallel), ranks)
+    try:
+        check_replicas(params_of(model, parallel), ranks)
+    except BaseException:
+        writing.give_back()
+        raise
 
     def work() -> Path:
         return _write(writing, content, target, keep, ranks)
@@ -188,7 +192,7 @@ def _write(
     staging = staging_of(target)
 
     def commit() -> None:
-        files = writing.finish(parts)
+        files = writing.finish([part for of_rank in parts for part in of_rank])
         write_durably(staging / COMMON, common)
         files[COMMON] = file_sum(staging / COMMON)
         write_manifest(
@@ -204,6 +208,8 @@ def _write(
         if ranks.is_first:
             shutil.rmtree(staging, ignore_errors=True)  # the disk may be full
         raise
+    finally:
+        writing.give_back()
     return target
 
 

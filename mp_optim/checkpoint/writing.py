@@ -6,106 +6,31 @@ rank, so it can happen in the background, from a snapshot of just what this rank
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import math
-import os
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mp_optim.checkpoint.durable import naming, write_durably
+from mp_optim.checkpoint.data_files import Item, Part, write_files
+from mp_optim.checkpoint.durable import write_durably
+from mp_optim.checkpoint.entries import STATE
 from mp_optim.checkpoint.garbage import uncollected
-from mp_optim.checkpoint.index import (
-    BLOCK_BYTES,
-    INDEX,
-    Index,
-    Saved,
-    SavedBox,
-    as_json,
-)
+from mp_optim.checkpoint.index import INDEX, Index, Saved, SavedBox, as_json
 from mp_optim.checkpoint.manifest import FileSum, file_sum
 from mp_optim.checkpoint.metadata import METADATA, as_metadata
-from mp_optim.checkpoint.payload import header, memory_of
-from mp_optim.checkpoint.pieces import Place, piece, whole_place
+from mp_optim.checkpoint.pieces import piece, whole_place
 from mp_optim.checkpoint.plans import Holding, Share, Whole, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
+from mp_optim.process.host_memory import HUGE_FROM, zeros_host
+from mp_optim.process.leases import Lease, Lent, give_back, lend
 
-_TINY = 64
-"""Bytes up to which equal tensors of one save are written once (step counts)."""
-
-
-class _SummedFile:
-    """A new file, summed up while it is written, so that what was meant is on record, not what
-    arrived."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("wb")
-        self._block, self._used = bytearray(BLOCK_BYTES), 0
-        self._digest = hashlib.sha256()
-        self.size = 0
-        self.blocks: list[int] = []
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.size += len(data)
-        rest = memoryview(data)
-        while rest:
-            take = min(BLOCK_BYTES - self._used, len(rest))
-            if take == BLOCK_BYTES:
-                self._put(rest[:take])
-            else:
-                self._block[self._used : self._used + take] = rest[:take]
-                self._used += take
-                if self._used == BLOCK_BYTES:
-                    self._put(memoryview(self._block))
-                    self._used = 0
-            rest = rest[take:]
-
-    def _put(self, block: memoryview) -> None:
-        self.blocks.append(zlib.crc32(block))
-        self._digest.update(block)
-        with naming(self._path):
-            self._file.write(block)
-
-    def finish(self) -> FileSum:
-        """Write the rest and wait until everything is on the disk."""
-        if self._used:
-            self._put(memoryview(self._block)[: self._used])
-        with naming(self._path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        return FileSum(self.size, self._digest.hexdigest())
-
-    def close(self) -> None:
-        """Give up the file; harmless after :meth:`finish`."""
-        with suppress(OSError):  # a full disk refuses what was buffered once more
-            self._file.close()
-
-
-class Written(NamedTuple):
-    """A box in a file."""
-
-    entry: Whole
-    place: Place
-    start: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank wrote: boxes, in one file or none."""
-
-    file: str
-    sum: FileSum | None = None
-    blocks: Sequence[int] = ()
-    written: Sequence[Written] = ()
+_LENT_FROM = 16 << 10
+"""Bytes of a tensor from which a copy costs more than a lease."""
 
 
 @dataclass
@@ -114,27 +39,43 @@ class Writing:
 
     folder: Path
     rank: int
-    items: list[tuple[Whole, Place, Tensor]] = field(repr=False)
+    items: list[Item] = field(repr=False)
+    _lent: Lent | None = field(default=None, repr=False)
 
     def take_snapshot(self) -> None:
-        """Copy to the host what this rank writes; the tensors may change from here on."""
-        self.items = [
-            (entry, place, value.to("cpu", copy=True))
-            for entry, place, value in self.items
-        ]
+        """Make sure that what is written are the bits of now: borrow what the optimizer keeps on
+        the host, copy the rest to there.
+
+        NOTE: the model's tensors are copied because anybody may write them; the optimizer's state
+        is written by this package alone, which calls ``before_writing``.
+        """
+        lendable = {
+            at: value
+            for at, item in enumerate(self.items)
+            if (value := _lendable(item)) is not None
+        }
+        self._lent = lend(list(lendable.values()))
+        leases: dict[int, Lease] = dict(zip(lendable, self._lent.leases, strict=True))
+        try:
+            self.items = [
+                item._replace(content=leases[at] if at in leases else _copied(item))
+                for at, item in enumerate(self.items)
+            ]
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Borrow nothing any more, and let go of what was copied."""
+        if self._lent is not None:
+            give_back(self._lent)
+            self._lent, self.items = None, []
 
     @uncollected()
-    def write(self) -> Part:
-        """Write this rank's file, synced. No communication."""
-        name = f"__{self.rank}_0.distcp"
-        if not self.items:
-            return Part(name)
-        file = _SummedFile(self.folder / name)
-        try:
-            written = list(_written(file, self.items))
-            return Part(name, file.finish(), file.blocks, written)
-        finally:
-            file.close()
+    def write(self) -> list[Part]:
+        """Write this rank's files, synced. No communication."""
+        names = (f"__{self.rank}_{number}.distcp" for number in itertools.count())
+        return write_files(self.items, map(self.folder.joinpath, names))
 
     @uncollected()
     def finish(self, parts: list[Part]) -> dict[str, FileSum]:
@@ -144,7 +85,7 @@ class Writing:
             The files of all ranks.
         """
         index = _index_of(parts)
-        files = {part.file: part.sum for part in parts if part.sum is not None}
+        files = {part.file: part.sum for part in parts}
         contents = {INDEX: as_json(index), METADATA: as_metadata(index, self.folder)}
         for name, content in contents.items():
             write_durably(self.folder / name, content)
@@ -152,22 +93,28 @@ class Writing:
         return files
 
 
-def _written(
-    file: _SummedFile, items: list[tuple[Whole, Place, Tensor]]
-) -> Iterator[Written]:
-    tiny: dict[tuple[torch.dtype, tuple[int, ...], bytes], int] = {}
-    for entry, place, value in items:
-        if entry.dtype.is_complex:
-            value = value.resolve_conj()
-        content = value.cpu().contiguous()
-        memory, before = memory_of(content), header(entry.dtype, place.sizes)
-        start = file.size + len(before)
-        if len(memory) <= _TINY:
-            start = tiny.setdefault((entry.dtype, place.sizes, bytes(memory)), start)
-        if start > file.size:
-            file.write(before)
-            file.write(memory)
-        yield Written(entry, place, start)
+def _lendable(item: Item) -> Tensor | None:
+    """What is to be written, if it may be lent."""
+    value = item.content
+    if not isinstance(value, Tensor) or not item.entry.name.startswith(STATE):
+        return None
+    is_plain = value.is_contiguous() and not value.is_complex()
+    if value.device.type == "cpu" and value.nbytes >= _LENT_FROM and is_plain:
+        return value
+    return None
+
+
+def _copied(item: Item) -> Tensor:
+    value = item.content
+    assert isinstance(value, Tensor)
+    if (
+        value.device.type == "cpu"
+        and value.is_contiguous()
+        and value.nbytes >= HUGE_FROM
+    ):
+        memory = zeros_host(value.nbytes).view(value.dtype).view(value.shape)
+        return memory.copy_(value)
+    return value.to("cpu", copy=True)
 
 
 def _index_of(parts: list[Part]) -> Index:
@@ -177,7 +124,7 @@ def _index_of(parts: list[Part]) -> Index:
             saved = entries.setdefault(name, Saved(dtype, shape, []))
             length = math.prod(place.sizes) * dtype.itemsize
             saved.boxes.append(SavedBox(*place, part.file, start, length))
-    sums = {part.file: part.blocks for part in parts if part.sum is not None}
+    sums = {part.file: part.blocks for part in parts}
     return Index(entries, sums)
 
 
@@ -204,7 +151,7 @@ def plan_writing(
     Args:
         tensors: this rank's entries; the same names may be on several ranks.
         folder: an empty directory that all ranks see.
-        snapshot: copy what this rank writes.
+        snapshot: let what this rank writes change meanwhile; see :meth:`Writing.take_snapshot`.
 
     Raises:
         ValueError: ranks disagree about an entry, naming it.
@@ -264,13 +211,13 @@ def _shared(
 
 def _items(
     tensors: Mapping[str, Tensor], holding: Holding, share: Share
-) -> Iterator[tuple[Whole, Place, Tensor]]:
+) -> Iterator[Item]:
     for entry in holding.whole:
         if entry.name in share.whole:
             place = whole_place(entry.shape)
-            yield entry, place, piece(tensors[entry.name], place)
+            yield Item(entry, place, piece(tensors[entry.name], place))
     for part in holding.parts:
         entry, left_out = Whole(*part[:3]), share.left_out.get(part.name, ())
         for place in part.places:
             if place not in left_out:
-                yield entry, place, piece(tensors[part.name], place)
+                yield Item(entry, place, piece(tensors[part.name], place))

@@ -58,7 +58,7 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         """The back buffer of a bucket, with room for all of its slots."""
         live: dict[Key, Tensor] = {}
         for slot in self.buckets[index].slots:
-            tensors = {**self._host.slot_state(slot)}
+            tensors = {**self._host.state_of(slot).tensors()}
             tensors[MAIN] = param_at(self._host.param_groups, slot)
             for key in tensors.keys() - {"step"}:
                 live[slot.group, slot.position, key] = tensors[key]

@@ -11,6 +11,7 @@ from torch import Tensor
 from mp_optim.placement.transfer import Transfer
 from mp_optim.placement.windows import IN_FLIGHT, Tensors, Window
 from mp_optim.process.host_memory import Form, aligned_bytes
+from mp_optim.process.leases import before_writing
 
 
 class SteppingPlace(Protocol):
@@ -114,6 +115,7 @@ class WindowRing:
     def send_back(self, number: int, window: Window, lying: Sequence[Tensors]) -> None:
         """See :class:`SteppingPlace`."""
         held = _tensors([piece.held for piece in window])
+        before_writing(held)
         ticket = self._transfer.download(held, _tensors(lying))
         self._lane(number).tickets.append(ticket)
         self.down += sum(tensor.nbytes for tensor in held)

@@ -84,7 +84,7 @@ def describe(
     for index, (slot, param) in enumerate(iter_slots(groups)):
         place, dtype = inner.place(slot), str(param.dtype).removeprefix("torch.")
         backend, why = _stepper(inner, slot.group, place, param.device)
-        state = inner.slot_state(slot) if table.bound[index] else {}
+        state = inner.state_of(slot).tensors() if table.bound[index] else {}
         main = param_at(inner.param_groups, slot)
         tensors = [*state.values(), *([main] if table.separate[index] else [])]
         kind = DescriptionRow(slot.group, place, dtype, 0, 0, 0, backend, why)

@@ -226,7 +226,7 @@ class MainParams:
     def accelerator_tensors(self) -> Iterator[Tensor]:
         """Main params and state that are not on the host."""
         for slot in self.trained_slots():
-            tensors = list(self._inner.slot_state(slot).values())
+            tensors = list(self._inner.state_of(slot).tensors().values())
             if self.is_separate(slot):
                 tensors.append(self._stepped(slot))
             yield from (

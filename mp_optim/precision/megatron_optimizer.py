@@ -56,6 +56,7 @@ from mp_optim.precision.standstill import StandstillWatch
 from mp_optim.precision.step_counts import StepCounts
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import Verdict, decide
+from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, iter_slots, local_tensor
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
@@ -370,7 +371,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """
         self.step_mark.check("named_main_params")
         self.make_current()
-        return ((self.slot_name(slot), self.main_param(slot)) for slot in self.slots())
+        for slot in self.slots():
+            main = self.main_param(slot)
+            before_writing([main])  # by whoever gets it
+            yield self.slot_name(slot), main
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

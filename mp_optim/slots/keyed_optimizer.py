@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mp_optim.config.setting_checks import check_schedule
 from mp_optim.process.caller_warnings import warn
+from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, slot_name
 from mp_optim.slots.interrupted_step import StepMark
@@ -67,7 +68,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def slot_state(self, slot: Slot) -> State:
         """The live state tensors of a slot, allocated if they did not exist. Never copies."""
         self.make_current(slot)
-        return self.state_of(slot).tensors()
+        state = self.state_of(slot).tensors()
+        before_writing(state.values())
+        return state
 
     def full_slot_state(self, slot: Slot) -> State:
         """The slot's state with everything in FP32, copied where it is stored in fewer bits."""

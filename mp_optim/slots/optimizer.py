@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.process.host_memory import beside, zeros
+from mp_optim.process.leases import before_writing
 from mp_optim.slots import Slot, SlotUpdate, param_at
 from mp_optim.slots.host_part import HostPart, Place
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
@@ -107,7 +108,9 @@ class SlotOptimizer(SlotKeyedOptimizer):
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         """Give the main param another value of any floating dtype."""
-        param_at(self.param_groups, slot).copy_(value)
+        main = param_at(self.param_groups, slot)
+        before_writing([main])
+        main.copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
         """The stepped tensor was replaced or written from outside; make state agree that

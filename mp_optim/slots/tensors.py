@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.process.leases import before_writing
+
 
 class CachedTensorList(list[Tensor]):
     """Plain tensors whose memory stays where it is for as long as the list is used, so that each
@@ -144,5 +146,6 @@ def follow(main: Tensor, local: Tensor, name: str) -> bool:
         )
     if torch.equal(main.to(device=local.device, dtype=local.dtype), local):
         return False
+    before_writing([main])
     main.copy_(local)
     return True

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mp_optim.process.leases import before_writing
 from mp_optim.slots import local_tensor
 from mp_optim.slots.slot_state import LayeredState, SlotState, State, check_fits
 from mp_optim.slots.state_keys import AVERAGE, MASTER
@@ -55,6 +56,7 @@ class WithMainParam(LayeredState):
         rest, main = _split(state)
         self.below.load(rest)
         if main is not None:
+            before_writing([self._main])
             self._main.copy_(main)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.capabilities import refusal
+from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import (
     CachedTensorList,
@@ -357,6 +358,7 @@ class RuleOptimizer(RuleState):
         """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
         thread may do it."""
         launch, lists = planned.launch, planned.lists
+        before_writing(planned.mains, lists.main, *lists.state.values())
         backend, _ = self.backend_for(launch.device)
         if not backend.reads_source:
             lists = lists.in_place()

@@ -17,6 +17,7 @@ from mp_optim.process.host_memory import (
     beside,
     zeros,
 )
+from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import (
     CachedTensorList,
@@ -283,6 +284,7 @@ class RuleState(SlotOptimizer):
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         main = self.stepped(slot)
+        before_writing([main], self.live_state(slot).values())
         if self._is_split(main):
             split_(
                 value.to(main.device, torch.float32),
@@ -295,7 +297,9 @@ class RuleState(SlotOptimizer):
     def written_outside(self, slot: Slot) -> None:
         main = self.stepped(slot)
         if self._is_split(main):
-            keep_valid(main, self.live_state(slot)[REMAINDER])
+            remainder = self.live_state(slot)[REMAINDER]
+            before_writing([remainder])
+            keep_valid(main, remainder)
 
     def memory_moved(self) -> None:
         for group_state in self._groups:
@@ -339,6 +343,7 @@ class RuleSlotState(SlotState):
     def load(self, state: State) -> None:
         self.check(state)
         rest, main = self._without_main(state)
+        before_writing(self.tensors().values())
         for key, tensor in self.tensors().items():
             tensor.copy_(as_tensor(rest[key]))
         if main is not None:

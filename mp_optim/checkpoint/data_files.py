@@ -1,0 +1,225 @@
+"""A rank's data files: what it writes of a checkpoint, in several threads, summed up on the way.
+
+Each thread has a file of its own, since SHA-256 goes over a file from its first byte to its last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import os
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.checkpoint.durable import naming
+from mp_optim.checkpoint.index import BLOCK_BYTES
+from mp_optim.checkpoint.manifest import FileSum
+from mp_optim.checkpoint.payload import header, memory_of
+from mp_optim.checkpoint.pieces import Place
+from mp_optim.checkpoint.plans import Whole
+from mp_optim.process.host_share import host_share
+from mp_optim.process.leases import Lease
+
+_TINY = 64
+"""Bytes up to which equal tensors of one file are written once (step counts)."""
+_BUFFER = 4 * BLOCK_BYTES
+"""Bytes that are summed up and written at a time."""
+_FILE_FROM = 16 << 20
+"""Bytes for which another file pays."""
+_MOST_FILES = 8
+
+
+class Item(NamedTuple):
+    """A box to write: its elements, or a lease of them."""
+
+    entry: Whole
+    place: Place
+    content: Tensor | Lease
+
+
+class Written(NamedTuple):
+    """A box in a file."""
+
+    entry: Whole
+    place: Place
+    start: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file that a rank wrote."""
+
+    file: str
+    sum: FileSum
+    blocks: Sequence[int]
+    written: Sequence[Written]
+
+
+class _Stopped(Exception):
+    """Another file failed."""
+
+
+def write_files(items: Sequence[Item], paths: Iterator[Path]) -> list[Part]:
+    """Write boxes into files, synced: one for each thread that is worth it, none for no boxes.
+
+    Raises:
+        OSError: naming the file.
+    """
+    stop = threading.Event()
+    pairs = zip(_shares(items), paths, strict=False)
+    files = [_File(share, path, stop) for share, path in pairs]
+    for file in files[1:]:
+        file.start()
+    for file in files[:1]:
+        file.run()
+    for file in files[1:]:
+        file.join()
+    failed = [file.error for file in files if file.error is not None]
+    for error in sorted(failed, key=lambda error: isinstance(error, _Stopped)):
+        raise error
+    return [part for file in files for part in file.parts]
+
+
+class _File(threading.Thread):
+    """A thread that writes a file.
+
+    Not one of an executor: those take no work any more when the process has come to its end, and
+    then waits for its save.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], path: Path, stop: threading.Event
+    ) -> None:
+        super().__init__(name=f"saving {path.name}", daemon=False)
+        self._items, self._path, self._stop_all = items, path, stop
+        self.parts: list[Part] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.parts = [_write_file(self._items, self._path, self._stop_all)]
+        except BaseException as error:
+            self._stop_all.set()
+            self.error = error
+
+
+def _shares(items: Sequence[Item]) -> list[list[Item]]:
+    """The items by file, about as many bytes in each; in their order."""
+    total = sum(item.content.nbytes for item in items)
+    count = max(1, min(total // _FILE_FROM, host_share().threads, _MOST_FILES))
+    loads = [(0, number) for number in range(count)]
+    file_of = [0] * len(items)
+    for at in sorted(range(len(items)), key=lambda at: -items[at].content.nbytes):
+        load, number = loads[0]
+        file_of[at] = number
+        heapq.heapreplace(loads, (load + items[at].content.nbytes, number))
+    shares: list[list[Item]] = [[] for _ in range(count)]
+    for item, number in zip(items, file_of, strict=True):
+        shares[number].append(item)
+    return [share for share in shares if share]
+
+
+def _write_file(items: Sequence[Item], path: Path, stop: threading.Event) -> Part:
+    file = _SummedFile(path, stop)
+    try:
+        written = list(_written(file, items))
+        return Part(path.name, file.finish(), file.blocks, written)
+    finally:
+        file.close()
+
+
+def _written(file: _SummedFile, items: Sequence[Item]) -> Iterator[Written]:
+    tiny: dict[tuple[torch.dtype, tuple[int, ...], bytes], int] = {}
+    for entry, place, content in items:
+        lease = content if isinstance(content, Lease) else _lease_of(content)
+        before = header(entry.dtype, place.sizes)
+        start = file.size + len(before)
+        if lease.nbytes <= _TINY:
+            memory = torch.empty(lease.nbytes, dtype=torch.uint8, device="cpu")
+            lease.read_into(memory)
+            value = bytes(memory_of(memory))
+            start = tiny.setdefault((entry.dtype, place.sizes, value), start)
+            if start > file.size:
+                file.write(before + value)
+        else:
+            file.write(before)
+            file.write_from(lease)
+        yield Written(entry, place, start)
+
+
+def _lease_of(value: Tensor) -> Lease:
+    """What nobody writes, to be read as what is lent."""
+    return Lease(
+        (value.resolve_conj() if value.is_complex() else value).cpu().contiguous()
+    )
+
+
+class _SummedFile:
+    """A new file, summed up while it is written, so that what was meant is on record, not what
+    arrived."""
+
+    def __init__(self, path: Path, stop: threading.Event) -> None:
+        self._path, self._file, self._stop = path, path.open("wb"), stop
+        self._buffer = torch.empty(_BUFFER, dtype=torch.uint8, device="cpu")
+        self._memory, self._used = memory_of(self._buffer), 0
+        self._digest = hashlib.sha256()
+        self.size = 0
+        self.blocks: list[int] = []
+
+    def write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            begin, end = self._room(len(rest))
+            self._memory[begin:end] = rest[: end - begin]
+            rest = rest[end - begin :]
+
+    def write_from(self, lease: Lease) -> None:
+        """Write all of what is lent."""
+        left = lease.nbytes
+        while left:
+            begin, end = self._room(left)
+            lease.read_into(self._buffer[begin:end])
+            left -= end - begin
+
+    def _room(self, wanted: int) -> tuple[int, int]:
+        """Where in the buffer the next bytes go, at most so many."""
+        if self._used == _BUFFER:
+            self._put()
+        begin, end = self._used, min(_BUFFER, self._used + wanted)
+        self.size += end - begin
+        self._used = end
+        return begin, end
+
+    def _put(self) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        filled = self._memory[: self._used]
+        for begin in range(0, self._used, BLOCK_BYTES):
+            self.blocks.append(zlib.crc32(filled[begin : begin + BLOCK_BYTES]))
+        self._digest.update(filled)
+        with naming(self._path):
+            self._file.write(filled)
+        self._used = 0
+
+    def finish(self) -> FileSum:
+        """Write the rest and wait until everything is on the disk."""
+        if self._used:
+            self._put()
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return FileSum(self.size, self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Give up the file; harmless after :meth:`finish`."""
+        with suppress(OSError):  # a full disk refuses what was buffered once more
+            self._file.close()

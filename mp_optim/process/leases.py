@@ -1,0 +1,167 @@
+"""Memory that a save in the background still has to read: lent, and copied just before something
+writes it.
+
+A save lends tensors of the optimizer's and reads them while training goes on. Whatever writes main
+params or state says so first (:func:`before_writing`); what the save has not read by then is copied
+for it. So the save reads the bits of its call, and a step pays for what is not written yet, and for
+nothing if the save is further than that.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mp_optim.process.host_memory import zeros_host
+from mp_optim.process.torch_modes import in_own_modes
+
+
+class Lease:
+    """The bytes of a contiguous tensor on the host as they are now, to be read once from the first
+    to the last, whoever writes the tensor meanwhile.
+
+    NOTE: the reader's thread reads, and a thread that is about to write copies, under one lock.
+    While :attr:`_source` is the tensor's own memory nobody has written there since the lease began;
+    :func:`before_writing` is how that is kept.
+
+    Attributes:
+        nbytes: how many there are.
+        copied: of these, how many were copied because something was about to write them.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.nbytes, self.copied = tensor.nbytes, 0
+        self.address = tensor.data_ptr()
+        self._tensor: Tensor | None = tensor
+        self._version = _version_of(tensor)
+        self._source = tensor.detach().view(-1).view(torch.uint8)
+        self._first = self._read = 0
+        self._lock = threading.Lock()
+
+    def read_into(self, to: Tensor) -> None:
+        """Read the next bytes, as many as ``to`` has, which lies on the host, too.
+
+        Raises:
+            RuntimeError: something else than the optimizer wrote the tensor.
+        """
+        with self._lock:
+            begin = self._source.data_ptr() + self._read - self._first
+            ctypes.memmove(
+                to.data_ptr(), begin, to.nbytes
+            )  # without the interpreter's lock
+            self._check()
+            self._read += to.nbytes
+            if self._read == self.nbytes:
+                self._keep(self._source[:0], self._read)
+
+    @in_own_modes
+    def copy_rest(self) -> None:
+        """Copy what was not read yet: the tensor's memory may be written from here on."""
+        with self._lock:
+            if self._tensor is None:
+                return
+            self._check()
+            rest = self._source[self._read - self._first :]
+            self.copied = rest.numel()
+            self._keep(zeros_host(rest.numel()).copy_(rest), self._read)
+
+    def _keep(self, source: Tensor, first: int) -> None:
+        """Read from this memory from now on, which begins with the byte ``first``."""
+        self._source, self._first, self._tensor = source, first, None
+
+    def _check(self) -> None:
+        """Notice writes that were not announced, where torch counts them."""
+        live = self._tensor
+        if live is None or live.data_ptr() != self.address:
+            return  # it has other memory now, and this is only the save's
+        if _version_of(live) != self._version:
+            raise RuntimeError(
+                f"a tensor of the optimizer ({live.dtype}, shape {tuple(live.shape)}) was written "
+                "while a save in the background read it, and not by the optimizer; take state by "
+                "state_dict(), optimizer.state or named_main_params() again after the save began, "
+                "or wait() for the save before writing to state"
+            )
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """How often torch saw it written; torch does not count where it is an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
+
+
+class Lent:
+    """What one save borrows.
+
+    Args:
+        tensors: contiguous ones on the host.
+
+    Attributes:
+        leases: one for each tensor.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.leases = list(map(Lease, tensors))
+        self._apart: list[Lease] = []
+        end = 0
+        for lease in sorted(self.leases, key=lambda lease: lease.address):
+            if lease.address < end:
+                lease.copy_rest()  # memory that another one has, too
+            else:
+                self._apart.append(lease)
+                end = lease.address + lease.nbytes
+        self._starts = [lease.address for lease in self._apart]
+
+    def between(self, begin: int, end: int) -> Iterable[Lease]:
+        """Leases of memory between two addresses."""
+        first = bisect.bisect_right(self._starts, begin) - 1
+        last = bisect.bisect_left(self._starts, end)
+        return self._apart[max(0, first) : last]
+
+
+_lent: list[Lent] = []
+"""What the save in the background borrows; at most one is under way.
+
+NOTE: the thread that trains adds, the save's thread takes away; any thread looks. Work that was
+begun before a save was called writes gradients and back buffers alone, which no save borrows.
+"""
+
+
+def lend(tensors: Sequence[Tensor]) -> Lent:
+    """Borrow tensors until :func:`give_back`."""
+    lent = Lent(tensors)
+    _lent.append(lent)
+    return lent
+
+
+def give_back(lent: Lent) -> None:
+    """Nothing is read any more."""
+    if lent in _lent:
+        _lent.remove(lent)
+
+
+def before_writing(*lists: Iterable[Tensor | None]) -> None:
+    """Tensors are about to be written, or handed to somebody who may: copy what saves have not read
+    of them. Free while no save is under way."""
+    for lent in tuple(_lent):
+        for tensors in lists:
+            for tensor in tensors:
+                if tensor is not None:
+                    _copy_rest(lent, tensor)
+
+
+def _copy_rest(lent: Lent, tensor: Tensor) -> None:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        leases: Iterable[Lease] = lent.leases  # where its memory is, layers above know
+    elif tensor.device.type != "cpu" or not tensor.numel():
+        return
+    else:
+        begin, extent = tensor.data_ptr(), 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            extent += (size - 1) * stride
+        leases = lent.between(begin, begin + extent * tensor.itemsize)
+    for lease in leases:
+        lease.copy_rest()
