@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.durable import naming
+from mp_optim.checkpoint.durable import begin_writing, naming
 from mp_optim.checkpoint.index import BLOCK_BYTES
 from mp_optim.checkpoint.manifest import FileSum
 from mp_optim.checkpoint.payload import header, memory_of
@@ -32,7 +32,9 @@ _TINY = 64
 """Bytes up to which equal tensors of one file are written once (step counts)."""
 _BUFFER = 4 * BLOCK_BYTES
 """Bytes that are summed up and written at a time."""
-_FILE_FROM = 16 << 20
+_BEGIN_EVERY = 32 << 20
+"""Bytes after which the disk is told to begin, rather than at the end."""
+FILE_FROM = 16 << 20
 """Bytes for which another file pays."""
 _MOST_FILES = 8
 
@@ -114,7 +116,7 @@ class _File(threading.Thread):
 def _shares(items: Sequence[Item]) -> list[list[Item]]:
     """The items by file, about as many bytes in each; in their order."""
     total = sum(item.content.nbytes for item in items)
-    count = max(1, min(total // _FILE_FROM, host_share().threads, _MOST_FILES))
+    count = max(1, min(total // FILE_FROM, host_share().threads, _MOST_FILES))
     loads = [(0, number) for number in range(count)]
     file_of = [0] * len(items)
     for at in sorted(range(len(items)), key=lambda at: -items[at].content.nbytes):
@@ -139,27 +141,26 @@ def _write_file(items: Sequence[Item], path: Path, stop: threading.Event) -> Par
 def _written(file: _SummedFile, items: Sequence[Item]) -> Iterator[Written]:
     tiny: dict[tuple[torch.dtype, tuple[int, ...], bytes], int] = {}
     for entry, place, content in items:
-        lease = content if isinstance(content, Lease) else _lease_of(content)
         before = header(entry.dtype, place.sizes)
         start = file.size + len(before)
-        if lease.nbytes <= _TINY:
-            memory = torch.empty(lease.nbytes, dtype=torch.uint8, device="cpu")
-            lease.read_into(memory)
-            value = bytes(memory_of(memory))
-            start = tiny.setdefault((entry.dtype, place.sizes, value), start)
+        if isinstance(content, Tensor):
+            content = _plain(content)
+            memory = memory_of(content)
+            if len(memory) <= _TINY:
+                key = entry.dtype, place.sizes, bytes(memory)
+                start = tiny.setdefault(key, start)
             if start > file.size:
-                file.write(before + value)
+                file.write(before)
+                file.write(memory)
         else:
             file.write(before)
-            file.write_from(lease)
+            file.write_from(content)
         yield Written(entry, place, start)
 
 
-def _lease_of(value: Tensor) -> Lease:
-    """What nobody writes, to be read as what is lent."""
-    return Lease(
-        (value.resolve_conj() if value.is_complex() else value).cpu().contiguous()
-    )
+def _plain(value: Tensor) -> Tensor:
+    """Contiguous, on the host."""
+    return (value.resolve_conj() if value.is_complex() else value).cpu().contiguous()
 
 
 class _SummedFile:
@@ -171,14 +172,18 @@ class _SummedFile:
         self._buffer = torch.empty(_BUFFER, dtype=torch.uint8, device="cpu")
         self._memory, self._used = memory_of(self._buffer), 0
         self._digest = hashlib.sha256()
-        self.size = 0
+        self.size = self._begun = 0
         self.blocks: list[int] = []
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         while rest:
             begin, end = self._room(len(rest))
-            self._memory[begin:end] = rest[: end - begin]
+            if end - begin == _BUFFER:
+                self._sum_up(rest[:_BUFFER])
+                self._used = 0
+            else:
+                self._memory[begin:end] = rest[: end - begin]
             rest = rest[end - begin :]
 
     def write_from(self, lease: Lease) -> None:
@@ -199,15 +204,20 @@ class _SummedFile:
         return begin, end
 
     def _put(self) -> None:
+        self._sum_up(self._memory[: self._used])
+        self._used = 0
+
+    def _sum_up(self, data: memoryview) -> None:
         if self._stop.is_set():
             raise _Stopped
-        filled = self._memory[: self._used]
-        for begin in range(0, self._used, BLOCK_BYTES):
-            self.blocks.append(zlib.crc32(filled[begin : begin + BLOCK_BYTES]))
-        self._digest.update(filled)
+        for begin in range(0, len(data), BLOCK_BYTES):
+            self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
+        self._digest.update(data)
         with naming(self._path):
-            self._file.write(filled)
-        self._used = 0
+            self._file.write(data)
+        if self.size - self._begun >= _BEGIN_EVERY:
+            begin_writing(self._file.fileno(), self._begun, self.size - self._begun)
+            self._begun = self.size
 
     def finish(self) -> FileSum:
         """Write the rest and wait until everything is on the disk."""

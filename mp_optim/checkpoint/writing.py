@@ -29,7 +29,7 @@ from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.process.host_memory import HUGE_FROM, zeros_host
 from mp_optim.process.leases import Lease, Lent, give_back, lend
 
-_LENT_FROM = 16 << 10
+LENT_FROM = 16 << 10
 """Bytes of a tensor from which a copy costs more than a lease."""
 
 
@@ -99,7 +99,7 @@ def _lendable(item: Item) -> Tensor | None:
     if not isinstance(value, Tensor) or not item.entry.name.startswith(STATE):
         return None
     is_plain = value.is_contiguous() and not value.is_complex()
-    if value.device.type == "cpu" and value.nbytes >= _LENT_FROM and is_plain:
+    if value.device.type == "cpu" and value.nbytes >= LENT_FROM and is_plain:
         return value
     return None
 

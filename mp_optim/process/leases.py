@@ -38,9 +38,11 @@ class Lease:
         self.nbytes, self.copied = tensor.nbytes, 0
         self.address = tensor.data_ptr()
         self._tensor: Tensor | None = tensor
+        self._what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
         self._version = _version_of(tensor)
         self._source = tensor.detach().view(-1).view(torch.uint8)
         self._first = self._read = 0
+        self._is_lost = False
         self._lock = threading.Lock()
 
     def read_into(self, to: Tensor) -> None:
@@ -54,7 +56,14 @@ class Lease:
             ctypes.memmove(
                 to.data_ptr(), begin, to.nbytes
             )  # without the interpreter's lock
-            self._check()
+            self._look()
+            if self._is_lost:
+                raise RuntimeError(
+                    f"a tensor of the optimizer ({self._what}) was written while a save in the "
+                    "background read it, and not by the optimizer; take state by state_dict(), "
+                    "optimizer.state or named_main_params() again after the save began, or wait() "
+                    "for the save before writing to state"
+                )
             self._read += to.nbytes
             if self._read == self.nbytes:
                 self._keep(self._source[:0], self._read)
@@ -65,7 +74,7 @@ class Lease:
         with self._lock:
             if self._tensor is None:
                 return
-            self._check()
+            self._look()
             rest = self._source[self._read - self._first :]
             self.copied = rest.numel()
             self._keep(zeros_host(rest.numel()).copy_(rest), self._read)
@@ -74,18 +83,11 @@ class Lease:
         """Read from this memory from now on, which begins with the byte ``first``."""
         self._source, self._first, self._tensor = source, first, None
 
-    def _check(self) -> None:
+    def _look(self) -> None:
         """Notice writes that were not announced, where torch counts them."""
-        live = self._tensor
-        if live is None or live.data_ptr() != self.address:
-            return  # it has other memory now, and this is only the save's
-        if _version_of(live) != self._version:
-            raise RuntimeError(
-                f"a tensor of the optimizer ({live.dtype}, shape {tuple(live.shape)}) was written "
-                "while a save in the background read it, and not by the optimizer; take state by "
-                "state_dict(), optimizer.state or named_main_params() again after the save began, "
-                "or wait() for the save before writing to state"
-            )
+        live = self._tensor  # if it has other memory now, this is only the save's
+        if live is not None and live.data_ptr() == self.address:
+            self._is_lost = _version_of(live) != self._version
 
 
 def _version_of(tensor: Tensor) -> int | None:

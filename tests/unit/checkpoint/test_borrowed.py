@@ -1,0 +1,258 @@
+"""Saves in the background borrow the optimizer's state: the bits are those of the call, whatever
+writes state before they are read, and training does not notice."""
+
+import gc
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+
+from mp_optim import checkpoint
+from mp_optim.checkpoint import background, data_files, writing
+from mp_optim.checkpoint.contents import compare, open_checkpoint
+from mp_optim.process import leases
+from support.models import build
+from support.offload import build_mode, differing, run, snapshot
+
+ADAM_FORMS = ("bf16", "fp16", "fp32", "bf16-8bit8", "bf16-bf16")
+
+
+class Reader:
+    """Holds the reader of what is lent when it has read a share of it, until it is let go."""
+
+    def __init__(self, patch):
+        self.go, self.held = threading.Event(), threading.Event()
+        self.share, self.left = None, 0
+        read_into, lend = leases.Lease.read_into, writing.lend
+
+        def count(tensors):
+            if self.share is not None:
+                self.left = int(self.share * len(tensors))
+            return lend(tensors)
+
+        def read(lease, to):
+            if self.share is not None:
+                self.left -= 1
+                if self.left < 0:
+                    self.held.set()
+                    assert self.go.wait(60)
+            read_into(lease, to)
+
+        patch.setattr(writing, "lend", count)
+        patch.setattr(leases.Lease, "read_into", read)
+        patch.setattr(writing, "LENT_FROM", 5)  # all but step counts
+
+    def hold_after(self, share):
+        self.share = share
+        self.go.clear()
+        self.held.clear()
+
+    def let_go(self):
+        self.share = None
+        self.go.set()
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    reader = Reader(monkeypatch)
+    yield reader
+    reader.let_go()
+    background.finish_previous()
+
+
+def begin_both(tmp_path, model, optimizer, reader, share=0.0):
+    """A save that is complete, and one of the same moment that is held when a share was read."""
+    reader.let_go()
+    first = checkpoint.save(tmp_path / "now", model, optimizer)
+    reader.hold_after(share)
+    handle = checkpoint.save(tmp_path / "later", model, optimizer, asynchronous=True)
+    assert reader.held.wait(60)
+    return first, handle
+
+
+def differences(a, b):
+    rows = compare(open_checkpoint(a), open_checkpoint(b))
+    return [row.name for row in rows if row.what != "equal"]
+
+
+def assert_same_moment(first, handle, reader):
+    assert not handle.done()
+    reader.let_go()
+    assert differences(first, handle.wait()) == []
+    assert differences(first, checkpoint.verify(handle.path)) == []
+
+
+def drawn(seed):
+    """A random stack: place, form of the state, rule, share on the host."""
+    chance = random.Random(seed)
+    mode = ("sync", "overlap", "speculative", "streamed")[seed % 4]
+    form = chance.choice(ADAM_FORMS)
+    settings = {}
+    if form in ("bf16", "fp32"):
+        settings["optimizer"] = chance.choice(
+            ["adam", "sgd", "lion", "adafactor", "lamb"]
+        )
+    if mode == "streamed":
+        mode, settings["offload_place"] = "sync", "streamed"
+    return chance, mode, form, settings
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_bits_are_those_of_the_call_and_training_is_the_same(
+    tmp_path, reader, seed
+):
+    chance, mode, form, settings = drawn(seed)
+    fraction = chance.choice([0.6, 1.0])
+    settings["adversarial"] = mode != "sync"
+    alone, saving = (build_mode(mode, form, fraction, **settings) for _ in range(2))
+    before, after = chance.randrange(2, 4), chance.randrange(1, 4)
+    expected = run(*alone, before + after)
+    found = run(*saving, before)
+    both = begin_both(tmp_path, *saving, reader, chance.random())
+    found += run(*saving, after, start=before)
+    assert_same_moment(*both, reader)
+    assert found == expected
+    assert differing(snapshot(*saving), snapshot(*alone)) == []
+
+
+@pytest.mark.parametrize("form", ["bf16", "bf16-8bit8"])
+def test_save_after_save_with_steps_in_between(tmp_path, reader, form):
+    model, optimizer = build_mode("speculative", form, 0.8)
+    run(model, optimizer, 2)
+    for step, share in enumerate((0.0, 0.3, 0.6, 0.9)):
+        both = begin_both(tmp_path, model, optimizer, reader, share)
+        run(model, optimizer, 2, start=2 + 2 * step)
+        assert_same_moment(*both, reader)
+
+
+def write_all(optimizer):
+    with torch.no_grad():
+        for state in optimizer.state_dict()["state"].values():
+            for value in state.values():
+                value.add_(1) if value.dim() else None
+
+
+def write_mains(optimizer):
+    with torch.no_grad():
+        for _, main in optimizer.named_main_params():
+            main.mul_(2)
+
+
+def write_view(optimizer):
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+
+
+def load_other(optimizer):
+    model, other = build("bf16", 0.5, seed=9)
+    run(model, other, 3)
+    optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*did not have the values")
+@pytest.mark.parametrize("write", [write_all, write_mains, write_view, load_other])
+def test_who_writes_state_beside_the_step_writes_what_is_copied(
+    tmp_path, reader, write
+):
+    model, optimizer = build("bf16", 0.5)
+    run(model, optimizer, 2)
+    both = begin_both(tmp_path, model, optimizer, reader)
+    write(optimizer)
+    assert_same_moment(*both, reader)
+    assert differences(both[0], checkpoint.save(tmp_path / "changed", model, optimizer))
+
+
+@pytest.mark.parametrize("how", ["data", "reload", "followed", "moved"])
+def test_the_model_is_written_by_anybody(tmp_path, reader, how):
+    model, optimizer = build("bf16", 0.5)
+    run(model, optimizer, 2)
+    both = begin_both(tmp_path, model, optimizer, reader, 0.2)
+    for param in model.parameters():
+        if how == "moved":
+            param.data = param.data.clone() * 2
+        elif how == "followed":
+            with torch.no_grad():
+                param.mul_(3)
+        else:
+            param.data.mul_(3)
+    if how == "reload":
+        optimizer.reload_model_params()
+    run(model, optimizer, 1, start=2)
+    assert_same_moment(*both, reader)
+
+
+def test_a_foreign_optimizer_is_borrowed_from_too(tmp_path, reader):
+    model, optimizer = build("bf16", 0.5, optimizer="adam", fused_backend="torch")
+    run(model, optimizer, 2)
+    both = begin_both(tmp_path, model, optimizer, reader, 0.2)
+    run(model, optimizer, 2, start=2)
+    assert_same_moment(*both, reader)
+
+
+def test_a_write_that_nobody_announced_fails_the_save(tmp_path, reader):
+    model, optimizer = build("bf16", 0.5)
+    run(model, optimizer, 2)
+    held = [s["exp_avg"] for s in optimizer.state_dict()["state"].values()]
+    _, handle = begin_both(tmp_path, model, optimizer, reader)
+    for moment in held:
+        moment.add_(1)
+    reader.let_go()
+    with pytest.raises(RuntimeError, match="not by the optimizer; take state by"):
+        handle.wait()
+    assert not (tmp_path / "later" / "latest").exists()
+
+
+def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(
+    tmp_path, reader, monkeypatch
+):
+    lent, lend = [], writing.lend
+    monkeypatch.setattr(
+        writing, "lend", lambda some: lent.append(lend(some)) or lent[-1]
+    )
+    model, optimizer = build_mode("sync", "bf16", 1.0)
+    run(model, optimizer, 2)
+    _, handle = begin_both(tmp_path, model, optimizer, reader, 0.5)
+    run(model, optimizer, 1, start=2)
+    sizes = [(lease.copied, lease.nbytes) for lease in lent[0].leases]
+    assert {copied for copied, _ in sizes if copied} and (0, sizes[0][1]) == sizes[0]
+    assert all(copied in (0, nbytes) for copied, nbytes in sizes)
+    held = [weakref.ref(lease) for lease in lent.pop().leases]
+    reader.let_go()
+    handle.wait()
+    gc.collect()
+    assert [ref for ref in held if ref() is not None] == []
+
+
+def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
+    model, optimizer = build("bf16", 0.5)
+    run(model, optimizer, 1)
+    one = checkpoint.save(tmp_path / "one", model, optimizer)
+    monkeypatch.setattr(data_files, "FILE_FROM", 1 << 10)
+    for way in (False, True):
+        saved = checkpoint.save(tmp_path / f"{way}", model, optimizer, asynchronous=way)
+        several = saved.wait() if way else saved
+        assert len(list(several.glob("*.distcp"))) > 1
+        assert differences(one, several) == [] and checkpoint.verify(several)
+    other = build("bf16", 0.5, seed=3)
+    checkpoint.load(several, *other, verify=True)
+    assert differing(snapshot(*other), snapshot(model, optimizer)) == []
+
+
+def test_a_file_that_fails_stops_the_others(tmp_path, monkeypatch):
+    model, optimizer = build("bf16", 0.5)
+    run(model, optimizer, 1)
+    monkeypatch.setattr(data_files, "FILE_FROM", 1 << 10)
+    opened = data_files.Path.open
+
+    def refused(path, *arguments, **named):
+        if path.name == "__0_1.distcp":
+            raise OSError(28, "No space left on device", str(path))
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(data_files.Path, "open", refused)
+    with pytest.raises(OSError, match=r"__0_1\.distcp"):
+        checkpoint.save(tmp_path, model, optimizer)
+    assert list(tmp_path.iterdir()) == []
