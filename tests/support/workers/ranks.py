@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
+from mp_optim.process.leases import Lease
 from support.layouts import layouts as all_layouts
 from support.layouts import local, state_of, train
 
@@ -65,12 +68,20 @@ def different_parameters(folder: Path, rank: int) -> bool:
 
 
 def in_the_background(folder: Path, layout: Any) -> bool:
-    """Sharded state saved while it is stepped on."""
+    """Sharded state that is read when it has been stepped on."""
     model, optimizer = layout.build(seed=1)
     train(model, optimizer, range(2))
-    handle = checkpoint.save(folder, model, optimizer, asynchronous=True)
-    train(model, optimizer, range(2, 6))
-    handle.wait()
+    stepped, read_into = threading.Event(), Lease.read_into
+
+    def held(lease: Lease, to: torch.Tensor) -> None:
+        assert stepped.wait(60)
+        read_into(lease, to)
+
+    with patch.multiple(Lease, read_into=held), patch.multiple(writing, LENT_FROM=5):
+        handle = checkpoint.save(folder, model, optimizer, asynchronous=True)
+        train(model, optimizer, range(2, 6))
+        stepped.set()
+        handle.wait()
     other = layout.build(seed=2)
     checkpoint.load(folder, *other, verify=True)
     train(*other, range(2, 6))

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from mp_optim import checkpoint
+from mp_optim import HybridDeviceOptimizer, checkpoint
 from mp_optim.checkpoint import background, data_files, writing
 from mp_optim.checkpoint.contents import compare, open_checkpoint
 from mp_optim.process import leases
@@ -184,11 +184,40 @@ def test_the_model_is_written_by_anybody(tmp_path, reader, how):
     assert_same_moment(*both, reader)
 
 
-def test_a_foreign_optimizer_is_borrowed_from_too(tmp_path, reader):
-    model, optimizer = build("bf16", 0.5, optimizer="adam", fused_backend="torch")
+@pytest.mark.parametrize("then", ["step", "reload"])
+def test_a_torch_optimizer_is_borrowed_from_too(tmp_path, reader, then):
+    model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+    optimizer = HybridDeviceOptimizer(
+        model.named_parameters(),
+        0.7,
+        torch.optim.AdamW,
+        torch.optim.AdamW,
+        param_update_in_fp32=True,
+        lr=0.1,
+    )
+
+    def step():
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+    step()
+    both = begin_both(tmp_path, model, optimizer, reader)
+    if then == "step":
+        step()
+    else:
+        model.weight.data.mul_(2)
+        optimizer.reload_model_params()
+    assert_same_moment(*both, reader)
+
+
+def test_a_remainder_that_follows_its_parameter(tmp_path, reader):
+    model, optimizer = build("bf16-8bit8", 0.5)
     run(model, optimizer, 2)
-    both = begin_both(tmp_path, model, optimizer, reader, 0.2)
-    run(model, optimizer, 2, start=2)
+    both = begin_both(tmp_path, model, optimizer, reader)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(float("inf"))  # beside which a remainder would make a nan
+    optimizer.make_current()
     assert_same_moment(*both, reader)
 
 
