@@ -1,11 +1,10 @@
 """A rank's data files: what it writes of a checkpoint, in several threads, summed up on the way.
 
-Each thread has a file of its own, since SHA-256 goes over a file from its first byte to its last.
+Each thread has a file of its own, so that none waits for another.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import os
 import threading
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.durable import begin_writing, naming
-from mp_optim.checkpoint.index import BLOCK_BYTES
-from mp_optim.checkpoint.manifest import FileSum
+from mp_optim.checkpoint.manifest import BLOCK_BYTES, FileSum
 from mp_optim.checkpoint.payload import header, memory_of
 from mp_optim.checkpoint.pieces import Place
 from mp_optim.checkpoint.plans import Whole
@@ -171,7 +169,6 @@ class _SummedFile:
         self._path, self._file, self._stop = path, path.open("wb"), stop
         self._buffer = torch.empty(_BUFFER, dtype=torch.uint8, device="cpu")
         self._memory, self._used = memory_of(self._buffer), 0
-        self._digest = hashlib.sha256()
         self.size = self._begun = 0
         self.blocks: list[int] = []
 
@@ -212,7 +209,6 @@ class _SummedFile:
             raise _Stopped
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
-        self._digest.update(data)
         with naming(self._path):
             self._file.write(data)
         if self.size - self._begun >= _BEGIN_EVERY:
@@ -227,7 +223,7 @@ class _SummedFile:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        return FileSum(self.size, self._digest.hexdigest())
+        return FileSum.of_blocks(self.size, self.blocks)
 
     def close(self) -> None:
         """Give up the file; harmless after :meth:`finish`."""

@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mp_optim.checkpoint.folder import is_plain_name
+from mp_optim.checkpoint.manifest import BLOCK_BYTES
 
 INDEX = "index.json"
-BLOCK_BYTES = 1 << 20
-"""Bytes of a file that have a CRC-32 of their own."""
-
 _FORMAT = 1
 _MOST_BYTES = 1 << 62
 

@@ -17,14 +17,13 @@ from torch import Tensor
 from mp_optim.checkpoint.folder import inside
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import (
-    BLOCK_BYTES,
     INDEX,
     Index,
     Saved,
     SavedBox,
     from_json,
 )
-from mp_optim.checkpoint.manifest import Manifest, read_checked
+from mp_optim.checkpoint.manifest import BLOCK_BYTES, Manifest, read_checked
 from mp_optim.checkpoint.metadata import METADATA, from_metadata
 from mp_optim.checkpoint.payload import memory_of
 from mp_optim.checkpoint.pieces import Place, narrowed, piece, places_of, whole_place

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mp_optim import checkpoint
 from mp_optim.checkpoint import writing
 from mp_optim.checkpoint.contents import open_checkpoint
-from mp_optim.checkpoint.index import BLOCK_BYTES
+from mp_optim.checkpoint.manifest import BLOCK_BYTES
 from support.layouts import Layout
 from support.layouts import train as train_layout
 from support.models import build, train
