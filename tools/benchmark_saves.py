@@ -2,7 +2,7 @@
 """Measure how long a save keeps training from going on, against torch's, in one process.
 
 python tools/benchmark_saves.py --millions 100                 # on an idle machine
-python tools/benchmark_saves.py --millions 500 --mode sync     # 17 GB of memory, 9 GB of disk
+python tools/benchmark_saves.py --millions 500 --no-with-model  # 20 GB of memory, 6 of disk
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Options:
     """Parameters, in millions; each has 12 bytes of state on the host and 2 in the model."""
     mode: Literal["sync", "overlap", "speculative"] = "speculative"
     """``offload_mode``."""
+    with_model: bool = True
+    """Save the model's parameters, too; False saves what the optimizer has on the host."""
     rounds: int = 3
     steps: int = 3
     """Steps right after the call."""
@@ -70,6 +72,7 @@ class Run:
             offload_mode=options.mode,
         )
         self.optimizer = get_megatron_optimizer(config, self.model)
+        self.saved = self.model if options.with_model else nn.ParameterDict()
         self._factor = torch.randn(shape, dtype=torch.bfloat16)
 
     def step(self) -> float:
@@ -84,7 +87,7 @@ class Run:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds, as the peers are given it."""
         entries = {
-            f"model.{name}": value for name, value in self.model.state_dict().items()
+            f"model.{name}": value for name, value in self.saved.state_dict().items()
         }
         for index, state in self.optimizer.state_dict()["state"].items():
             entries |= {f"{key}.{index}": value for key, value in state.items()}
@@ -126,14 +129,14 @@ def plain_write(run: Run, folder: Path, options: Options) -> Measured:
 
 def synchronous(run: Run, folder: Path, options: Options) -> Measured:
     begun = time.perf_counter()
-    checkpoint.save(folder, run.model, run.optimizer)
+    checkpoint.save(folder, run.saved, run.optimizer)
     seconds = time.perf_counter() - begun
     return Measured(seconds, seconds, [])
 
 
 def background(run: Run, folder: Path, options: Options, steps: int = 0) -> Measured:
     begun = time.perf_counter()
-    handle = checkpoint.save(folder, run.model, run.optimizer, asynchronous=True)
+    handle = checkpoint.save(folder, run.saved, run.optimizer, asynchronous=True)
     blocked = time.perf_counter() - begun
     taken = [run.step() for _ in range(steps)]
     handle.wait()
@@ -213,12 +216,16 @@ def measure(
     return found, alone
 
 
+def _bytes(options: Options) -> int:
+    return options.millions * 10**6 * (14 if options.with_model else 12)
+
+
 def report(
     found: dict[str, list[Measured]], alone: list[float], options: Options
 ) -> Table:
     step = statistics.median(alone)
     title = (
-        f"{options.millions} M parameters, {14 * options.millions / 1e3:.1f} GB, "
+        f"{options.millions} M parameters, {_bytes(options) / 1e9:.1f} GB, "
         f"{options.mode}; a step alone: {step * 1e3:.0f} ms"
     )
     table = Table(
@@ -235,7 +242,7 @@ def report(
             name,
             f"{blocked:.3f}",
             f"{done:.2f}",
-            f"{14e-3 * options.millions / done:.2f}",
+            f"{_bytes(options) / 1e9 / done:.2f}",
             " ".join(f"{1e3 * seconds:.0f}" for seconds in steps),
         )
     return table

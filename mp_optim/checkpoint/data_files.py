@@ -114,7 +114,8 @@ class _File(threading.Thread):
 def _shares(items: Sequence[Item]) -> list[list[Item]]:
     """The items by file, about as many bytes in each; in their order."""
     total = sum(item.content.nbytes for item in items)
-    count = max(1, min(total // FILE_FROM, host_share().threads, _MOST_FILES))
+    threads = host_share().threads // 2  # training needs the others
+    count = max(1, min(total // FILE_FROM, threads, _MOST_FILES))
     loads = [(0, number) for number in range(count)]
     file_of = [0] * len(items)
     for at in sorted(range(len(items)), key=lambda at: -items[at].content.nbytes):

@@ -31,12 +31,14 @@ class Lease:
 
     Attributes:
         nbytes: how many there are.
+        address, end: of the tensor's memory when the lease began.
         copied: of these, how many were copied because something was about to write them.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.nbytes, self.copied = tensor.nbytes, 0
         self.address = tensor.data_ptr()
+        self.end = self.address + tensor.nbytes
         self._tensor: Tensor | None = tensor
         self._what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
         self._version = _version_of(tensor)
@@ -114,14 +116,15 @@ class Lent:
                 lease.copy_rest()  # memory that another one has, too
             else:
                 self._apart.append(lease)
-                end = lease.address + lease.nbytes
+                end = lease.end
         self._starts = [lease.address for lease in self._apart]
 
     def between(self, begin: int, end: int) -> Iterable[Lease]:
         """Leases of memory between two addresses."""
-        first = bisect.bisect_right(self._starts, begin) - 1
-        last = bisect.bisect_left(self._starts, end)
-        return self._apart[max(0, first) : last]
+        first = bisect.bisect_right(self._starts, begin)
+        if first and self._apart[first - 1].end > begin:
+            first -= 1
+        return self._apart[first : bisect.bisect_left(self._starts, end)]
 
 
 _lent: list[Lent] = []
@@ -143,6 +146,11 @@ def give_back(lent: Lent) -> None:
     """Nothing is read any more."""
     if lent in _lent:
         _lent.remove(lent)
+
+
+def is_lending() -> bool:
+    """Whether :func:`before_writing` has anything to do."""
+    return bool(_lent)
 
 
 def before_writing(*lists: Iterable[Tensor | None]) -> None:

@@ -75,7 +75,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def full_slot_state(self, slot: Slot) -> State:
         """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
         self.make_current(slot)
-        return self.state_of(slot).full_precision()
+        state = self.state_of(slot).full_precision()
+        before_writing(state.values())
+        return state
 
     def load_slot_state(self, slot: Slot, state: State) -> None:
         """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.process.host_memory import as_tensor, empty_host_tensor
-from mp_optim.process.leases import before_writing
+from mp_optim.process.leases import before_writing, is_lending
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
 from mp_optim.slots.keyed_optimizer import Closure
@@ -34,8 +34,9 @@ class ForeignOptimizer(SlotOptimizer):
     def _step(self, closure: Closure | None = None) -> Any:
         """The foreign step. What it adds to its param groups (some count steps there) is state."""
         before = [group.keys() - self._counted for group in self.param_groups]
-        for param, state in self.optimizer.state.items():
-            before_writing([param], dict(_flat(state)).values())
+        if is_lending():
+            for param, state in self.optimizer.state.items():
+                before_writing([param], dict(_flat(state)).values())
         result = self.optimizer.step(closure)
         for keys, group in zip(before, self.param_groups, strict=True):
             self._counted |= group.keys() - keys

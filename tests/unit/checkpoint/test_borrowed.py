@@ -13,6 +13,7 @@ from mp_optim import HybridDeviceOptimizer, checkpoint
 from mp_optim.checkpoint import background, data_files, writing
 from mp_optim.checkpoint.contents import compare, open_checkpoint
 from mp_optim.process import leases
+from mp_optim.process.host_share import HostShare
 from support.models import build
 from support.offload import build_mode, differing, run, snapshot
 
@@ -234,6 +235,24 @@ def test_a_write_that_nobody_announced_fails_the_save(tmp_path, reader):
     assert not (tmp_path / "later" / "latest").exists()
 
 
+def test_the_first_step_of_speculative_mode_copies_nothing(
+    tmp_path, reader, monkeypatch
+):
+    lent, lend = [], writing.lend
+    monkeypatch.setattr(
+        writing, "lend", lambda some: lent.append(lend(some)) or lent[-1]
+    )
+    model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=0.0)
+    run(model, optimizer, 3)
+    both = begin_both(tmp_path, model, optimizer, reader)
+    copied = []
+    for step in (3, 4):
+        run(model, optimizer, 1, start=step)
+        copied.append(sum(lease.copied for lease in lent[0].leases))
+    assert copied[0] == 0 < copied[1] <= sum(lease.nbytes for lease in lent[0].leases)
+    assert_same_moment(*both, reader)
+
+
 def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(
     tmp_path, reader, monkeypatch
 ):
@@ -255,11 +274,17 @@ def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(
     assert [ref for ref in held if ref() is not None] == []
 
 
+def use_small_files(monkeypatch):
+    monkeypatch.setattr(data_files, "FILE_FROM", 1 << 10)
+    share = HostShare(tuple(range(8)), 8, None, "as the test says")
+    monkeypatch.setattr(data_files, "host_share", lambda: share)
+
+
 def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
     one = checkpoint.save(tmp_path / "one", model, optimizer)
-    monkeypatch.setattr(data_files, "FILE_FROM", 1 << 10)
+    use_small_files(monkeypatch)
     for way in (False, True):
         saved = checkpoint.save(tmp_path / f"{way}", model, optimizer, asynchronous=way)
         several = saved.wait() if way else saved
@@ -273,7 +298,7 @@ def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
 def test_a_file_that_fails_stops_the_others(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
-    monkeypatch.setattr(data_files, "FILE_FROM", 1 << 10)
+    use_small_files(monkeypatch)
     opened = data_files.Path.open
 
     def refused(path, *arguments, **named):
