@@ -128,8 +128,9 @@ def save(
             the first rank's.
         full_precision: write optimizer state that is kept in fewer bits as FP32.
         keep: complete versions to keep, the new one among them; None for all.
-        asynchronous: copy what this rank writes to the host, return, and write in the background. A
-            save that is still going on is waited for first, and raises here if it failed.
+        asynchronous: borrow the optimizer's state on the host, copy the rest that this rank writes
+            to there, return, and write in the background the bits of this moment. A save that is
+            still going on is waited for first, and raises here if it failed.
         process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one
             that nothing else uses meanwhile (all by default is).
         model_parallel: what this rank has of the model, where there is no optimizer that knows
@@ -173,16 +174,16 @@ def save(
         ranks,
         snapshot=asynchronous,
     )
-    try:
-        check_replicas(params_of(model, parallel), ranks)
-    except BaseException:
-        writing.give_back()
-        raise
 
     def work() -> Path:
         return _write(writing, content, target, keep, ranks)
 
-    return background.start(target, work) if asynchronous else work()
+    try:
+        check_replicas(params_of(model, parallel), ranks)
+        return background.start(target, work) if asynchronous else work()
+    except BaseException:
+        writing.give_back()
+        raise
 
 
 def _write(

@@ -56,14 +56,10 @@ class Writing:
         }
         self._lent = lend(list(lendable.values()))
         leases: dict[int, Lease] = dict(zip(lendable, self._lent.leases, strict=True))
-        try:
-            self.items = [
-                item._replace(content=leases[at] if at in leases else _copied(item))
-                for at, item in enumerate(self.items)
-            ]
-        except BaseException:
-            self.give_back()
-            raise
+        self.items = [
+            item._replace(content=leases[at] if at in leases else _copied(item))
+            for at, item in enumerate(self.items)
+        ]
 
     def give_back(self) -> None:
         """Borrow nothing any more, and let go of what was copied."""
@@ -181,7 +177,11 @@ def plan_writing(
     with uncollected():
         writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)))
     if snapshot:
-        ranks.agree("copying what is saved", writing.take_snapshot)
+        try:
+            ranks.agree("copying what is saved", writing.take_snapshot)
+        except BaseException:
+            writing.give_back()
+            raise
     return writing
 
 

@@ -68,7 +68,7 @@ class Lease:
                 )
             self._read += to.nbytes
             if self._read == self.nbytes:
-                self._keep(self._source[:0], self._read)
+                self._keep(zeros_host(0), self._read)
 
     @in_own_modes
     def copy_rest(self) -> None:

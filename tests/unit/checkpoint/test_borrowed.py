@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mp_optim import HybridDeviceOptimizer, checkpoint
-from mp_optim.checkpoint import background, data_files, writing
+from mp_optim.checkpoint import background, data_files, save_load, writing
 from mp_optim.checkpoint.contents import compare, open_checkpoint
 from mp_optim.process import leases
 from mp_optim.process.host_share import HostShare
@@ -310,3 +310,18 @@ def test_a_file_that_fails_stops_the_others(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"__0_1\.distcp"):
         checkpoint.save(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_is_refused_borrows_nothing(tmp_path, reader, monkeypatch):
+    model, optimizer = build("bf16", 0.5)
+    run(model, optimizer, 1)
+
+    def refuse(*_):
+        raise ValueError("ranks hold different values")
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="different"):
+        patch.setattr(save_load, "check_replicas", refuse)
+        checkpoint.save(tmp_path, model, optimizer, asynchronous=True)
+    assert not leases.is_lending()
+    checkpoint.save(tmp_path, model, optimizer, asynchronous=True).wait()
+    assert not leases.is_lending()
