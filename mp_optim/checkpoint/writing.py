@@ -26,8 +26,7 @@ from mp_optim.checkpoint.metadata import METADATA, as_metadata
 from mp_optim.checkpoint.pieces import piece, whole_place
 from mp_optim.checkpoint.plans import Holding, Share, Whole, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.process.host_memory import HUGE_FROM, zeros_host
-from mp_optim.process.leases import Lease, Lent, give_back, lend
+from mp_optim.process.leases import Copies, Lease, Lent, give_back, lend
 
 LENT_FROM = 16 << 10
 """Bytes of a tensor from which a copy costs more than a lease."""
@@ -57,7 +56,7 @@ class Writing:
         self._lent = lend(list(lendable.values()))
         leases: dict[int, Lease] = dict(zip(lendable, self._lent.leases, strict=True))
         self.items = [
-            item._replace(content=leases[at] if at in leases else _copied(item))
+            item._replace(content=leases.get(at) or _copied(item, self._lent.copies))
             for at, item in enumerate(self.items)
         ]
 
@@ -100,15 +99,15 @@ def _lendable(item: Item) -> Tensor | None:
     return None
 
 
-def _copied(item: Item) -> Tensor:
+def _copied(item: Item, copies: Copies) -> Tensor:
     value = item.content
     assert isinstance(value, Tensor)
     if (
         value.device.type == "cpu"
         and value.is_contiguous()
-        and value.nbytes >= HUGE_FROM
+        and value.nbytes >= LENT_FROM
     ):
-        memory = zeros_host(value.nbytes).view(value.dtype).view(value.shape)
+        memory = copies.take(value.nbytes).view(value.dtype).view(value.shape)
         return memory.copy_(value)
     return value.to("cpu", copy=True)
 

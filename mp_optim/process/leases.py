@@ -17,8 +17,27 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mp_optim.process.host_memory import zeros_host
+from mp_optim.process.host_memory import Block, aligned_bytes, empty_host_tensor
 from mp_optim.process.torch_modes import in_own_modes
+
+_PIECE = 256 << 20
+"""Bytes that are asked for at a time; what of them is not used takes no memory."""
+
+
+class Copies:
+    """Host memory for copies, cut from large pieces: many small ones cost several times as much
+    when they are first written. A piece goes with the last copy in it."""
+
+    def __init__(self) -> None:
+        self._lock, self._block = threading.Lock(), Block(0)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """So many bytes; any thread may call."""
+        size = aligned_bytes(num_bytes, torch.uint8)
+        with self._lock:
+            if size > self._block.left:
+                self._block = Block(max(size, _PIECE))
+            return self._block.take(torch.Size([num_bytes]), torch.uint8)
 
 
 class Lease:
@@ -35,7 +54,8 @@ class Lease:
         copied: of these, how many were copied because something was about to write them.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, copies: Copies) -> None:
+        self._copies = copies
         self.nbytes, self.copied = tensor.nbytes, 0
         self.address = tensor.data_ptr()
         self.end = self.address + tensor.nbytes
@@ -68,7 +88,7 @@ class Lease:
                 )
             self._read += to.nbytes
             if self._read == self.nbytes:
-                self._keep(zeros_host(0), self._read)
+                self._keep(empty_host_tensor(), self._read)
 
     @in_own_modes
     def copy_rest(self) -> None:
@@ -79,7 +99,7 @@ class Lease:
             self._look()
             rest = self._source[self._read - self._first :]
             self.copied = rest.numel()
-            self._keep(zeros_host(rest.numel()).copy_(rest), self._read)
+            self._keep(self._copies.take(rest.numel()).copy_(rest), self._read)
 
     def _keep(self, source: Tensor, first: int) -> None:
         """Read from this memory from now on, which begins with the byte ``first``."""
@@ -105,10 +125,12 @@ class Lent:
 
     Attributes:
         leases: one for each tensor.
+        copies: where what has to be copied goes.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.leases = list(map(Lease, tensors))
+        self.copies = Copies()
+        self.leases = [Lease(tensor, self.copies) for tensor in tensors]
         self._apart: list[Lease] = []
         end = 0
         for lease in sorted(self.leases, key=lambda lease: lease.address):
