@@ -203,7 +203,7 @@ class MainParams:
 
     def stored(self, slot: Slot) -> State:
         """A slot's state in the wrapped optimizer."""
-        return self._inner.slot_state(slot)
+        return self._inner.state_of(slot).tensors()
 
     def stepped_value(self, slot: Slot) -> Tensor:
         """The FP32 value of what is stepped for a slot."""

@@ -97,6 +97,8 @@ def drawn(seed):
         )
     if mode == "streamed":
         mode, settings["offload_place"] = "sync", "streamed"
+    if chance.random() < 0.5:
+        settings["ema_decay"] = 0.9
     return chance, mode, form, settings
 
 
