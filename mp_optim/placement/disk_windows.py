@@ -24,6 +24,7 @@ from mp_optim.placement.windows import (
 )
 from mp_optim.process.direct_file import BLOCK, Ticket
 from mp_optim.process.host_memory import Form, aligned_bytes
+from mp_optim.process.leases import before_writing
 from mp_optim.update.kernel_args import TensorLists
 
 AHEAD, BEHIND = 1, 2
@@ -125,6 +126,8 @@ class DiskWindows:
 
     def store(self, number: int) -> None:
         """See :class:`~mp_optim.placement.window_source.WindowSource`."""
+        for piece in self._windows[number]:
+            before_writing(piece.held.values())
         memory, extents = self._lane(number), self._begun[number][1]
         tickets = self._writes.setdefault(number, [])
         for extent in extents:

@@ -85,28 +85,33 @@ def assert_same_moment(first, handle, reader):
     assert differences(first, checkpoint.verify(handle.path)) == []
 
 
-def drawn(seed):
+WAYS = ("sync", "overlap", "speculative", "streamed", "auto", "disk")
+
+
+def drawn(seed, folder):
     """A random stack: place, form of the state, rule, share on the host."""
     chance = random.Random(seed)
-    mode = ("sync", "overlap", "speculative", "streamed")[seed % 4]
+    mode = WAYS[seed % len(WAYS)]
     form = chance.choice(ADAM_FORMS)
     settings = {}
     if form in ("bf16", "fp32"):
         settings["optimizer"] = chance.choice(
             ["adam", "sgd", "lion", "adafactor", "lamb"]
         )
-    if mode == "streamed":
-        mode, settings["offload_place"] = "sync", "streamed"
+    if mode in ("streamed", "auto"):
+        mode, settings["offload_place"] = "sync", mode
+    if mode == "disk":
+        mode, settings["optimizer_state_path"] = "sync", str(folder)
     if chance.random() < 0.5:
         settings["ema_decay"] = 0.9
     return chance, mode, form, settings
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_bits_are_those_of_the_call_and_training_is_the_same(
     tmp_path, reader, seed
 ):
-    chance, mode, form, settings = drawn(seed)
+    chance, mode, form, settings = drawn(seed, tmp_path)
     fraction = chance.choice([0.6, 1.0])
     settings["adversarial"] = mode != "sync"
     alone, saving = (build_mode(mode, form, fraction, **settings) for _ in range(2))
@@ -156,7 +161,15 @@ def load_other(optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:.*did not have the values")
-@pytest.mark.parametrize("write", [write_all, write_mains, write_view, load_other])
+def scale_rows(optimizer):
+    mains = optimizer.named_main_params()
+    halves = {name: torch.full(main.shape[:1], 0.5) for name, main in mains}
+    optimizer.scale_rows_(halves)
+
+
+@pytest.mark.parametrize(
+    "write", [write_all, write_mains, write_view, load_other, scale_rows]
+)
 def test_who_writes_state_beside_the_step_writes_what_is_copied(
     tmp_path, reader, write
 ):

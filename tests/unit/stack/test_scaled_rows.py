@@ -36,9 +36,13 @@ def mains(optimizer):
     return {name: main.clone() for name, main in optimizer.named_main_params()}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*PLACES, "disk"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-remainder", "fp16", "fp32"])
-def test_main_params_are_scaled_in_fp32_and_the_model_follows(precision, place):
+def test_main_params_are_scaled_in_fp32_and_the_model_follows(
+    precision, place, tmp_path
+):
+    on_disk = {"fraction": 1.0, "optimizer_state_path": str(tmp_path)}
+
     def run(**fields):
         model, optimizer = build(precision, clip_grad=0.0, **fields)
         train(model, optimizer, 3)
@@ -52,7 +56,10 @@ def test_main_params_are_scaled_in_fp32_and_the_model_follows(precision, place):
             assert same_bits(param.detach(), main.detach().to(param.dtype))
         return train(model, optimizer, 2, start=3), mains(optimizer)
 
-    (losses, found), (expected_losses, expected) = run(**PLACES[place]), run()
+    (losses, found), (expected_losses, expected) = (
+        run(**PLACES.get(place, on_disk)),
+        run(),
+    )
     assert losses == expected_losses
     assert all(same_bits(found[name], expected[name]) for name in expected)
 
