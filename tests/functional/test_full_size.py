@@ -22,6 +22,7 @@ FULL_SIZE = ROOT / "tests" / "functional" / "full_size"
 PUBLISHED_PARAMS = {
     "mixtral_8x7b": 46.7e9,
     "qwen3_30b_a3b": 30.5e9,
+    "qwen3_235b_a22b": 235.1e9,
     "deepseek_v3": 671e9,
     "olmoe_1b_7b": 6.9e9,
 }
@@ -30,6 +31,7 @@ PUBLISHED_PARAMS = {
 EXPERT_PARAMS = {
     "mixtral_8x7b": 32 * 8 * 3 * 4096 * 14336,
     "qwen3_30b_a3b": 48 * 128 * 3 * 2048 * 768,
+    "qwen3_235b_a22b": 94 * 128 * 3 * 4096 * 1536,
     "deepseek_v3": 58 * 256 * 3 * 7168 * 2048,
     "olmoe_1b_7b": 16 * 64 * 3 * 2048 * 1024,
 }

@@ -292,6 +292,7 @@ def test_every_installed_command_exists(document):
         ("draw_layers", "docs/design.md"),
         ("model_stream", "docs/benchmarks/streaming.md"),
         pytest.param("settings_table", "docs/settings.md", marks=pytest.mark.slow),
+        ("offload_table", "docs/settings.md"),
     ],
 )
 def test_generated_parts_are_up_to_date(tool, document):
