@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import heapq
 import os
+import queue
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -162,26 +162,89 @@ def _plain(value: Tensor) -> Tensor:
     return (value.resolve_conj() if value.is_complex() else value).cpu().contiguous()
 
 
+class _Behind(threading.Thread):
+    """Writes what it is given to a file, in order, while the next is summed up.
+
+    NOTE: what was given must not change until the next is taken, which waits for it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name=f"writing {path.name}", daemon=False)
+        self._path, self._file = path, path.open("wb", buffering=0)
+        self._given: queue.Queue[memoryview | None] = queue.Queue()
+        self._size = self._begun = 0
+        self._error: BaseException | None = None
+        self.start()
+
+    def give(self, data: memoryview) -> None:
+        """Write this next, once what was given before is written.
+
+        Raises:
+            OSError: that could not be.
+        """
+        self.wait()
+        self._given.put(data)
+
+    def wait(self) -> None:
+        """Wait until all that was given is written."""
+        self._given.join()
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        while (data := self._given.get()) is not None:
+            try:
+                if self._error is None:
+                    self._write(data)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._given.task_done()
+
+    def _write(self, data: memoryview) -> None:
+        with naming(self._path):
+            while data:
+                data = data[self._file.write(data) :]
+                self._size = self._file.tell()
+            if self._size - self._begun >= _BEGIN_EVERY:
+                count = self._size - self._begun
+                begin_writing(self._file.fileno(), self._begun, count)
+                self._begun = self._size
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        self.wait()
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+
+    def end(self) -> None:
+        """End the thread and close the file; harmless the second time."""
+        self._given.put(None)
+        self.join()
+        self._file.close()
+
+
 class _SummedFile:
     """A new file, summed up while it is written, so that what was meant is on record, not what
     arrived."""
 
     def __init__(self, path: Path, stop: threading.Event) -> None:
-        self._path, self._file, self._stop = path, path.open("wb"), stop
-        self._buffer = torch.empty(_BUFFER, dtype=torch.uint8, device="cpu")
-        self._memory, self._used = memory_of(self._buffer), 0
-        self.size = self._begun = 0
+        self._behind, self._stop = _Behind(path), stop
+        memory = torch.empty((2, _BUFFER), dtype=torch.uint8, device="cpu")
+        self._buffers, self._number = memory.unbind(), 0
+        self._used = self.size = 0
         self.blocks: list[int] = []
+
+    @property
+    def _buffer(self) -> Tensor:
+        """What is filled now; the other one may still be written."""
+        return self._buffers[self._number]
 
     def write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         while rest:
             begin, end = self._room(len(rest))
-            if end - begin == _BUFFER:
-                self._sum_up(rest[:_BUFFER])
-                self._used = 0
-            else:
-                self._memory[begin:end] = rest[: end - begin]
+            memory_of(self._buffer)[begin:end] = rest[: end - begin]
             rest = rest[end - begin :]
 
     def write_from(self, lease: Lease) -> None:
@@ -202,31 +265,21 @@ class _SummedFile:
         return begin, end
 
     def _put(self) -> None:
-        self._sum_up(self._memory[: self._used])
-        self._used = 0
-
-    def _sum_up(self, data: memoryview) -> None:
         if self._stop.is_set():
             raise _Stopped
+        data = memory_of(self._buffer)[: self._used]
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
-        with naming(self._path):
-            self._file.write(data)
-        if self.size - self._begun >= _BEGIN_EVERY:
-            begin_writing(self._file.fileno(), self._begun, self.size - self._begun)
-            self._begun = self.size
+        self._behind.give(data)
+        self._number, self._used = 1 - self._number, 0
 
     def finish(self) -> FileSum:
         """Write the rest and wait until everything is on the disk."""
         if self._used:
             self._put()
-        with naming(self._path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        self._behind.sync()
         return FileSum.of_blocks(self.size, self.blocks)
 
     def close(self) -> None:
-        """Give up the file; harmless after :meth:`finish`."""
-        with suppress(OSError):  # a full disk refuses what was buffered once more
-            self._file.close()
+        """Give up the file, or end with it after :meth:`finish`."""
+        self._behind.end()
