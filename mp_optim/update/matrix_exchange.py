@@ -217,7 +217,8 @@ class _Hop:
         self._group, self._coming, width = group, coming, dtype.itemsize
         self._guard = naming_missing_ranks(group)
         pieces = [piece for of_rank in sent for piece in of_rank]
-        packed = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        packed = torch.cat(pieces) if pieces else nothing
         self._packed = packed.to(device)  # kept: it is read until the end
         counts = [sum(size for _, size in of_rank) for of_rank in coming]
         if group.size() == 1:

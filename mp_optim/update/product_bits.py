@@ -118,7 +118,9 @@ def _cancelling(count: int, rows: int, columns: int) -> list[Tensor]:
     noise = torch.Generator(device="cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        values = torch.randn(count, *shape, generator=noise, device="cpu")
+        values = torch.randn(
+            count, *shape, generator=noise, dtype=torch.float32, device="cpu"
+        )
         sizes = torch.randint(-6, 7, (1, 1, shape[-1]), generator=noise, device="cpu")
         return values * torch.exp2(sizes.float())
 

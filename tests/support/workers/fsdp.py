@@ -105,7 +105,8 @@ def scaled_rows() -> list[bool]:
     for name, main in mains().items():
         rows = factors[name].view(-1, *[1] * (main.dim() - 1))
         right.append(torch.equal(main, before[name] * rows))
-        right.append(torch.equal(whole(model.get_parameter(name)), main.bfloat16()))
+        param = whole(model.get_parameter(name))
+        right.append(torch.equal(param, main.to(param.dtype)))
     return right
 
 

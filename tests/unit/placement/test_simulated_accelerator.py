@@ -89,7 +89,9 @@ def schedules(draw):
         seed=draw(st.integers(0, 99)),
         sets_device=draw(st.booleans()),
         place=place,
-        is_on_disk=mode == "sync" and draw(st.sampled_from([False, False, True])),
+        is_on_disk=mode == "sync"
+        and place != "auto"
+        and draw(st.sampled_from([False, False, True])),
     )
 
 
