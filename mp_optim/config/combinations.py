@@ -107,12 +107,6 @@ def _check_streamed(config: ConfigFields) -> None:
             "with offload_place='streamed' the host steps nothing; use 'sync', or "
             "offload_place='auto'",
         )
-    if RULES[config.optimizer].reads == "matrices":
-        _fail(
-            config,
-            "offload_place",
-            f"{config.optimizer} needs whole matrices, which windows do not give it; use 'host'",
-        )
 
 
 def _check_on_disk(config: ConfigFields) -> None:
@@ -129,12 +123,6 @@ def _check_on_disk(config: ConfigFields) -> None:
             config,
             "offload_mode",
             "with optimizer_state_path the state is on the disk between steps; use 'sync'",
-        )
-    if RULES[config.optimizer].reads == "matrices":
-        _fail(
-            config,
-            "optimizer_state_path",
-            f"{config.optimizer} needs whole matrices, which windows do not give it; leave it out",
         )
 
 

@@ -173,7 +173,7 @@ class ConfigFields:
     stream_window_bytes: int = 256 << 20
     """Bytes of main params and state in a window, with ``offload_place="streamed"`` or
     ``optimizer_state_path``; streamed, at most three are on the accelerator, within ``step()``.
-    Larger parameters go in pieces (adam, sgd, lion) or are refused (lamb, adafactor)."""
+    Larger parameters go in pieces (adam, sgd, lion) or are refused (lamb, adafactor, muon)."""
     optimizer_state_path: str | None = None
     """A folder on a local disk. Main params and state of what is offloaded lie there in a file
     between steps; host memory holds windows of ``stream_window_bytes``, five (``offload_place``

@@ -65,7 +65,7 @@ class StreamedFromDisk(StreamedStepper):
     def _smallest(self, slot: Slot) -> int:
         """Bytes of the smallest part of a slot that can be stepped by itself."""
         whole = self._slot_bytes(slot)
-        if not self._may_cut:
+        if not self._may_cut(slot):
             return whole
         forms = self._rule.forms(slot).items()
         elements, size = cuts({key: dtype for key, (_, dtype) in forms})

@@ -55,24 +55,21 @@ def check_can_stream(
         raise ValueError(
             f"stream_window_bytes={most}: must be at least {SMALLEST_WINDOW}"
         )
-    if reads_of(rule) == "matrices":
+    if rule.rule not in RULES:
         raise ValueError(
-            f"{asked}: {rule.rule} cannot be stepped in windows (adam, lamb, sgd, lion "
-            f"and adafactor can); {way_out}"
+            f"{asked}: {type(rule).__name__} cannot be stepped in windows (this package's rules "
+            f"can); {way_out}"
         )
-    for slot in rule.slots() if reads_of(rule) == "sums" else ():
+    for slot in rule.slots():
+        group = rule.param_groups[slot.group]
         size = WindowForm().forms_bytes(rule.forms(slot).values())
-        if size > most:
+        if size > most and not rule.is_elementwise(group):
+            name = group.get("optimizer", rule.rule)
             raise ValueError(
-                f"stream_window_bytes={most}: {rule.rule} needs whole parameters, and "
+                f"stream_window_bytes={most}: {name} needs whole parameters, and "
                 f"{rule.slot_name(slot)} takes {size} bytes; set stream_window_bytes to at least "
                 f"that, or {way_out}"
             )
-
-
-def reads_of(rule: RuleOptimizer) -> str:
-    """What a rule has to see at a time to step an element."""
-    return RULES[rule.rule].reads if rule.rule in RULES else "matrices"
 
 
 class _Flow(NamedTuple):
@@ -113,9 +110,8 @@ class StreamedStepper(HostStepper):
     def place_of(self, slot: Slot) -> Place:
         return "streamed"
 
-    @property
-    def _may_cut(self) -> bool:
-        return reads_of(self._rule) == "elements"
+    def _may_cut(self, slot: Slot) -> bool:
+        return self._rule.is_elementwise(self._rule.param_groups[slot.group])
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:
         check_can_stream(self._rule, self.settings.window_bytes)
@@ -145,9 +141,9 @@ class StreamedStepper(HostStepper):
         return self._sizes
 
     def _ring_sizes_for(self, slots: Iterable[Slot]) -> list[int]:
-        sizes = list(map(self._slot_bytes, slots))
-        whole = 0 if self._may_cut else max(sizes, default=0)
-        return ring_sizes(sum(sizes), whole, self._most)
+        sizes = {slot: self._slot_bytes(slot) for slot in slots}
+        uncut = (size for slot, size in sizes.items() if not self._may_cut(slot))
+        return ring_sizes(sum(sizes.values()), max(uncut, default=0), self._most)
 
     @property
     def device_bytes(self) -> int:
@@ -212,7 +208,8 @@ class StreamedStepper(HostStepper):
 
     def _cut_windows(self, launches: Sequence[PlannedLaunch]) -> list[Window]:
         most = self._ring_sizes()[0]
-        return cut_windows(launches, self._form(), most, self._may_cut)
+        elementwise = [self._rule.is_elementwise(each.settings) for each in launches]
+        return cut_windows(launches, self._form(), most, elementwise)
 
     def _window_source(self, windows: Sequence[Window]) -> WindowSource:
         """Where the windows of a step are kept."""

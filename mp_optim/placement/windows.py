@@ -100,12 +100,15 @@ def ring_sizes(total: int, whole: int, most: int) -> list[int]:
 
 
 def cut_windows(
-    launches: Sequence[PlannedLaunch], form: WindowForm, most: int, may_cut: bool
+    launches: Sequence[PlannedLaunch],
+    form: WindowForm,
+    most: int,
+    may_cut: Sequence[bool],
 ) -> list[Window]:
     """The windows of a step, of at most ``most`` bytes each.
 
     Args:
-        may_cut: whether a part of a tensor can be stepped by itself.
+        may_cut: for each launch, whether a part of a tensor can be stepped by itself.
 
     Raises:
         ValueError: a tensor that may not be cut is larger than that, naming its bytes.
@@ -122,7 +125,10 @@ def cut_windows(
 
 
 def _pieces(
-    launches: Sequence[PlannedLaunch], form: WindowForm, most: int, may_cut: bool
+    launches: Sequence[PlannedLaunch],
+    form: WindowForm,
+    most: int,
+    may_cut: Sequence[bool],
 ) -> Iterator[Piece]:
     for launch, planned in enumerate(launches):
         for index, main in enumerate(planned.lists.main):
@@ -134,7 +140,7 @@ def _pieces(
             if size <= most:
                 yield Piece(launch, index, 0, main.numel(), True, held, beside, size)
                 continue
-            if not may_cut:
+            if not may_cut[launch]:
                 raise ValueError(
                     f"a whole parameter of {size} bytes does not fit into "
                     f"stream_window_bytes={most}; nothing was stepped"

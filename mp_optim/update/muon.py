@@ -140,6 +140,9 @@ class Muon(RuleOptimizer):
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return RULES[group["optimizer"]].moment_names
 
+    def is_elementwise(self, group: dict[str, Any]) -> bool:
+        return RULES[group["optimizer"]].reads == "elements"
+
     def check_settings(self, group: dict[str, Any]) -> None:
         check_range(
             group,

@@ -67,6 +67,11 @@ class RuleState(SlotOptimizer):
         """Names of the moments the rule keeps under a group's settings."""
         return RULES[self.rule].moment_names
 
+    def is_elementwise(self, group: dict[str, Any]) -> bool:
+        """Whether elements are stepped by themselves under a group's settings, so that a part of a
+        parameter can be."""
+        return self.rule in RULES and RULES[self.rule].reads == "elements"
+
     @abstractmethod
     def check_settings(self, group: dict[str, Any]) -> None:
         """Raise ValueError naming the setting and its value if it is out of range."""

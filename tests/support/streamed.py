@@ -25,8 +25,9 @@ KEEPS = {
     "sgd": ("exp_avg_dtype",),
     "lion": ("exp_avg_dtype",),
     "adafactor": (),
+    "muon": ("exp_avg_dtype", "exp_avg_sq_dtype"),
 }
-WHOLE = ("lamb", "adafactor")
+WHOLE = ("lamb", "adafactor", "muon")
 
 
 class Model(nn.Module):

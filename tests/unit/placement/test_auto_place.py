@@ -322,7 +322,7 @@ def test_pinned_memory_is_what_was_planned(mode):
     [
         ({"offload_streamed_fraction": 1.5}, "offload_streamed_fraction=1.5: must be"),
         ({"offload_streamed_fraction": math.nan}, "must be between 0 and 1"),
-        ({"optimizer": "muon"}, "offload_place='auto': muon needs whole matrices"),
+        ({"optimizer": "muon"}, "muon needs whole parameters, and big takes"),
         ({"optimizer": "lamb"}, r"big takes \d+ bytes; set stream_window_bytes"),
         (
             {"offload_streamed_fraction": 0.5, "place": "streamed"},

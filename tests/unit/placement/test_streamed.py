@@ -247,7 +247,7 @@ def test_the_smallest_fraction_is_the_smallest(rule):
     [
         ({"optimizer": "lamb"}, r"big takes \d+ bytes; set stream_window_bytes"),
         ({"optimizer": "adafactor"}, r"adafactor needs whole parameters, and big"),
-        ({"optimizer": "muon"}, "offload_place='streamed': muon needs whole matrices"),
+        ({"optimizer": "muon"}, "muon needs whole parameters, and big takes"),
         ({"offload_mode": "overlap"}, "offload_mode='overlap': with offload_place="),
         ({"offload_mode": "speculative"}, "use 'sync', or offload_place='auto'"),
         ({"fraction": 0.0}, "offload_place='streamed': has no effect without"),
