@@ -55,6 +55,14 @@ def _no_state_of_accelerates() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
+@pytest.fixture(autouse=True)
+def _no_threads_are_left_set() -> Iterator[None]:
+    """``host_threads`` of a config holds for the process; the next test finds its share."""
+    yield
+    if native := sys.modules.get("mp_optim.update.backends.native"):
+        native.set_host_threads(None)
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """torch's deterministic algorithms, for one test."""
