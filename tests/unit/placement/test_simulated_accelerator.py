@@ -108,7 +108,7 @@ def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(schedule=schedules())
 def test_many_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
     check(schedule)

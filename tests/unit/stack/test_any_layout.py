@@ -13,7 +13,7 @@ from layout_fuzz.drawing import draw
 from layout_fuzz.pool import Pool
 from layout_fuzz.trying import Verdict, attempt
 
-LAYOUTS = 40
+LAYOUTS = 30
 ADAM = Case(
     0,
     "processes",

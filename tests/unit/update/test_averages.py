@@ -6,6 +6,7 @@ from torch import nn
 
 from mp_optim.slots.state_keys import AVERAGE
 from mp_optim.update.rules import CLASSES
+from support.kernels import NEED_KERNELS, needs_kernels
 from support.models import same_bits
 
 BACKENDS = {
@@ -17,7 +18,13 @@ BACKENDS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=NEED_KERNELS if name == "native" else [])
+        for name in BACKENDS
+    ],
+)
 def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standins):
     """average + (1 - decay) * (main - average), each operation rounded to FP32; at the first step
     the main param."""
@@ -51,6 +58,7 @@ def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standin
                 assert all(map(same_bits, found, expected)), (rule, form)
 
 
+@needs_kernels
 @pytest.mark.parametrize("form", [{}, {"store_param_remainders": True}], ids=str)
 def test_averages_in_bfloat16_have_the_same_bits_by_native_kernels(form):
     """Of tensors that are larger than what a thread works on, or end in the middle of it."""

@@ -19,6 +19,7 @@ from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.self_test import compare
 from mp_optim.update.backends.triton import triton_backend
+from support.kernels import needs_kernels
 
 MOMENTA = ["float32", "bfloat16", "float16", "uint8"]
 REMAINDERS = [None, 16, 8]
@@ -143,6 +144,7 @@ def levels() -> Iterator[list[str]]:
     library.set_level(library.levels[0])
 
 
+@needs_kernels
 @pytest.mark.parametrize("form", forms(), ids=name_of)
 def test_native_kernels_have_the_bits_of_the_reference(
     form: dict[str, Any], levels: list[str]
@@ -166,6 +168,7 @@ def test_triton_kernels_have_the_bits_of_the_reference(form: dict[str, Any]) -> 
     assert len(found) == len(expected) and all(map(same, found, expected))
 
 
+@needs_kernels
 @pytest.mark.parametrize("momentum", [0.95, 0.5, 0.2])
 def test_the_momentum_is_numpys_in_fp64(momentum: float) -> None:
     """Product and sum in FP64, then one rounding: for a gradient that is much larger or smaller
@@ -190,6 +193,7 @@ def test_the_momentum_is_numpys_in_fp64(momentum: float) -> None:
     assert same(found, torch.from_numpy(expected))
 
 
+@needs_kernels
 def test_the_self_test_notices_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = choose_backend("native", torch.device("cpu"))
     monkeypatch.setattr(backend, "muon_apply", lambda lists, scalars, factors: None)
