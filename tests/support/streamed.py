@@ -11,7 +11,7 @@ from support.models import AdversarialTransfer
 from support.offload import hybrids, snapshot
 
 SHAPES = {"big": (3, 701), "left": (40, 20), "bias": (7,), "one": (1,), "right": (300,)}
-LARGEST = 3 * 701 * 12 + 256
+LARGEST = 3 * 701 * 16 + 256
 """Bytes that the largest parameter takes in a window, at most."""
 FORMS = {
     "fp32": {},
@@ -28,13 +28,17 @@ KEEPS = {
     "muon": ("exp_avg_dtype", "exp_avg_sq_dtype"),
 }
 WHOLE = ("lamb", "adafactor", "muon")
+HALVES = {
+    torch.bfloat16: {"bf16": True},
+    torch.float16: {"fp16": True, "loss_scale": 1.0},
+}
 
 
 class Model(nn.Module):
-    def __init__(self, dtype):
+    def __init__(self, dtype, shapes=None):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        for name, shape in SHAPES.items():
+        for name, shape in (shapes or SHAPES).items():
             value = torch.randn(shape, generator=generator).to(dtype)
             lies = value.t().contiguous().t() if name == "left" else value
             setattr(self, name, nn.Parameter(lies))
@@ -61,17 +65,13 @@ def go_backward(model, step):
 
 def build(dtype=torch.bfloat16, fraction=1.0, place="streamed", window=4096, **fields):
     model = Model(dtype)
-    halves = {
-        torch.bfloat16: {"bf16": True},
-        torch.float16: {"fp16": True, "loss_scale": 1.0},
-    }
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     if place in ("streamed", "auto"):
         offload |= {"offload_place": place, "stream_window_bytes": window}
     if fields.get("optimizer") != "adafactor":
         fields.setdefault("weight_decay", 0.1)
     config = OptimizerConfig(
-        **{"lr": 1e-2, **halves.get(dtype, {}), **fields},
+        **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields},
         **(offload if place != "device" else {}),
     )
     optimizer = get_megatron_optimizer(config, model)
@@ -88,13 +88,14 @@ def train(model, optimizer, steps, start=0):
 
 
 @st.composite
-def programs(draw):
+def stepped(draw):
+    """A dtype of the model, a rule, and a form of its state, as fields of a config."""
     rule = draw(st.sampled_from(list(KEEPS)))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     form = FORMS[draw(st.sampled_from(list(FORMS)))]
     form = {field: value for field, value in form.items() if field in KEEPS[rule]}
     bits = draw(st.sampled_from([None, 16, 8])) if dtype == torch.bfloat16 else None
-    fields = {"optimizer": rule, **form}
+    fields = {"dtype": dtype, "optimizer": rule, **form}
     if form or bits:
         fields["use_precision_aware_optimizer"] = True
         fields["store_param_remainders"] = bits is not None
@@ -102,9 +103,15 @@ def programs(draw):
         fields["param_remainder_bits"] = 8
     if bits == 8 or form.get("exp_avg_dtype") in ("bfloat16", "uint8"):
         fields["stochastic_rounding"] = draw(st.booleans())
-    windows = [LARGEST, 1 << 20] if rule in WHOLE else [4096, 6000, LARGEST, 1 << 20]
+    return fields | {"ema_decay": draw(st.sampled_from([None, 0.9]))}
+
+
+@st.composite
+def programs(draw):
+    fields = draw(stepped())
+    has_cut = fields["optimizer"] not in WHOLE
+    windows = [4096, 6000, LARGEST, 1 << 20] if has_cut else [LARGEST, 1 << 20]
     return {
-        "dtype": dtype,
         "fraction": draw(st.sampled_from([0.2, 0.7, 1.0])),
         "window": draw(st.sampled_from(windows)),
         **fields,

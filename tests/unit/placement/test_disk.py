@@ -31,6 +31,15 @@ from support.launch import environment, run
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
 from support.slow_disk import slow_disk
+from support.streamed import (
+    FORMS,
+    HALVES,
+    WHOLE,
+    Model,
+    give_gradients,
+    stepped,
+    train,
+)
 
 SHAPES = {
     "big": (3, 2801),
@@ -41,35 +50,6 @@ SHAPES = {
 }
 LARGEST = 200_000
 """Bytes that the largest parameter takes in a window, at most."""
-FORMS = {
-    "fp32": {},
-    "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
-    "fp16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
-    "8-bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
-}
-KEEPS = {
-    "adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
-    "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
-    "sgd": ("exp_avg_dtype",),
-    "lion": ("exp_avg_dtype",),
-    "adafactor": (),
-}
-
-
-class Model(nn.Module):
-    def __init__(self, dtype, shapes=None):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        for name, shape in (shapes or SHAPES).items():
-            value = torch.randn(shape, generator=generator).to(dtype)
-            lies = value.t().contiguous().t() if name == "left" else value
-            setattr(self, name, nn.Parameter(lies))
-
-
-def give_gradients(model, step):
-    generator = torch.Generator().manual_seed(1 + step)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
 def build(
@@ -83,11 +63,7 @@ def build(
     **fields,
 ):
     """On the device without a folder; else with its state in a file there."""
-    model = Model(dtype, shapes)
-    halves = {
-        torch.bfloat16: {"bf16": True},
-        torch.float16: {"fp16": True, "loss_scale": 1.0},
-    }
+    model = Model(dtype, shapes or SHAPES)
     offload = {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": fraction,
@@ -98,7 +74,7 @@ def build(
     if fields.get("optimizer") != "adafactor":
         fields.setdefault("weight_decay", 0.1)
     config = OptimizerConfig(
-        **{"lr": 1e-2, **halves.get(dtype, {}), **fields},
+        **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields},
         **(offload if folder else {}),
     )
     optimizer = get_megatron_optimizer(config, model)
@@ -108,34 +84,13 @@ def build(
     return model, optimizer
 
 
-def train(model, optimizer, steps, start=0):
-    for step in range(start, start + steps):
-        give_gradients(model, step)
-        optimizer.step()
-    return snapshot(model, optimizer)
-
-
 @st.composite
 def programs(draw):
-    rule = draw(st.sampled_from(list(KEEPS)))
-    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-    form = FORMS[draw(st.sampled_from(list(FORMS)))]
-    form = {field: value for field, value in form.items() if field in KEEPS[rule]}
-    bits = draw(st.sampled_from([None, 16, 8])) if dtype == torch.bfloat16 else None
-    fields = {"optimizer": rule, **form}
-    if form or bits:
-        fields["use_precision_aware_optimizer"] = True
-        fields["store_param_remainders"] = bits is not None
-    if bits == 8:
-        fields["param_remainder_bits"] = 8
-    fields["ema_decay"] = draw(st.sampled_from([None, 0.9]))
-    if bits == 8 or form.get("exp_avg_dtype") in ("bfloat16", "uint8"):
-        fields["stochastic_rounding"] = draw(st.booleans())
-    has_scales = form.get("exp_avg_dtype") in ("float16", "uint8")
-    whole = rule in ("lamb", "adafactor") or has_scales
+    fields = draw(stepped())
+    has_scales = fields.get("exp_avg_dtype") in ("float16", "uint8")
+    whole = fields["optimizer"] in WHOLE or has_scales
     windows = [LARGEST, 1 << 20] if whole else [65_536, 70_000, LARGEST, 1 << 20]
     return {
-        "dtype": dtype,
         "fraction": draw(st.sampled_from([0.2, 0.7, 1.0])),
         "window": draw(st.sampled_from(windows)),
         "place": draw(st.sampled_from(["host", "streamed"])),
