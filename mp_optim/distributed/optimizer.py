@@ -270,12 +270,9 @@ class ReducedGrads(GradsOfParts):
         distinct = list(dict.fromkeys(keys.values()))
         where = {slot: index for index, slot in enumerate(keys)}
         indices = [where[slot] for slot in self._trained]
-        return optimizer.shards.measure_grads(
-            grads,
-            [keys[s] for s in self._trained],
-            distinct,
-            optimizer.shards.places(indices, over=(optimizer._group,)),
-        )
+        sums = optimizer.shards.agreed_sums
+        places = sums.places(indices, over=(optimizer._group,))
+        return sums.measure(grads, [keys[s] for s in self._trained], distinct, places)
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)

@@ -84,6 +84,13 @@ class SlotTable:
         return self.seen.params
 
     @property
+    def device(self) -> torch.device:
+        """Where the model's parameters lie."""
+        return next(
+            (local_tensor(param).device for param in self.params), torch.device("cpu")
+        )
+
+    @property
     def distinct_keys(self) -> list[NormKey]:
         """Every key once, in order."""
         if self._distinct is None:

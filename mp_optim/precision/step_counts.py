@@ -8,7 +8,7 @@ part of a composite has its own; ``metrics`` shows the first part's.
 A slot's ``step``, from which bias corrections and random numbers are made: ``GroupState.count``,
 which ``RuleOptimizer`` (``update/rule.py``) alone calls.
 
-- *The host decides*: ``WrappedGrads.apply`` (``precision/wrapped_optimizer.py``) does not hand a
+- *The host decides*: ``WrappedGrads.apply`` (``precision/wrapped_grads.py``) does not hand a
   skipped step down, so nothing is counted.
 - *The device decides*: ``RuleOptimizer.step_slots`` counts the step as taken, and
   ``RuleOptimizer.settle`` takes it back before a count is read again, if ``DeviceVerdict.settle``

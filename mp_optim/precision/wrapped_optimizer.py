@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision.agreed_sums import AgreedSums
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, describe
-from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.graph_step import (
     check_capturable,
@@ -27,25 +27,14 @@ from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
     MAIN,
-    Measurement,
     NormKey,
-    agree,
-    count_zeros,
-    measure,
-    norm_groups,
-    total_by_key,
 )
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
-from mp_optim.precision.param_sums import Places, UpdateWatch
 from mp_optim.precision.settings_agreement import SettingsAlike
-from mp_optim.precision.slot_table import SlotTable
 from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.verdict import Verdict
-from mp_optim.quantized import quantize_
+from mp_optim.precision.wrapped_grads import WrappedGrads
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
-    CachedTensorList,
-    Multiplier,
     Slot,
     SlotUpdate,
     current_grad,
@@ -86,7 +75,6 @@ class WrappedOptimizer(MegatronOptimizer):
         self._given = optimizer
         self.inner = as_slot_optimizer(optimizer)
         self.process_groups = process_groups or ProcessGroups()
-        self._norm_groups: list[str] | None = None
         self._host_swap = HostSwap()
         groups = [with_names(group) for group in self.inner.param_groups]
         super().__init__(groups, dict(optimizer.defaults), config, grad_scaler)
@@ -102,6 +90,13 @@ class WrappedOptimizer(MegatronOptimizer):
             partial(_sum_of_squares, config.fused_backend),
             partial(_push_settings, self),
             config.release_gradients,
+        )
+        self.agreed_sums = AgreedSums(
+            self._mains,
+            config,
+            self.param_groups,
+            self.process_groups.grad_stats,
+            self.backward_link,
         )
         self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
@@ -133,7 +128,7 @@ class WrappedOptimizer(MegatronOptimizer):
         for key, value in self.inner.param_groups[-1].items():
             added.setdefault(key, value)
         self._mains.bind_group(len(self.param_groups) - 1)
-        self._norm_groups = None
+        self.agreed_sums.group_added()
         self.backward_link.follow(
             self.get_parameters()
         )  # backward may come before a step
@@ -155,50 +150,6 @@ class WrappedOptimizer(MegatronOptimizer):
         if not all(self._table.bound):
             self._mains.bind_trained(indices)
         return WrappedGrads(self, self._table, indices, grads)
-
-    def measure_grads(
-        self,
-        grads: Sequence[Tensor],
-        keys: Sequence[NormKey],
-        all_keys: Sequence[NormKey],
-        places: Places | None = None,
-    ) -> Measurement:
-        """Sums of squares of gradients, agreed with the other ranks.
-
-        Args:
-            grads, keys: local gradients, and which norm each counts in.
-            all_keys: every key of the model, also those without a gradient now, so that all ranks
-                reduce alike.
-            places: of these gradients among the slots, if sums of single parameters are kept.
-        """
-        device, alike = self.device, self._table.settings
-        ranks = self.process_groups.grad_stats
-        each = measure(grads, self.backward_link.sums_of_squares, device)
-        sums = total_by_key(each, keys, all_keys)
-        zeros = None
-        if self.config.log_num_zeros_in_grad:
-            zeros = count_zeros(grads, keys, all_keys, device)
-        if self._norm_groups is None or ranks is None:
-            self._norm_groups = norm_groups(all_keys, ranks)
-        numbers = alike.numbers(self.config, self.param_groups, keys, all_keys)
-        params = None if places is None else places.spread(each)
-        return agree(
-            sums, zeros, ranks, self._norm_groups, numbers, alike.copies, params
-        )
-
-    def places(
-        self, indices: Sequence[int], over: tuple[ProcessGroup, ...] = ()
-    ) -> Places | None:
-        """Where gradients belong, if ``log_param_grad_norms``.
-
-        Args:
-            indices: of the slots that have one.
-            over: ranks over which the gradients are split although the parameters are not.
-        """
-        if not self.config.log_param_grad_norms:
-            return None
-        parts = self._mains.parts()
-        return Places(indices, [(*over, *of) for of in parts] if over else parts)
 
     def step_slots(
         self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
@@ -358,91 +309,6 @@ def _with_model_names(
 def _sum_of_squares(fused_backend: str, grads: Sequence[Tensor]) -> Tensor:
     backend, _ = choose_backend(fused_backend, grads[0].device)
     return backend.sum_of_squares(grads)
-
-
-class WrappedGrads(StepGrads):
-    """Gradients of a wrapper's parameters.
-
-    Args:
-        table: the wrapper's slots. indices: there, of the slots that have a gradient. grads: these,
-            local.
-    """
-
-    def __init__(
-        self,
-        wrapper: WrappedOptimizer,
-        table: SlotTable,
-        indices: list[int],
-        grads: CachedTensorList,
-    ) -> None:
-        self._wrapper, self._table = wrapper, table
-        self._indices, self._grads = indices, grads
-
-    def has_any(self) -> bool:
-        return bool(self._indices)
-
-    def sums(self) -> Measurement:
-        keys = self._table.keys_of(self._indices)
-        wrapper, places = self._wrapper, self._wrapper.places(self._indices)
-        return wrapper.measure_grads(
-            self._grads, keys, self._table.distinct_keys, places
-        )
-
-    def watch_updates(self) -> list[UpdateWatch]:
-        wrapper, slots = self._wrapper, self._table.slots
-
-        def mains() -> list[Tensor]:
-            return [local_tensor(wrapper.inner.main_param(slot)) for slot in slots]
-
-        sums = partial(_sum_of_squares, wrapper.config.fused_backend)
-        parts = wrapper._mains.parts()
-        return [UpdateWatch(mains, parts, sums, wrapper.device)]
-
-    def apply(self, verdict: Verdict | DeviceVerdict) -> None:
-        if verdict.skip:
-            self._wrapper.backward_link.skip()
-        else:
-            self.step(verdict.multipliers, self._clipped_norm(verdict))
-
-    def _clipped_norm(self, verdict: Verdict | DeviceVerdict) -> float | None:
-        norm, limit = verdict.norms.get(MAIN), self._wrapper.config.clip_grad
-        return min(norm, limit) if norm is not None and limit > 0 else norm
-
-    def step(
-        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
-    ) -> None:
-        wrapper, table = self._wrapper, self._table
-        updates = table.updates(self._indices, self._grads, multipliers)
-        wrapper.step_slots(updates, grad_norm=grad_norm)
-        if any(table.quantized):
-            wrapper.step_mark.touch()
-            for index in self._indices:
-                if table.quantized[index]:
-                    main = wrapper.inner.main_param(table.slots[index])
-                    quantize_(table.params[index], main)
-        table.seen.written()
-
-    def graph_key(self) -> Any:
-        config, scaler = self._wrapper.config, self._wrapper.grad_scaler
-        limits = (
-            config.clip_grad,
-            config.grad_norm_skip_threshold,
-            config.skip_step_sigma_factor,
-            config.log_param_grad_norms > 0,
-        )
-        scale = None if scaler is None else scaler.present_scale.data_ptr()
-        keys, grads = self._table.keys_of(self._indices), self._grads
-        dtypes = [grad.dtype for grad in grads]
-        strides = [] if grads.contiguous else [grad.stride() for grad in grads]
-        memory = grads.addresses, grads.sizes, dtypes, strides
-        zeros = config.log_num_zeros_in_grad
-        return limits, zeros, scale, self._indices, keys, memory
-
-    def obstacle(self) -> str:
-        params = map(local_tensor, self._wrapper.get_parameters())
-        if self._grads.contiguous and all(map(Tensor.is_contiguous, params)):
-            return ""
-        return "a parameter or gradient is not contiguous, and is copied in each step"
 
 
 def _push_settings(optimizer: WrappedOptimizer) -> None:

@@ -405,8 +405,6 @@ def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
     offered = {name for name in dir(WrappedOptimizer) if not name.startswith("_")}
     of_wrappers = {
         "check_param",
-        "measure_grads",
-        "places",
         "reduces",
     }  # asked by the layer itself
     assert offered - of_wrappers - set(dir(owner)) == set()
