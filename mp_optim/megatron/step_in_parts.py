@@ -19,6 +19,7 @@ from mp_optim.precision.grad_scaler import inverse_of, trackers_of
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.step_grads import StepGrads
+from mp_optim.precision.step_phases import apply_verdict, conclude, scale_follows
 from mp_optim.precision.verdict import decide
 from mp_optim.slots import current_grad, local_tensor, param_at
 
@@ -138,23 +139,14 @@ class StepInParts:
         return self._prepared
 
     def _finish(self, prepared: _Prepared) -> None:
-        """NOTE: what ``MegatronOptimizer.step`` does once it has a verdict."""
         stack, verdict = self._stack, prepared.verdict
         self._prepared = None
         with stack.step_mark.step(stack):
             if self._rule is not None:
                 self._rule.take_on_host(verdict.norms)
-            stack.record(verdict)
-            with stack.health.watching(prepared.grads, stack.counts.steps):
-                prepared.grads.apply(verdict)
-            if stack.grad_scaler is not None:
-                stack.step_mark.touch()
-                stack.grad_scaler.update(verdict.found_inf)
-                stack.early_work.remember_scale()
-        stack.watch.see_verdict(stack, verdict)
-        stack.health.see(verdict)
-        if stack.config.release_gradients:
-            stack.zero_grad()
+            apply_verdict(stack, prepared.grads, verdict)
+            scale_follows(stack, verdict)
+        conclude(stack, verdict)
 
 
 def _counted(stack: MegatronOptimizer, norm_group: str) -> Iterator[Tensor]:

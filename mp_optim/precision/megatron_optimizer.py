@@ -1,27 +1,4 @@
-"""MegatronOptimizer: the face of every stack, and its step. Measure, agree, decide, apply.
-
-The way of one step, from here to the kernel (FSDP2, offload and fp16 take no other):
-
-1. :meth:`MegatronOptimizer.step` here; ``_eagerly`` is the step, ``_by_graph`` the same with a CUDA
-   graph.
-2. ``precision/wrapped_optimizer.py``: ``WrappedOptimizer.collect_grads`` follows the model and
-   takes the gradients, of a DTensor what this rank has (``local_grad`` in ``slots/tensors.py``);
-   ``WrappedOptimizer.measure_grads`` takes sums of squares (those of gradients in host memory were
-   taken in backward with ``overlap``) and adds them up over the ranks that share the DTensors. Back
-   here, ``_decide`` makes a verdict of them, which holds the inverse
-   loss scale times the clip coefficient. ``WrappedGrads.apply`` there hands each slot's gradient
-   with this multiplier to ``step_slots`` of the inner optimizer.
-3. With offload that is ``HybridDeviceOptimizer.step_slots`` in ``placement/hybrid.py``. What is
-   stepped on the host goes to ``HostStepper.step_buckets`` in ``placement/host_step.py`` (its
-   subclasses do in backward what they can): gradients down, step, parameters up. The rest goes on
-   as in 4.
-4. ``RuleOptimizer.step_slots`` in ``update/rule.py``, of either place, forms launches, and
-   ``carry_out`` calls the kernel of its backend: ``FusedAdam.apply`` in ``update/adam.py``, say,
-   ``NativeBackend.adam``.
-
-How steps are counted, and what becomes of the counts of one that is skipped, is said in
-:mod:`mp_optim.precision.step_counts`.
-"""
+"""MegatronOptimizer: the face of every stack. Its step is in ``precision/step_phases.py``."""
 
 from __future__ import annotations
 
@@ -29,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,28 +18,30 @@ from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
 from mp_optim.precision.device_verdict import (
     DeviceVerdict,
-    Formed,
-    decide_on_device,
-    form,
 )
-from mp_optim.precision.grad_scaler import MegatronGradScaler, inverse_of, trackers_of
-from mp_optim.precision.graph_step import GraphedStep, StepToCapture
+from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.graph_step import GraphedStep
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.scaled_rows import scale_rows_
-from mp_optim.precision.settings_agreement import SettingsAlike, disagreement
+from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.standstill import StandstillWatch
 from mp_optim.precision.step_counts import StepCounts
 from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.verdict import Verdict, decide
+from mp_optim.precision.step_phases import (
+    conclude,
+    refuse_disagreement,
+    scale_follows,
+    take_step,
+)
+from mp_optim.precision.verdict import Verdict
 from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, iter_slots, local_tensor
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.param_attributes import clear_decoupled_grad
-from mp_optim.update import choose_backend
 
 
 class MegatronOptimizer(SlotKeyedOptimizer):
@@ -103,7 +82,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.grad_scaler: MegatronGradScaler | None = grad_scaler
         self.watch = StandstillWatch()
         self.early_work = EarlyWork()
-        self.counts = StepCounts(partial(_refuse_disagreement, self))
+        self.counts = StepCounts(partial(refuse_disagreement, self))
         self.graphed: GraphedStep | None = None
         self.averages = AveragedWeights()
         self.skip_rule = RollingRule(config)
@@ -162,67 +141,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.watch.check_scaled(self)
         with self.step_mark.step(self):
             self.early_work.finish()
-            by_graph = self.config.optimizer_cuda_graph
-            verdict = self._by_graph() if by_graph else self._eagerly()
-            if self.grad_scaler is not None:
-                self.step_mark.touch()
-                self.grad_scaler.update(verdict.found_inf)
-                self.early_work.remember_scale()
-        self.watch.see_verdict(self, verdict)
-        self.health.see(verdict)
-        if self.config.release_gradients:
-            self.zero_grad()  # what is left, so that all of them are gone alike
+            verdict = take_step(self)
+            scale_follows(self, verdict)
+        conclude(self, verdict)
         return verdict.result if closure is None else loss
-
-    def _eagerly(self) -> Verdict | DeviceVerdict:
-        with _timed(self.config, "optimizer-clip-main-grad"):
-            grads = self.collect_grads()
-            verdict = self._decide(grads)
-        with _timed(self.config, "optimizer-inner-step"):
-            self.record(verdict)
-            with self.health.watching(grads, self.counts.steps):
-                grads.apply(verdict)
-        return verdict
-
-    def _decide(self, grads: StepGrads) -> Verdict | DeviceVerdict:
-        inv_scale, measurement = inverse_of(self.grad_scaler), grads.sums()
-        trackers = trackers_of(self.grad_scaler)
-        device, scalars = self.verdict_device(), [*measurement.sums.values(), *trackers]
-        self.watch.see_gradients(self, grads.has_any())
-        if inv_scale is not None:
-            scalars.append(inv_scale)
-        if device is not None and all(value.device == device for value in scalars):
-            # whatever reads the verdict is on the device: nothing waits for it
-            rule = self.skip_rule.begun(device)
-            return decide_on_device(measurement, inv_scale, self.config, trackers, rule)
-        rule = self.skip_rule.begun(torch.device("cpu"))
-        verdict = decide(measurement, inv_scale, self.config, trackers, rule)
-        if verdict.disagrees:
-            _refuse_disagreement(self)
-        if rule is not None:
-            rule.take_on_host(verdict.norms)
-        return verdict
-
-    def _by_graph(self) -> Verdict | DeviceVerdict:
-        self.counts.settle()
-        device, scaler = self.verdict_device(), self.grad_scaler
-        scale = None if scaler is None else scaler.present_scale
-        if device is None or (scale is not None and scale.device != device):
-            # a group was added that is stepped elsewhere, or the scaler was replaced
-            return self._eagerly()
-        if self.graphed is None:
-            backend, _ = choose_backend(self.config.fused_backend, device)
-            self.graphed = GraphedStep(device, backend)
-        grads = self.collect_grads()
-        self.watch.see_gradients(self, grads.has_any())
-        rule = self.skip_rule.begun(device)
-
-        def decide_there() -> Formed:
-            inv_scale, trackers = inverse_of(scaler), trackers_of(scaler)
-            return form(grads.sums(), inv_scale, self.config, trackers, rule)
-
-        step = StepToCapture(grads, decide_there, self.record, self.step_mark)
-        return self.graphed.step(step)
 
     # -- loss scale, gradients --------------------------------------------------------------------
 
@@ -463,21 +385,3 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
-
-
-def _refuse_disagreement(optimizer: MegatronOptimizer) -> NoReturn:
-    optimizer.early_work.discard()
-    raise disagreement(optimizer.settings_alike())
-
-
-@contextmanager
-def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
-    if config.timers is None:
-        yield
-        return
-    timer = config.timers(name, log_level=1)
-    timer.start(barrier=config.barrier_with_L1_time)
-    try:
-        yield
-    finally:
-        timer.stop()
