@@ -7,35 +7,33 @@ sub-optimizers, one for each place, are handed whatever sits at each slot now.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mp_optim.placement.assignments import Assignment, Assignments
 from mp_optim.placement.cores import occupy, worker_threads
-from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.host_step import HostStepSettings, Stepper
+from mp_optim.placement.main_memory import MainMemory
+from mp_optim.placement.own_grads import OwnGrads
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.state_file import state_file_in
 from mp_optim.placement.steppers import (
     OffloadedStep,
     only_accelerator,
 )
+from mp_optim.placement.sub_groups import adopt_defaults, push_settings, sub_group
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.transfer import Transfer, transfer_for
-from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import (
-    ParamGroups,
     Slot,
     SlotUpdate,
     SlotUpdates,
     all_same,
-    are_plain,
     current_grad,
     follow,
     iter_slots,
@@ -48,7 +46,6 @@ from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.keyed_optimizer import Closure
 from mp_optim.slots.optimizer import SlotOptimizer
-from mp_optim.slots.param_attributes import set_shard_info, shard_info
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import part_of
 from mp_optim.update import (
@@ -58,8 +55,6 @@ from mp_optim.update import (
 )
 from mp_optim.update.foreign import ForeignOptimizer
 from mp_optim.update.main_param_state import WithMainParam
-
-_NOT_PUSHED = ("params", "param_names", "fqns")
 
 
 class HybridDeviceOptimizer(SlotOptimizer):
@@ -150,9 +145,10 @@ class HybridDeviceOptimizer(SlotOptimizer):
         self._assignments.assign(
             self.param_groups, offload_fraction, place, self._stepped_dtype
         )
-        self._state_file = state_file_in(optimizer_state_path, device)
-        self._host_mains = Block(
-            0 if self._state_file else self._host_main_bytes(),
+        state_file = state_file_in(optimizer_state_path, device)
+        self._main_memory = MainMemory(
+            state_file,
+            self._offloaded_forms(),
             partial(transfer.empty_host, pin=pin_cpu_params),
         )
         indices = range(len(self.param_groups))
@@ -173,25 +169,23 @@ class HybridDeviceOptimizer(SlotOptimizer):
             pin_cpu_grads,
             pin_cpu_params,
             speculation or SpeculationSettings(),
-            self._state_file,
+            state_file,
         )
         how.check(self._subs[place], named, self._is_offloaded, settings)
         slots = self._assignments.offloaded_slots(self.param_groups)
         self.stepper = how.new_stepper(self._subs[place], slots, self, settings)
-        self._own_grads = _OwnGrads(self) if self.stepper.works_in_backward else None
+        self._own_grads = OwnGrads(self) if self.stepper.works_in_backward else None
 
-    def _host_main_bytes(self) -> int:
-        sizes = []
+    def _offloaded_forms(self) -> Iterator[tuple[int, torch.dtype]]:
+        """Elements and dtype of the main param of each offloaded slot, if it has one."""
         for slot, param in iter_slots(self.param_groups):
             if self._is_offloaded(slot):
-                numel, dtype = local_tensor(param).numel(), self.main_dtype(param.dtype)
-                sizes.append(aligned_bytes(numel, dtype))
-        return sum(sizes)
+                yield local_tensor(param).numel(), self.main_dtype(param.dtype)
 
     @property
     def host_main_bytes(self) -> int:
         """Host memory that was asked for in one piece, for all main params there."""
-        return self._host_mains.capacity
+        return self._main_memory.host_bytes
 
     @property
     def host(self) -> Stepper:
@@ -222,13 +216,9 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def _sub_group(self, index: int, place: Place) -> dict[str, Any]:
         """A group as the optimizer of a place is given it."""
-        group, sub = self.param_groups[index], _settings(self.param_groups[index])
         of_group = enumerate(self._assignments.of_group(index))
         here = [position for position, assigned in of_group if assigned.place == place]
-        sub["params"] = [_local_part(group["params"][position]) for position in here]
-        if names := group.get("param_names"):
-            sub["fqns"] = [names[position] for position in here]
-        return sub
+        return sub_group(self.param_groups[index], here)
 
     def _tell_subs(self, indices: Collection[int]) -> None:
         """After new groups: tell sub-optimizers, which have local tensors, what those are parts of;
@@ -242,7 +232,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
             for position, param in enumerate(self.param_groups[index]["params"]):
                 assigned = self._assignments[Slot(index, position)]
                 self._subs[assigned.place].set_part(assigned.sub_slot, part_of(param))
-        _adopt_defaults(self.param_groups, list(self._subs.values()))
+        adopt_defaults(self.param_groups, list(self._subs.values()))
         self._bound = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -281,7 +271,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
             sub.memory_moved()
 
     def check_groups(self) -> None:
-        _push_settings(self.param_groups, self._subs.values())
+        push_settings(self.param_groups, self._subs.values())
         for sub in self._subs.values():
             sub.check_groups()
 
@@ -337,10 +327,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         """What is stepped for a tensor at a place."""
         if place == "device":
             return source.to(dtype)
-        if self._state_file is not None:
-            return self._state_file.take(source.shape, dtype).copy_(source)
-        block = self._host_mains.with_room(aligned_bytes(source.numel(), dtype))
-        return block.take(source.shape, dtype).copy_(source)
+        return self._main_memory.copy(source, dtype)
 
     def _stepped(self, slot: Slot) -> Tensor:
         """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
@@ -363,7 +350,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def bind_tensors(self) -> None:
         """Hand current tensors and hyperparameters to the sub-optimizers."""
-        _push_settings(self.param_groups, self._subs.values())
+        push_settings(self.param_groups, self._subs.values())
         params = [param for group in self.param_groups for param in group["params"]]
         if self._bound is not None and all_same(params, self._bound):
             return
@@ -481,69 +468,6 @@ class HybridDeviceOptimizer(SlotOptimizer):
         return self._assignments.on_host(update, self.param_groups)
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_PUSHED}
-
-
-def _push_settings(groups: ParamGroups, subs: Iterable[SlotOptimizer]) -> None:
-    """Hand current hyperparameters to the sub-optimizers."""
-    for index, group in enumerate(groups):
-        settings = _settings(group)
-        for sub in subs:
-            sub.param_groups[index].update(settings)
-
-
-def _adopt_defaults(groups: ParamGroups, subs: Sequence[SlotOptimizer]) -> None:
-    """Show the hyperparameters that the two sub-optimizers filled in."""
-    device, host = (_settings(sub.param_groups[-1]) for sub in subs)
-    for key in (device.keys() & host.keys()) - groups[-1].keys():
-        if device[key] != host[key]:
-            raise ValueError(
-                f"{key} is {device[key]!r} by default on the device and {host[key]!r} on the "
-                f"host; pass {key}="
-            )
-    for sub in subs:
-        for group, of_sub in zip(groups, sub.param_groups, strict=True):
-            for key, value in _settings(of_sub).items():
-                group.setdefault(key, value)
-
-
-def _local_part(param: Tensor) -> Tensor:
-    """What a rank has of a parameter, which still says what part of it that is."""
-    local = local_tensor(param)
-    if not isinstance(param, DTensor):
-        set_shard_info(local, shard_info(param))
-    return local
-
-
 def _is_own(tensor: Tensor) -> bool:
     """Whether a tensor to step is one of this package's, not a model's parameter."""
     return type(tensor) is Tensor and not tensor.requires_grad
-
-
-class _OwnGrads:
-    """Reports the gradients of an optimizer's own parameters to its stepper, as long as nothing
-    wraps it."""
-
-    def __init__(self, optimizer: HybridDeviceOptimizer) -> None:
-        self._optimizer = optimizer
-        self._hooks = GradHooks(self._on_grad)
-        self._watched: list[tuple[Slot, Tensor]] = []
-        self.follow()
-
-    def follow(self) -> None:
-        """Notice gradients of the parameters that the optimizer has now."""
-        optimizer = self._optimizer
-        self._watched = list(iter_slots(optimizer.param_groups))
-        wanted = [optimizer.place(slot) != "device" for slot, _ in self._watched]
-        self._hooks.follow([param for _, param in self._watched], wanted)
-
-    def _on_grad(self, index: int) -> None:
-        (slot, param), optimizer = self._watched[index], self._optimizer
-        grad = current_grad(param)
-        if param_at(optimizer.param_groups, slot) is not param:
-            return  # a wrapper has put its main param there, and reports the gradients itself
-        if grad is not None and final_in_backward(param):
-            update = update_of(slot, optimizer.slot_name(slot), param, grad)
-            plain = are_plain([grad])
-            optimizer.stepper.on_grad_ready(update, writes_are_counted=plain)
