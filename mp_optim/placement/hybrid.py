@@ -7,20 +7,21 @@ sub-optimizers, one for each place, are handed whatever sits at each slot now.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.placement.assignments import Assignment, Assignments
+from mp_optim.placement.assignments import Assignments
 from mp_optim.placement.cores import occupy, worker_threads
 from mp_optim.placement.host_step import HostStepSettings, Stepper
 from mp_optim.placement.main_memory import MainMemory
 from mp_optim.placement.own_grads import OwnGrads
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.state_file import state_file_in
+from mp_optim.placement.stepped_tensors import MainDtypes, SteppedTensors
 from mp_optim.placement.steppers import (
     OffloadedStep,
     only_accelerator,
@@ -33,13 +34,10 @@ from mp_optim.slots import (
     Slot,
     SlotUpdate,
     SlotUpdates,
-    all_same,
     current_grad,
-    follow,
     iter_slots,
     local_tensor,
     param_at,
-    same_memory,
     update_of,
 )
 from mp_optim.slots.host_part import Place
@@ -121,43 +119,41 @@ class HybridDeviceOptimizer(SlotOptimizer):
         **kwargs: Any,
     ) -> None:
         how = OffloadedStep(offload_place, offload_mode, offload_streamed_fraction)
-        how.check_classes(cpu_optimizer_cls, gpu_optimizer_cls)
+        classes = how.classes(cpu_optimizer_cls, gpu_optimizer_cls)
         self._offloaded = place = how.sub_place
         construction = sub_optimizer_kwargs or {}
-        classes: dict[Place, type[torch.optim.Optimizer]] = {
-            "device": gpu_optimizer_cls,
-            place: gpu_optimizer_cls if place == "streamed" else cpu_optimizer_cls,
-        }
         self.offload_fraction = offload_fraction
-        self._fp32 = param_update_in_fp32 or any(
-            issubclass(cls, SlotOptimizer) for cls in classes.values()
-        )
-        self._remainders = bool(
-            {**kwargs, **construction}.get("store_param_remainders", False)
+        self._dtypes = MainDtypes(
+            param_update_in_fp32
+            or any(issubclass(cls, SlotOptimizer) for cls in classes.values()),
+            bool({**kwargs, **construction}.get("store_param_remainders", False)),
         )
         self._assignments = Assignments()
         self._subs: dict[Place, SlotOptimizer] = {}
-        self._bound: list[Tensor] | None = None
         super().__init__(params, dict(kwargs))
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
         device = only_accelerator(local_tensor(param).device for _, _, param in named)
         transfer = transfer if transfer is not None else transfer_for(device)
         self._assignments.assign(
-            self.param_groups, offload_fraction, place, self._stepped_dtype
+            self.param_groups, offload_fraction, place, self._dtypes.stepped
         )
         state_file = state_file_in(optimizer_state_path, device)
-        self._main_memory = MainMemory(
-            state_file,
-            self._offloaded_forms(),
-            partial(transfer.empty_host, pin=pin_cpu_params),
+        empty_host = partial(transfer.empty_host, pin=pin_cpu_params)
+        self._main_memory = MainMemory(state_file, self._offloaded_forms(), empty_host)
+        self._tensors = SteppedTensors(
+            self.param_groups,
+            self._assignments,
+            self._subs,
+            self._main_memory,
+            self._dtypes,
+            self._exposed,
         )
-        indices = range(len(self.param_groups))
-        for where, kind in classes.items():
-            groups = [self._sub_group(index, where) for index in indices]
-            sub = kind(groups, **kwargs, **construction)
-            self._subs[where] = as_slot_optimizer(sub)
-        self._tell_subs(indices)
-        self.use_mark(self.step_mark)
+        self._build_subs(
+            {
+                where: partial(kind, **kwargs, **construction)
+                for where, kind in classes.items()
+            }
+        )
         self.timeline = StepTimeline()
         settings = HostStepSettings(
             transfer,
@@ -220,6 +216,16 @@ class HybridDeviceOptimizer(SlotOptimizer):
         here = [position for position, assigned in of_group if assigned.place == place]
         return sub_group(self.param_groups[index], here)
 
+    def _build_subs(
+        self, build: Mapping[Place, Callable[[Any], torch.optim.Optimizer]]
+    ) -> None:
+        indices = range(len(self.param_groups))
+        for place, build_sub in build.items():
+            sub = build_sub([self._sub_group(index, place) for index in indices])
+            self._subs[place] = as_slot_optimizer(sub)
+        self._tell_subs(indices)
+        self.use_mark(self.step_mark)
+
     def _tell_subs(self, indices: Collection[int]) -> None:
         """After new groups: tell sub-optimizers, which have local tensors, what those are parts of;
         show the hyperparameters that they filled in, so that they can be changed here.
@@ -233,7 +239,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
                 assigned = self._assignments[Slot(index, position)]
                 self._subs[assigned.place].set_part(assigned.sub_slot, part_of(param))
         adopt_defaults(self.param_groups, list(self._subs.values()))
-        self._bound = None
+        self._tensors.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are placed on their own, by the same fraction and policy."""
@@ -244,7 +250,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         index = len(self.param_groups) - 1
         groups = [self.param_groups[index]]
         self._assignments.assign(
-            groups, self.offload_fraction, self._offloaded, self._stepped_dtype
+            groups, self.offload_fraction, self._offloaded, self._dtypes.stepped
         )
         for place, sub in self._subs.items():
             sub.add_param_group(self._sub_group(index, place))
@@ -287,23 +293,18 @@ class HybridDeviceOptimizer(SlotOptimizer):
     # -- main params ----------------------------------------------------------------------------
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
-
-    def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
-        is_copied = self._fp32 and dtype in (torch.float16, torch.bfloat16)
-        return self.main_dtype(dtype) if is_copied else dtype
+        return self._dtypes.main(dtype)
 
     def main_param(self, slot: Slot) -> Tensor:
-        sub, sub_slot = self._in_sub(slot)
+        sub, sub_slot = self._tensors.in_sub(slot)
         return sub.main_param(sub_slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        sub, sub_slot = self._in_sub(slot)
+        sub, sub_slot = self._tensors.in_sub(slot)
         sub.set_main_param(sub_slot, value)
 
     def written_outside(self, slot: Slot) -> None:
-        sub, sub_slot = self._in_sub(slot)
+        sub, sub_slot = self._tensors.in_sub(slot)
         sub.written_outside(sub_slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
@@ -314,59 +315,18 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         """Main param, born where it is kept: one on the host never exists in FP32 on the
         device."""
-        self._bound = None
+        self._tensors.forget()
         place = self._assignments.make_resident(slot).place
         if place == "device":
             return super().new_main_param(slot, source)
-        main = self._copy(source, place, self.main_dtype(source.dtype))
+        main = self._tensors.copy(source, place, self.main_dtype(source.dtype))
         self.param_groups[slot.group]["params"][slot.position] = main
         return main
-
-    @in_own_modes
-    def _copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
-        """What is stepped for a tensor at a place."""
-        if place == "device":
-            return source.to(dtype)
-        return self._main_memory.copy(source, dtype)
-
-    def _stepped(self, slot: Slot) -> Tensor:
-        """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
-        assigned = self._assignments[slot]
-        param = param_at(self.param_groups, slot)
-        if assigned.resident:
-            return param if _is_own(param) else local_tensor(param)
-        local = local_tensor(param)
-        if assigned.main is None:
-            assigned.main = self._copy(
-                local, assigned.place, self._stepped_dtype(local.dtype)
-            )
-        elif param is not assigned.bound:
-            if assigned.place != "device":
-                self.stepper.state_exposed(assigned.sub_slot)
-            follow(assigned.main, local, self.slot_name(slot))
-            self._subs[assigned.place].written_outside(assigned.sub_slot)
-        assigned.bound = param
-        return assigned.main
 
     def bind_tensors(self) -> None:
         """Hand current tensors and hyperparameters to the sub-optimizers."""
         push_settings(self.param_groups, self._subs.values())
-        params = [param for group in self.param_groups for param in group["params"]]
-        if self._bound is not None and all_same(params, self._bound):
-            return
-        stays = True
-        for slot, param in iter_slots(self.param_groups):
-            assigned = self._assignments[slot]
-            sub_params, position = (
-                self._sub_params(assigned),
-                assigned.sub_slot.position,
-            )
-            before, stepped = sub_params[position], self._stepped(slot)
-            if before is not stepped and not same_memory(before, stepped):
-                sub_params[position] = stepped
-            # Only of this package's own tensors is the memory known to stay where it is.
-            stays = stays and (_is_own(param) or not assigned.resident)
-        self._bound = params if stays else None
+        self._tensors.bind()
 
     def reload_model_params(self) -> None:
         """Take the parameters' present values into the copies kept here."""
@@ -376,33 +336,22 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _sub_params(self, assigned: Assignment) -> list[Tensor]:
-        """The list that has the tensor to step in the sub-optimizer."""
-        group = self._subs[assigned.place].param_groups[assigned.sub_slot.group]
-        params: list[Tensor] = group["params"]
-        return params
-
-    def _in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
-        """The optimizer that has a slot, made current, and what it calls the slot. The caller gets
-        at live tensors by it."""
-        assigned = self._assignments[slot]
-        self._sub_params(assigned)[assigned.sub_slot.position] = self._stepped(slot)
-        if assigned.place != "device":
-            self.stepper.state_exposed(assigned.sub_slot)
-        return self._subs[assigned.place], assigned.sub_slot
+    def _exposed(self, sub_slot: Slot) -> None:
+        """The stepper of now hears of it."""
+        self.stepper.state_exposed(sub_slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for place, sub in self._subs.items():
             sub.allocate_state(
                 [
-                    self._in_sub(slot)[1]
+                    self._tensors.in_sub(slot)[1]
                     for slot in slots
                     if self._assignments[slot].place == place
                 ]
             )
 
     def state_of(self, slot: Slot) -> SlotState:
-        sub, sub_slot = self._in_sub(slot)
+        sub, sub_slot = self._tensors.in_sub(slot)
         state, main = sub.state_of(sub_slot), self._assignments[slot].main
         if main is None or main.dtype == param_at(self.param_groups, slot).dtype:
             return state  # the parameter says as much as the copy
@@ -432,7 +381,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def step_slots(
         self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
     ) -> None:
-        if self._bound is None:
+        if not self._tensors.are_bound:
             self._watch()
         self.bind_tensors()
         for sub in self._subs.values():
@@ -466,8 +415,3 @@ class HybridDeviceOptimizer(SlotOptimizer):
     def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
         """See :class:`~mp_optim.placement.host_step.HostOwner`."""
         return self._assignments.on_host(update, self.param_groups)
-
-
-def _is_own(tensor: Tensor) -> bool:
-    """Whether a tensor to step is one of this package's, not a model's parameter."""
-    return type(tensor) is Tensor and not tensor.requires_grad

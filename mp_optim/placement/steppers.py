@@ -100,15 +100,21 @@ class OffloadedStep:
             kind = StreamedStepper
         return kind(sub, slots, owner, settings)
 
-    def check_classes(
+    def classes(
         self, host: type[torch.optim.Optimizer], device: type[torch.optim.Optimizer]
-    ) -> None:
-        """Raise ValueError unless slots can be stepped by either class where they may change."""
+    ) -> dict[Place, type[torch.optim.Optimizer]]:
+        """The optimizer class of the device, and that of what is offloaded.
+
+        Raises:
+            ValueError: slots cannot be stepped by either class where they may change.
+        """
         if self.place == "auto" and host is not device:
             raise ValueError(
                 f"offload_place='auto': a parameter is stepped on the host or streamed, by one "
                 f"class; {host.__name__} and {device.__name__} are two"
             )
+        offloaded = device if self.place == "streamed" else host
+        return {"device": device, self.sub_place: offloaded}
 
     def check(
         self,
