@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mp_optim.placement.arrivals import Arrivals
 from mp_optim.placement.backward_jobs import BackwardJob, Bucket
+from mp_optim.placement.backward_order import BackwardOrder
 from mp_optim.placement.double_buffer import BackLaunch
-from mp_optim.placement.grad_hooks import GradVersion
 from mp_optim.placement.host_bytes import HostSlot, OffloadMode
 from mp_optim.placement.host_step import (
     BucketStep,
@@ -82,21 +83,18 @@ class OverlappedHostStepper(HostStepper):
         self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
         self.released = ReleasedGrads(self.worker)
         self.buckets: list[Bucket] = []
-        self._arrivals = threading.Lock()
-        self._ready: Counter[Slot] = Counter()
-        self._uncounted: set[Slot] = set()
-        self._order: dict[Slot, None] = {}
-        self._knows_order = False
+        self._reporting = threading.Lock()
+        self._arrivals = Arrivals()
+        self._order = BackwardOrder()
         self._iteration: Iteration | None = None
         self._failure: WorkerError | None = None
         self._is_collected = False
-        self._sums: dict[int, tuple[GradVersion, Slot, float]] = {}
         super().__init__(host, slots, owner, settings)
 
     # -- buckets and their memory -----------------------------------------------------------------
 
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
-        self._knows_order, self._order = False, {}
+        self._order.forget()
         super().cut_buckets(slots)
 
     def _cut(self, slots: Sequence[HostSlot]) -> None:
@@ -140,20 +138,14 @@ class OverlappedHostStepper(HostStepper):
         writes_are_counted: bool = True,
     ) -> None:
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
-        with self._arrivals:
+        with self._reporting:
             on_host = self._owner.on_host(update)
             if on_host is not None:
-                count = (
-                    self._uncounted.discard
-                    if writes_are_counted
-                    else self._uncounted.add
-                )
-                count(on_host.slot)
+                self._arrivals.note(on_host.slot, writes_are_counted)
                 self._take(on_host, claim)
 
     def _take(self, on_host: SlotUpdate, claim: Claim | None) -> None:
         slot = on_host.slot
-        self._ready[slot] += 1
         self._is_collected = False
         bucket = self._bucket_of(slot)
         if bucket.job is not None and slot in bucket.job.versions:
@@ -161,14 +153,15 @@ class OverlappedHostStepper(HostStepper):
         if self._failure is not None:
             return
         if self.is_last_microbatch:
-            self._order.setdefault(slot)
+            self._order.note(slot)
         elif not self.releases:
             return
-        if slot in self._uncounted and not (self.releases or self._may_compare):
+        if self._arrivals.is_uncounted(slot) and not (
+            self.releases or self._may_compare
+        ):
             return  # what came down now would come down again
-        if self.released.has_waiting(
-            bucket, slot
-        ):  # further ones are added in their turn
+        if self.released.has_waiting(bucket, slot):
+            # further ones are added in their turn
             self._try(bucket, partial(self._begin_releasing, bucket))
         self.released.claim(on_host, claim)
         if bucket.add(on_host):
@@ -214,48 +207,35 @@ class OverlappedHostStepper(HostStepper):
         if not (waiting := self.released.take_from(bucket)):
             return
         updates = self._begun_with(waiting)
-        index, landing = self._plan.bucket_of[bucket.slots[0]], None
-        memory, in_place = self._staging[index], True
-        if self.released.has_held(bucket):
-            laid_out = memory.laid_out(index)
-            staged, in_place = self.released.where_held(updates, laid_out)
-            memory = self.released.landing()
-            landing = memory.landing_for(updates.grads)
-        else:
-            staged = memory.tensors_for(index, updates).put_into(updates)
-            memory.is_kept = True
+        index = self._plan.bucket_of[bucket.slots[0]]
+        room = self.released.room_for(updates, bucket, index, self._staging[index])
         is_last = self.is_last_microbatch
-        back = self._back_launches(bucket, staged) if is_last and in_place else ()
+        steps = is_last and room.in_place
+        back = self._back_launches(bucket, room.staged) if steps else ()
         job = BackwardJob(
             self._label(updates.slots),
-            memory,
+            room.memory,
             updates,
-            staged,
-            self._versions(updates),
+            room.staged,
+            self._arrivals.versions(updates),
             back,
             self._source.sum_of_squares,
             self.timeline,
             is_last,
-            landing,
+            room.landing,
             releases=True,
         )
         self.released.begin(job)
         bucket.hand_over(job)
         self.worker.submit(job)
-        self.released.release(updates.slots, staged.grads)
-
-    def _versions(self, updates: SlotUpdates) -> dict[Slot, GradVersion]:
-        return {
-            slot: GradVersion.of(grad, self._ready[slot], slot not in self._uncounted)
-            for slot, grad in zip(updates.slots, updates.grads, strict=True)
-        }
+        self.released.release(updates.slots, room.staged.grads)
 
     def _begin(self, bucket: Bucket) -> None:
         if self.releases:
             self._begin_releasing(bucket)
             return
         updates = self._begun_with(bucket.take_waiting())
-        versions = self._versions(updates)
+        versions = self._arrivals.versions(updates)
         index = self._plan.bucket_of[bucket.slots[0]]
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
         # Nothing is written here; jobs of one bucket run one after the other.
@@ -300,14 +280,10 @@ class OverlappedHostStepper(HostStepper):
             if self.released.lost:
                 raise WorkerError(self.released.lost) from error
             raise
-        self._sums = {}
+        self._arrivals.forget_sums()
         for bucket in self.buckets:
             bucket.take_back()
-            if (job := bucket.job) is not None and job.result is not None:
-                for (slot, version), value in zip(
-                    job.versions.items(), job.result.sums, strict=True
-                ):
-                    self._sums[version.address] = version, slot, value
+            self._arrivals.measured(bucket.job)
         self._is_collected = True
 
     def _finish_jobs(self) -> None:
@@ -324,10 +300,7 @@ class OverlappedHostStepper(HostStepper):
                 bucket.job.gave_up_grads()
 
     def known_sum_of_squares(self, grad: Tensor) -> float | None:
-        version, slot, value = self._sums.get(grad.data_ptr(), (None, None, None))
-        if version is None or slot is None or not grad.numel():
-            return None
-        return value if version.matches(grad, self._ready[slot]) else None
+        return self._arrivals.sum_of_squares(grad)
 
     def state_exposed(self, slot: Slot) -> None:
         self._bucket_of(slot).distrust()
@@ -362,7 +335,8 @@ class OverlappedHostStepper(HostStepper):
     def _end_iteration(self) -> None:
         for bucket in self.buckets:
             bucket.release()
-        self._iteration, self._sums, self._is_collected = None, {}, False
+        self._arrivals.forget_sums()
+        self._iteration, self._is_collected = None, False
 
     # -- in step ----------------------------------------------------------------------------------
 
@@ -387,14 +361,16 @@ class OverlappedHostStepper(HostStepper):
         for step in steps:
             job = self.buckets[step.bucket].job
             self.buckets[step.bucket].expect(step.updates.slots)
-            step.here = self._held_in_place(step)
+            step.here = self.released.put_in_place(step.updates, step.staged)
             if job is None or job.result is None:
                 continue
             # Where its tensors did not fit these updates, others were made just now.
             if job.staged.grads is step.staged.grads:
-                step.is_here = self._is_fresh(job, step.updates)
+                step.is_here = self._arrivals.is_fresh(job, step.updates)
                 may_be = not step.is_here and not job.releases
-                step.was_written = may_be and self._is_complete(job, step.updates)
+                step.was_written = may_be and self._arrivals.is_complete(
+                    job, step.updates
+                )
         return steps
 
     def _step_both_places(
@@ -403,9 +379,8 @@ class OverlappedHostStepper(HostStepper):
         grad_norm: float | None,
         step_device: Callable[[], None],
     ) -> None:
-        if (
-            self.transfer.is_same_place
-        ):  # else a look takes the download that it might spare
+        # elsewhere a look takes the download that it might spare
+        if self.transfer.is_same_place:
             self._look_again(steps, None)
         super()._step_both_places(steps, grad_norm, step_device)
 
@@ -427,39 +402,6 @@ class OverlappedHostStepper(HostStepper):
             )
         return list(itertools.compress(written, same))
 
-    def _held_in_place(self, step: BucketStep) -> frozenset[int]:
-        """Indices of the updates whose gradients were released; these are where the step reads
-        them."""
-        if not self.released.held:
-            return frozenset()
-        here = set()
-        rows = zip(
-            step.updates.slots, step.updates.grads, step.staged.grads, strict=True
-        )
-        for index, (slot, grad, staged) in enumerate(rows):
-            if self.released.is_held(slot, grad):
-                here.add(index)
-                if grad.data_ptr() != staged.data_ptr():
-                    # NOTE: no upload reads there: the memory was freed for a download since the
-                    # last step, or is new.
-                    staged.copy_(grad)
-        return frozenset(here)
-
-    def _is_fresh(self, job: BackwardJob, updates: SlotUpdates) -> bool:
-        """Whether a job was given just these gradients, as they are now."""
-        return tuple(job.versions) == tuple(updates.slots) and all(
-            version.matches(grad, self._ready[slot])
-            for (slot, version), grad in zip(
-                job.versions.items(), updates.grads, strict=True
-            )
-        )
-
-    def _is_complete(self, job: BackwardJob, updates: SlotUpdates) -> bool:
-        """Whether a job was given a gradient of each of these, and no other got ready since."""
-        return tuple(job.versions) == tuple(updates.slots) and all(
-            version.count == self._ready[slot] for slot, version in job.versions.items()
-        )
-
     def _run_rule(
         self, step: BucketStep, grad_norm: float | None, done: int, count: int
     ) -> None:
@@ -474,11 +416,8 @@ class OverlappedHostStepper(HostStepper):
 
     def _learn_order(self, updates: SlotUpdates) -> None:
         """After the first backward: cut buckets in the order in which gradients got ready."""
-        if self._knows_order or not self._order:
-            return
-        self._knows_order = True
-        order = list({**self._order, **dict.fromkeys(self._slots)})
-        if order != list(self._slots) and not _are_split(updates):
+        order = self._order.learn(self._slots, updates)
+        if order is not None:
             self._cut([self._slots[slot] for slot in order])
 
     # -- what it says of itself -------------------------------------------------------------------
@@ -495,7 +434,9 @@ class OverlappedHostStepper(HostStepper):
         )
 
     def _notes_on_dtensors(self) -> Iterator[str]:
-        if self._uncounted and not (self.releases or self.transfer.is_same_place):
+        if self._arrivals.any_uncounted and not (
+            self.releases or self.transfer.is_same_place
+        ):
             when = "in step(), too," if self._may_compare else "in step()"
             yield (
                 f"host: gradients of DTensors (FSDP2) come down {when} because torch does not "
@@ -505,12 +446,3 @@ class OverlappedHostStepper(HostStepper):
 
     def metrics(self) -> dict[str, float]:
         return {**super().metrics(), **self.counts}
-
-
-def _are_split(updates: SlotUpdates) -> bool:
-    """Whether other ranks, which may see gradients in another order, hold the rest of a
-    parameter."""
-    layouts = (layout for layout in updates.layouts if layout is not None)
-    return any(updates.shard_groups) or any(
-        layout.splits_matrices for layout in layouts
-    )

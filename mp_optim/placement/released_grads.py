@@ -8,6 +8,7 @@ gradient's dtype and in the order of backward passes, as autograd would have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +17,22 @@ from mp_optim.placement.staging import StagedTensors, Staging
 from mp_optim.placement.worker import Worker, WorkerError
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.slots.host_part import Claim
+
+
+class Room(NamedTuple):
+    """Where gradients that leave the device come down.
+
+    Attributes:
+        memory: which memory.
+        staged: the updates with what will be held of them.
+        landing: what comes down here is added to that; None where it is that.
+        in_place: the step will find it in the bucket's staging memory.
+    """
+
+    memory: Staging
+    staged: SlotUpdates
+    landing: Sequence[Tensor] | None = None
+    in_place: bool = True
 
 
 class ReleasedGrads:
@@ -87,7 +104,24 @@ class ReleasedGrads:
         """Whether some gradients of a bucket were released."""
         return any(slot in self.held for slot in bucket.slots)
 
-    def where_held(
+    def room_for(
+        self, updates: SlotUpdates, bucket: Bucket, index: int, staging: Staging
+    ) -> Room:
+        """Where gradients of a bucket come down: the first ones in the staging memory of the step,
+        which is kept, those to be added beside it.
+
+        Args:
+            index: of the bucket, whose staging memory is ``staging``.
+        """
+        if not self.has_held(bucket):
+            staged = staging.tensors_for(index, updates).put_into(updates)
+            staging.is_kept = True
+            return Room(staging, staged)
+        staged, in_place = self._where_held(updates, staging.laid_out(index))
+        memory = self._landing()
+        return Room(memory, staged, memory.landing_for(updates.grads), in_place)
+
+    def _where_held(
         self, updates: SlotUpdates, laid_out: StagedTensors | None
     ) -> tuple[SlotUpdates, bool]:
         """The updates with what is held of their slots, and whether that is what the step will find
@@ -108,7 +142,7 @@ class ReleasedGrads:
             ]
         ), False
 
-    def landing(self) -> Staging:
+    def _landing(self) -> Staging:
         """Memory for gradients that are added. The job that had it last is done."""
         memory, job = self._landings[0]
         if job is not None:
@@ -137,12 +171,27 @@ class ReleasedGrads:
             self.held[slot] = grad
             self.claims.pop(slot).release(grad)
 
-    def is_held(self, slot: Slot, grad: Tensor) -> bool:
+    def _is_held(self, slot: Slot, grad: Tensor) -> bool:
         """Whether this is what is held of a slot."""
         held = self.held.get(slot)
         return held is not None and (
             held.untyped_storage()._cdata == grad.untyped_storage()._cdata
         )
+
+    def put_in_place(self, updates: SlotUpdates, staged: SlotUpdates) -> frozenset[int]:
+        """Have the step find what was released where it reads it; indices of these updates."""
+        if not self.held:
+            return frozenset()
+        here = set()
+        rows = zip(updates.slots, updates.grads, staged.grads, strict=True)
+        for index, (slot, grad, read) in enumerate(rows):
+            if self._is_held(slot, grad):
+                here.add(index)
+                if grad.data_ptr() != read.data_ptr():
+                    # NOTE: no upload reads there: the memory was freed for a download since the
+                    # last step, or is new.
+                    read.copy_(grad)
+        return frozenset(here)
 
     def lose(self, error: WorkerError) -> None:
         """The work that would have brought gradients down failed."""

@@ -72,7 +72,7 @@ class SpeculativeHostStepper(OverlappedHostStepper):
         return True
 
     def _speculates_now(self) -> bool:
-        return self._speculates and self._knows_order
+        return self._speculates and self._order.is_known
 
     def _back_launches(
         self, bucket: Bucket, staged: SlotUpdates
