@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import show
-from benchmarks.sections import Section
+from benchmarks.section import Section
 from gpu import facts
 from gpu.parts import LIMIT, PARTS, Results, Sizes, run_apart
 

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from rich.progress import track
 
 from benchmarks import report
-from benchmarks.sections import Section
+from benchmarks.section import Section
 from mp_optim import MegatronOptimizer
 from mp_optim.cli import simulated_backward
 from mp_optim.cli.simulated_backward import Model, Setting

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import mp_optim
+from benchmarks.ours import OURS
 from benchmarks.section import Section
-from benchmarks.sections import OURS
 from mp_optim.update.backends.native import access_choice
 from mp_optim.update.backends.native_library import native_library
 

@@ -3,142 +3,33 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks import megatron, opponents
-from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Composite
+from benchmarks.contenders import PIECE, Contenders, tensors
+from benchmarks.opponents import Composite
+from benchmarks.ours import (
+    ADAM_BYTES,
+    KINDS,
+    OURS,
+    STEP_BYTES,
+    our_kernel,
+    our_optimizer,
+    our_step,
+    threads,
+)
 from benchmarks.probe import Probe
 from benchmarks.section import Section
 from benchmarks.timing import Timing, alternate, ratio
 from mp_optim import (
-    FusedAdam,
     MegatronOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
 )
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.update import set_host_threads
 
-OURS = "mp_optim"
-PIECE = 2048 * 2048
-"""Elements of the tensors that a large model is made of here."""
-
-ADAM_BYTES = 28
-"""FP32 p, m, v read and written; two-byte gradient read, two-byte param written. Measuring reads
-the gradient again."""
-TORCH_BYTES = 28
-"""FP32 p, m, v read and written, FP32 gradient read."""
-STEP_BYTES = 30
 FEW = 4
 """Pieces for contenders that are slow, and for those compared with them."""
-
-
-@dataclass
-class Contenders:
-    """Steps by name; a contender that cannot be built is noted instead."""
-
-    steps: dict[str, Callable[[], object]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def add(self, name: str, build: Callable[[], Callable[[], object]]) -> None:
-        """Build and try a contender once."""
-        try:
-            step = build()
-            step()
-        except (
-            Exception
-        ) as error:  # whatever an opponent's import, build or first step raises
-            self.missing[name] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
-                    :120
-                ]
-            )
-        else:
-            self.steps[name] = step
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Run torch and the native kernels on so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    set_host_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        set_host_threads(None)
-
-
-def tensors(
-    numel: int, count: int, dtype: torch.dtype, value: float | None = None
-) -> list[Tensor]:
-    """``count`` tensors of ``numel`` elements: random, or all of one value."""
-    if value is not None:
-        return [torch.full((numel,), value, dtype=dtype) for _ in range(count)]
-    generator = torch.Generator().manual_seed(count)
-    return [
-        (torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)
-    ]
-
-
-def our_kernel(
-    mains: list[Tensor],
-    grads: list[Tensor],
-    outputs: list[Tensor] | None,
-    **settings: Any,
-) -> Callable[[], object]:
-    """``FusedAdam.step_slots``: the update alone."""
-    optimizer = FusedAdam(
-        mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings
-    )
-    updates = SlotUpdates.of(
-        [
-            SlotUpdate(
-                Slot(0, index), grad, 0.5, None if outputs is None else outputs[index]
-            )
-            for index, grad in enumerate(grads)
-        ]
-    )
-    return lambda: optimizer.step_slots(updates)
-
-
-def our_optimizer(
-    params: list[Tensor], grads: list[Tensor], **settings: Any
-) -> MegatronOptimizer:
-    """What ``get_megatron_optimizer`` makes of params that have these gradients; clipping is on,
-    all are decayed."""
-    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
-    scale = {"loss_scale": 1.0} if half == "fp16" else {}
-    config = OptimizerConfig(
-        lr=LR,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_eps=EPS,
-        weight_decay=DECAY,
-        clip_grad=CLIP,
-        **{half: True},
-        **scale,
-        **settings,
-    )
-    model = nn.ParameterList([nn.Parameter(param) for param in params])
-    optimizer = get_megatron_optimizer(config, model, config_overrides={})
-    for param, grad in zip(model, grads, strict=True):
-        param.grad = grad
-    return optimizer
-
-
-def our_step(
-    params: list[Tensor], grads: list[Tensor], **settings: Any
-) -> Callable[[], object]:
-    """The whole mixed-precision step."""
-    return our_optimizer(params, grads, **settings).step
 
 
 def update_kernels(numel: int, rounds: int, probe: Probe) -> Section:
@@ -253,35 +144,6 @@ def _add_megatron(section: Section, numel: int, rounds: int, probe: Probe) -> No
             )  # type: ignore[misc]
         del field_
         gc.collect()
-
-
-def _kind(moments: str, remainder_bits: int | None) -> dict[str, Any]:
-    """Config fields for moments of a dtype, and main params in FP32 or as a remainder beside the
-    model's."""
-    mains = (
-        {"store_param_remainders": False}
-        if remainder_bits is None
-        else {"param_remainder_bits": remainder_bits}
-    )
-    return {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": moments,
-        "exp_avg_sq_dtype": moments,
-        **mains,
-    }
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "FP32 moments": {},
-    "FP32 moments, 16-bit remainder": _kind("float32", 16),
-    "bf16 moments": _kind("bfloat16", None),
-    "bf16 moments, 16-bit remainder": _kind("bfloat16", 16),
-    "fp16 moments, 16-bit remainder": _kind("float16", 16),
-    "8-bit moments, 16-bit remainder": _kind("uint8", 16),
-    "8-bit moments, 8-bit remainder": _kind("uint8", 8),
-}
-"""Ways to keep optimizer state; main params are FP32 where there is no remainder. The first is what
-others are compared with."""
 
 
 def compact_states(numel: int, rounds: int) -> Section:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.sections import Section
+from benchmarks.section import Section
 from gpu.waiting import with_host_verdict
 from mp_optim import FusedAdam, FusedLAMB, OptimizerConfig, get_megatron_optimizer
 from mp_optim.quantized import quantize_weights

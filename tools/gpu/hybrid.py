@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.opponents import CLIP, DECAY, LR
-from benchmarks.sections import Section
+from benchmarks.section import Section
 from gpu.timing import alternate
 from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.sections import Section
+from benchmarks.section import Section
 from gpu.hybrid import filled_model, optimizer_of
 from gpu.speed import Rate
 from gpu.timing import alternate

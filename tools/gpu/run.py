@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from benchmarks.sections import Section
+from benchmarks.section import Section
 from gpu import agreement, hybrid, places, speed, waiting
 from gpu.parts import Sizes, run_here
 

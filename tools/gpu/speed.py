@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.contenders import Contenders
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
-from benchmarks.sections import ADAM_BYTES, OURS, STEP_BYTES, Contenders, Section
+from benchmarks.ours import ADAM_BYTES, OURS, STEP_BYTES
+from benchmarks.section import Section
 from benchmarks.timing import ratio
 from gpu.opponents import MegatronStyle, adams
 from gpu.timing import alternate

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.sections import Section
+from benchmarks.section import Section
 from gpu.parts import LIMIT, Sizes
 
 ROOT = Path(__file__).parents[2]

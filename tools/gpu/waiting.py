@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.opponents import CLIP, DECAY, LR
-from benchmarks.sections import Section
+from benchmarks.section import Section
 from gpu.speed import Rate, clean, ours, sizes_of
 from gpu.timing import alternate
 from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
