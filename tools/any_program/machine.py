@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 from torch import nn
 
-from any_program import gradients, leaving, nonsense
-from any_program.arithmetic import F
+from any_program import gradients, leaving, nonsense, stepping, writes
 from any_program.operations import operation
 from any_program.oracle import Group, Oracle, Slot
 from any_program.setups import (
@@ -37,7 +35,6 @@ from any_program.subject import (
     Model,
     Subject,
     as_tensor,
-    as_values,
     dtype_of,
     name_of,
     need,
@@ -48,7 +45,6 @@ from mp_optim.update import set_host_threads
 
 INDEX = st.integers(0, 5)
 SEED = st.integers(0, 99)
-VALUES = ("random", "same", "zero", "one", "nan", "inf", "subnormal", "fine")
 
 
 class AnyProgram(RuleBasedStateMachine):
@@ -158,15 +154,7 @@ class AnyProgram(RuleBasedStateMachine):
     def go_backward(
         self, seed: int, micro: int, unused: set[int], hold: bool, size: str
     ) -> None:
-        optimizer = self.subject.optimizer
-        gradients.own_memory(self.subject)
-        for number in range(micro):
-            loss = gradients.loss(self.subject, seed + number, unused, size)
-            if loss is None:
-                return
-            hold_now = hold and number < micro - 1 and hasattr(optimizer, "no_sync")
-            with optimizer.no_sync() if hold_now else contextlib.nullcontext():
-                optimizer.scale_loss(loss).backward()
+        stepping.go_backward(self.subject, seed, micro, unused, hold, size)
 
     @operation(
         kinds=st.lists(st.sampled_from(gradients.KINDS), min_size=1, max_size=6),
@@ -203,55 +191,15 @@ class AnyProgram(RuleBasedStateMachine):
         self.take_step(closure)
 
     def take_step(self, closure: bool) -> None:
-        grads = {
-            name: grad
-            for name, grad in self.subject.grads().items()
-            if name in self.oracle.slots
-        }
-        expected = self.oracle.step(grads, self.subject.place)
-        if closure:
-            assert self.subject.optimizer.step(lambda: 7.0) == 7.0
-        else:
-            result = self.subject.optimizer.step()
-            assert tuple(result) == (expected.success, expected.norm, expected.zeros)
-        now = self.subject.grads()
-        changed = [
-            name
-            for name, grad in grads.items()
-            if not np.array_equal(grad, now[name], equal_nan=True)
-        ]
-        assert changed == [], "the step changed gradients"
-        if self.oracle.scaler:
-            assert (
-                float(self.subject.optimizer.get_loss_scale())
-                == self.oracle.scaler.scale
-            )
+        stepping.take_step(self.subject, self.oracle, closure)
 
     # -- outside writes ---------------------------------------------------------------------------
 
-    def values(self, slot: Slot, kind: str, seed: int) -> Any:
-        """Values that somebody else writes, of the parameter's dtype."""
-        values = random_values(seed, slot.shape, slot.dtype).reshape(-1)
-        if kind == "same":
-            return as_values(self.subject.model.param(slot.name))
-        special = {
-            "zero": 0.0,
-            "one": 1.0,
-            "nan": np.nan,
-            "inf": np.inf,
-            "subnormal": 1e-41,
-        }
-        if kind in special and values.size:
-            values[seed % values.size :: 3] = special[kind]
-        if kind == "fine":  # more bits than 16, where the parameter has them
-            values = values + F(2.0**-20)
-        return as_values(as_tensor(values, slot.shape, slot.dtype))
-
-    @operation(index=INDEX, kind=st.sampled_from(VALUES), seed=SEED)
+    @operation(index=INDEX, kind=st.sampled_from(writes.VALUES), seed=SEED)
     def write(self, index: int, kind: str, seed: int) -> None:
         """Values written from outside, where that leaves a trace."""
         slot = self.pick(index)
-        values = self.values(slot, kind, seed)
+        values = writes.values(self.subject, slot, kind, seed)
         with torch.no_grad():
             self.subject.model.param(slot.name).copy_(
                 as_tensor(values, slot.shape, slot.dtype)
@@ -260,33 +208,18 @@ class AnyProgram(RuleBasedStateMachine):
 
     @operation(
         index=INDEX,
-        how=st.sampled_from(("data", "parameter", "swap")),
-        kind=st.sampled_from(VALUES),
+        how=st.sampled_from(writes.WAYS),
+        kind=st.sampled_from(writes.VALUES),
         seed=SEED,
     )
     def replace_param(self, index: int, how: str, kind: str, seed: int) -> None:
         """Another tensor where a parameter was."""
         self.only(f"replace_param:{how}")
-        slot, model = self.pick(index), self.subject.model
-        param, values = model.param(slot.name), self.values(slot, kind, seed)
-        fresh = as_tensor(
-            values, slot.shape, slot.dtype, self.transposed[slot.name] ^ (seed % 2 == 1)
-        )
-        if how == "data":
-            param.data = fresh
-        elif how == "parameter":
-            new = nn.Parameter(fresh, requires_grad=param.requires_grad)
-            group, position = self.subject.place_of(slot.name)
-            group["params"][position] = new
-            model.add(slot.name, new)
-        else:
-            new = nn.Parameter(fresh, requires_grad=param.requires_grad)
-            try:
-                torch.utils.swap_tensors(param, new)
-            except (
-                RuntimeError
-            ):  # torch refuses while something else refers to the tensor
-                need(False)
+        slot = self.pick(index)
+        values = writes.values(self.subject, slot, kind, seed)
+        transposed = self.transposed[slot.name] ^ (seed % 2 == 1)
+        fresh = as_tensor(values, slot.shape, slot.dtype, transposed)
+        writes.replace(self.subject, slot, fresh, how)
         self.oracle.wrote(slot.name, values)
 
     @operation(indices=st.lists(INDEX, max_size=3), moved=st.booleans(), seed=SEED)
@@ -294,15 +227,8 @@ class AnyProgram(RuleBasedStateMachine):
         """Writes through ``.data``, and what has to be called after them."""
         for index in indices:
             slot = self.pick(index)
-            values = self.values(slot, "random", seed + index)
-            param, fresh = (
-                self.subject.model.param(slot.name),
-                as_tensor(values, slot.shape, slot.dtype),
-            )
-            if moved:
-                param.data = fresh
-            else:
-                param.data.copy_(fresh)
+            values = writes.values(self.subject, slot, "random", seed + index)
+            writes.write_untraced(self.subject, slot, values, moved)
             self.oracle.wrote(slot.name, values)
         self.subject.optimizer.reload_model_params()
         self.oracle.reload()

@@ -1,0 +1,53 @@
+"""Backward passes and steps, compared with the oracle's."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from any_program import gradients
+from any_program.oracle import Oracle
+from any_program.subject import Subject
+
+
+def go_backward(
+    subject: Subject, seed: int, micro: int, unused: set[int], hold: bool, size: str
+) -> None:
+    """Gradients of some micro-batches, which are added to those that are there.
+
+    Args:
+        unused: indices of parameters without a part in the loss.
+        hold: all but the last are in ``no_sync``.
+    """
+    optimizer = subject.optimizer
+    gradients.own_memory(subject)
+    for number in range(micro):
+        loss = gradients.loss(subject, seed + number, unused, size)
+        if loss is None:
+            return
+        hold_now = hold and number < micro - 1 and hasattr(optimizer, "no_sync")
+        with optimizer.no_sync() if hold_now else contextlib.nullcontext():
+            optimizer.scale_loss(loss).backward()
+
+
+def take_step(subject: Subject, oracle: Oracle, closure: bool) -> None:
+    """A step of both: the same result, the same loss scale, and gradients as they were."""
+    grads = {
+        name: grad for name, grad in subject.grads().items() if name in oracle.slots
+    }
+    expected = oracle.step(grads, subject.place)
+    if closure:
+        assert subject.optimizer.step(lambda: 7.0) == 7.0
+    else:
+        result = subject.optimizer.step()
+        assert tuple(result) == (expected.success, expected.norm, expected.zeros)
+    now = subject.grads()
+    changed = [
+        name
+        for name, grad in grads.items()
+        if not np.array_equal(grad, now[name], equal_nan=True)
+    ]
+    assert changed == [], "the step changed gradients"
+    if oracle.scaler:
+        assert float(subject.optimizer.get_loss_scale()) == oracle.scaler.scale
