@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from support.forked_ranks import run_forked
+
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout."""
 TOOLS = ROOT / "tools"
@@ -56,8 +58,9 @@ def torchrun(size: int, *command: str, timeout: float = 240) -> str:
 
 
 def run_ranks(worker: str, size: int, *arguments: str, timeout: float = 240) -> None:
-    """Run a module of ``support.workers`` in several gloo processes."""
-    torchrun(size, "-m", f"support.workers.{worker}", *arguments, timeout=timeout)
+    """Run a module of ``support.workers`` in several gloo processes, as ``torchrun`` would."""
+    module = f"support.workers.{worker}"
+    run_forked(environment(), ROOT, module, size, arguments, timeout)
 
 
 def results_of_ranks(

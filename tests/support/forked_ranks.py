@@ -1,0 +1,161 @@
+"""Ranks of a test, forked from processes that have imported torch; see :mod:`support.rank_server`.
+
+Two such servers serve the ranks in turn: strings hash differently in them, so that ranks that go
+by the order of a set do not agree by chance.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from support.rank_server import Rank
+
+_COUNT = 2
+
+
+class _Server:
+    """One server, which ends with this process."""
+
+    def __init__(self, variables: Mapping[str, str], folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.rank_server"],
+            env=dict(variables),
+            cwd=folder,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self.answers = self._process.stdin, self._process.stdout
+        self._rest = b""
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        line = json.dumps([dataclasses.asdict(rank) for rank in ranks]) + "\n"
+        self._requests.write(line.encode())
+
+    def events(self) -> Iterator[dict[str, int]]:
+        """What it says now; it has said something."""
+        read = os.read(self.answers.fileno(), 65536)
+        assert read, "a rank server ended"
+        *lines, self._rest = (self._rest + read).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+_servers: list[_Server] = []
+
+
+class _Job:
+    """Ranks that run side by side.
+
+    Attributes:
+        running: process ids by rank, of those that have not ended.
+        failed: exit status by rank, of one that failed; the others are ended then.
+    """
+
+    def __init__(self, servers: Sequence[_Server], ranks: Sequence[Rank]) -> None:
+        self.running: dict[int, int] = {}
+        self.failed: dict[int, int] = {}
+        self._left, self._is_over = len(ranks), False
+        self._selector = selectors.DefaultSelector()
+        for index, server in enumerate(servers):
+            if of_server := ranks[index :: len(servers)]:
+                self._selector.register(server.answers, selectors.EVENT_READ, server)
+                server.start(of_server)
+
+    def wait(self, timeout: float) -> bool:
+        """Until all have ended, or one failed and the others were ended; False if they had to be
+        ended because they took longer."""
+        deadline, in_time = time.monotonic() + timeout, True
+        while self._left:
+            for key, _ in self._selector.select(max(deadline - time.monotonic(), 0.0)):
+                for event in key.data.events():
+                    self._see(**event)
+            if time.monotonic() > deadline:
+                in_time, deadline = False, deadline + 3600.0
+                self._end()
+        return in_time
+
+    def _see(self, number: int, pid: int = 0, status: int = 0) -> None:
+        if pid:
+            self.running[number] = pid
+        else:
+            del self.running[number]
+            self._left -= 1
+            if status and not self._is_over:
+                self.failed[number] = status
+        if self.failed or self._is_over:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        for pid in self.running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def run_forked(
+    variables: Mapping[str, str],
+    folder: Path,
+    module: str,
+    size: int,
+    arguments: Sequence[str],
+    timeout: float,
+) -> None:
+    """Run a module in several processes, with what ``torchrun`` tells each of them.
+
+    Args:
+        variables, folder: the environment of each, and where it begins.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    common = {
+        **variables,
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if not _servers:
+        _servers.extend(_Server(variables, folder) for _ in range(_COUNT))
+    with tempfile.TemporaryDirectory() as logs:
+        ranks = [
+            Rank(
+                number,
+                module,
+                list(arguments),
+                {**common, "RANK": str(number), "LOCAL_RANK": str(number)},
+                f"{logs}/{number}",
+            )
+            for number in range(size)
+        ]
+        for rank in ranks:  # one may be ended before it begins
+            Path(rank.log).touch()
+        job = _Job(_servers, ranks)
+        in_time = job.wait(timeout)
+        said = "\n".join(
+            f"-- rank {rank.number}\n{Path(rank.log).read_text()[-8000:]}"
+            for rank in ranks
+        )
+    assert in_time, f"{module} took longer than {timeout} s\n{said}"
+    assert not job.failed, f"exit status by rank: {job.failed}\n{said}"
