@@ -277,7 +277,7 @@ def test_large_and_many_tensors(
     if candidate.name == "reference" or not candidate.claims(rule):
         pytest.skip("is reference")
     if candidate.name == "triton" and candidate.device.type == "cpu":
-        sizes = sizes[:150]  # the interpreter takes milliseconds for each
+        sizes = sizes[:40]  # a program each, and the interpreter takes long for one
     ours, theirs = (
         lists_of(rule, candidate.device, torch.bfloat16, torch.bfloat16, sizes)
         for _ in range(2)
