@@ -20,13 +20,23 @@ def run_doctor(**environment: str) -> str:
     return run("-m", "mp_optim", "doctor", timeout=120, **environment)
 
 
+def run_without_triton(**environment: str) -> str:
+    """The same, but for the steps of Triton's interpreter, which take half of the time."""
+    return run_doctor(TRITON_INTERPRET="0", **environment)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """What it says here."""
+    return run_doctor()
+
+
 def row_of(text: str, backend: str) -> list[str]:
     table = text.split("same bits as reference  rules")[1].splitlines()
     return next(line.split() for line in table if line.split()[:1] == [backend])
 
 
-def test_it_shows_every_backend_and_a_config_that_works() -> None:
-    text = run_doctor()
+def test_it_shows_every_backend_and_a_config_that_works(text: str) -> None:
     for name in BACKENDS[1:]:
         usable, exact = row_of(text, name)[2:4]
         assert (usable, exact) in {("yes", "yes"), ("yes", "no"), ("no", "-")}
@@ -45,14 +55,13 @@ def test_it_shows_every_backend_and_a_config_that_works() -> None:
 
 
 @pytest.mark.skipif(native_library().handle is None, reason="no native kernels here")
-def test_it_shows_the_instruction_set() -> None:
-    text = run_doctor()
+def test_it_shows_the_instruction_set(text: str) -> None:
     assert f"native kernels {native_library().level} of" in " ".join(text.split())
     assert row_of(text, "native")[2:4] == ["yes", "yes"]
 
 
 def test_it_says_why_there_are_no_native_kernels() -> None:
-    text = run_doctor(MP_OPTIM_NATIVE="off")
+    text = run_without_triton(MP_OPTIM_NATIVE="off")
     assert row_of(text, "native")[2:] == [
         "no",
         "-",
@@ -67,12 +76,14 @@ def test_it_says_why_there_are_no_native_kernels() -> None:
 
 
 def test_it_says_how_many_threads_the_host_kernels_run_and_why() -> None:
-    text = " ".join(run_doctor(LOCAL_WORLD_SIZE="2", LOCAL_RANK="1").split())
+    text = " ".join(run_without_triton(LOCAL_WORLD_SIZE="2", LOCAL_RANK="1").split())
     cores = len(os.sched_getaffinity(0))
     assert f"of {cores} cores, which 2 local ranks share" in text
     assert (
         "OMP_THREAD_LIMIT=1 allows no more"
-        in " ".join(run_doctor(OMP_THREAD_LIMIT="1", LOCAL_WORLD_SIZE="1").split())
+        in " ".join(
+            run_without_triton(OMP_THREAD_LIMIT="1", LOCAL_WORLD_SIZE="1").split()
+        )
         or cores == 1
     )
 
@@ -87,6 +98,5 @@ def test_it_prints_with_rich_on_a_terminal(
 
 
 @pytest.mark.gpu
-def test_it_knows_the_gpu() -> None:
-    text = run_doctor()
+def test_it_knows_the_gpu(text: str) -> None:
     assert torch.cuda.get_device_name(0) in text and "cuda:0  " in text
