@@ -23,8 +23,8 @@ from mp_optim.placement.host_step import (
 from mp_optim.placement.measured_split import FixedSplit, MeasuredSplit, StepTime
 from mp_optim.placement.plan import plan_offload
 from mp_optim.placement.streamed_step import StreamedStepper, state_bytes
-from mp_optim.placement.transfer import Transfer
 from mp_optim.placement.windows import IN_FLIGHT
+from mp_optim.process.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection
 from mp_optim.slots.host_part import Claim, GradientSource, Place, TransferBytes
 from mp_optim.slots.optimizer import SlotOptimizer

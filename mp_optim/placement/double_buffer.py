@@ -13,8 +13,8 @@ from functools import partial
 from torch import Tensor
 
 from mp_optim.placement.host_bytes import back_buffer_bytes
-from mp_optim.placement.transfer import Transfer
 from mp_optim.process.host_memory import Block
+from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch

@@ -24,7 +24,7 @@ from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.staging import StagedTensors, Staging
 from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
-from mp_optim.placement.transfer import Transfer
+from mp_optim.process.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection
 from mp_optim.slots.host_part import (
     GradientSource,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.placement.transfer import Transfer
 from mp_optim.placement.windows import GRAD, OUTPUT, Tensors, Window
+from mp_optim.process.transfer import Transfer
 
 
 class HostWindows:

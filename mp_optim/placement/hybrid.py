@@ -28,8 +28,8 @@ from mp_optim.placement.steppers import (
 )
 from mp_optim.placement.sub_groups import adopt_defaults, push_settings, sub_group
 from mp_optim.placement.timeline import StepTimeline
-from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.process.transfer import Transfer, transfer_for
 from mp_optim.slots import (
     Slot,
     SlotUpdate,

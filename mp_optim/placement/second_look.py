@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mp_optim.placement.host_step import BucketStep
 from mp_optim.placement.staging import Staging
-from mp_optim.placement.transfer import Transfer
+from mp_optim.process.transfer import Transfer
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.placement.transfer import Transfer
 from mp_optim.process.host_memory import Block, aligned_bytes
+from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, SlotUpdates, all_same
 
 _Known = tuple[Sequence[int], torch.dtype, Sequence[Tensor | None]]

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mp_optim.placement.transfer import Transfer
 from mp_optim.placement.windows import IN_FLIGHT, Tensors, Window
 from mp_optim.process.host_memory import Form, aligned_bytes
 from mp_optim.process.leases import before_writing
+from mp_optim.process.transfer import Transfer
 
 
 class SteppingPlace(Protocol):

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.placement.transfer import Transfer, transfer_for
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.result import StepResult
 from mp_optim.precision.skip_rule import NUMBERS, RollingRule
 from mp_optim.precision.verdict import Verdict, finite, not_finite
+from mp_optim.process.transfer import Transfer, transfer_for
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.update.sums import root
 

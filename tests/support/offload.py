@@ -15,7 +15,7 @@ from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.timeline import Span
-from mp_optim.placement.transfer import ImmediateTransfer
+from mp_optim.process.transfer import ImmediateTransfer
 from support.models import (
     DTYPES,
     AdversarialTransfer,

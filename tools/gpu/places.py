@@ -15,7 +15,7 @@ from gpu.hybrid import filled_model, optimizer_of
 from gpu.speed import Rate
 from gpu.timing import alternate
 from mp_optim.placement.measured_split import STEPS
-from mp_optim.placement.transfer import Transfer, transfer_for
+from mp_optim.process.transfer import Transfer, transfer_for
 from streaming.machines import FORMS, Form, Machine
 from streaming.schedules import auto, on_host, streamed
 

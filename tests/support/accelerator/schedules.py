@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.placement.transfer import CudaTransfer, ImmediateTransfer
+from mp_optim.process.transfer import CudaTransfer, ImmediateTransfer
 from support.accelerator.simulation import Simulation
 from support.accelerator.stand_in import simulated_accelerator
 from support.accelerator.streams import Pace

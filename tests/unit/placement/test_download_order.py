@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from mp_optim.placement.transfer import ImmediateTransfer
+from mp_optim.process.transfer import ImmediateTransfer
 from support.models import tokens_of
 from support.offload import MODES, build_mode, hybrids
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.placement.transfer import ImmediateTransfer
 from mp_optim.planner import plan
 from mp_optim.process.page_locked import page_locked_bytes
+from mp_optim.process.transfer import ImmediateTransfer
 from support.offload import MODES, hybrids
 
 

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim.placement import worker as worker_module
 from mp_optim.placement.backward_jobs import BackwardJob
-from mp_optim.placement.transfer import ImmediateTransfer
 from mp_optim.placement.worker import PATIENCE, Worker, WorkerError
+from mp_optim.process.transfer import ImmediateTransfer
 from mp_optim.update.rule import RuleOptimizer
 from support.launch import start
 from support.models import tokens_of

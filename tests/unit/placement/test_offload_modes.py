@@ -20,8 +20,8 @@ from mp_optim import (
 )
 from mp_optim.placement.host_bytes import plan_buckets
 from mp_optim.placement.speculation import SpeculationSettings, speculates_next
-from mp_optim.placement.transfer import ImmediateTransfer
 from mp_optim.process.host_share import host_share
+from mp_optim.process.transfer import ImmediateTransfer
 from support.models import COMPACT, config_for, same_bits, tokens_of
 from support.offload import (
     MODES,

@@ -20,8 +20,8 @@ from mp_optim import FusedAdam, HybridDeviceOptimizer
 from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.staging import Staging
 from mp_optim.placement.timeline import StepTimeline
-from mp_optim.placement.transfer import CudaTransfer
 from mp_optim.process.host_memory import cut
+from mp_optim.process.transfer import CudaTransfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from support.accelerator.disk import simulated_disk
 from support.accelerator.removals import sites, without
@@ -320,6 +320,7 @@ MODULES = [
     )
     if not name.endswith((".worker", ".auto_step"))
 ]
+MODULES.append("mp_optim.process.transfer")
 SITES = [site for module in MODULES for site in sites(module)]
 
 

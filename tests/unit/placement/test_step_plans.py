@@ -17,9 +17,9 @@ from mp_optim.placement.host_bytes import (
     plan_buckets,
 )
 from mp_optim.placement.plan import plan_offload
-from mp_optim.placement.transfer import ImmediateTransfer
 from mp_optim.process.host_memory import ALIGNMENT, Block, aligned_bytes
 from mp_optim.process.host_share import HostShare
+from mp_optim.process.transfer import ImmediateTransfer
 from support.models import config_for
 
 

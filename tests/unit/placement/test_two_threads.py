@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mp_optim import get_megatron_optimizer
-from mp_optim.placement.transfer import ImmediateTransfer
+from mp_optim.process.transfer import ImmediateTransfer
 from support.models import config_for
 from support.offload import differing, hybrids, snapshot
 from support.two_threads import Narrow, backward_in_two_threads

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.placement.transfer import CudaTransfer, ImmediateTransfer
 from mp_optim.process.host_memory import HUGE_FROM
 from mp_optim.process.page_locked import REGISTERED_FROM, page_locked
+from mp_optim.process.transfer import CudaTransfer, ImmediateTransfer
 from support.accelerator.stand_in import simulated_accelerator
 from support.cuda_runtime import LockingRuntime, can_lock, locking_runtime
 from support.models import config_for
