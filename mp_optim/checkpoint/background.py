@@ -20,9 +20,14 @@ class SaveHandle:
         path: the directory of the version, once it is complete.
     """
 
-    def __init__(self, path: Path, work: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        work: Callable[[], object],
+        device_is_free: Callable[[float | None], bool],
+    ) -> None:
         self.path = path
-        self._work = work
+        self._work, self._device_is_free = work, device_is_free
         self._future: Future[Path] = Future()
         self._heard = False
         self._thread = threading.Thread(
@@ -40,6 +45,7 @@ class SaveHandle:
             self._future.set_result(self.path)
         finally:
             del self._work  # and the snapshot with it
+            self._device_is_free = _at_once
 
     def done(self) -> bool:
         """Whether it is complete or has failed."""
@@ -66,6 +72,19 @@ class SaveHandle:
         self._thread.join()
         return path
 
+    def wait_for_device(self, timeout: float | None = None) -> None:
+        """Wait until the save has copied what it reads of GPUs: from then on anybody may write the
+        model's parameters. Steps of optimizers wait by themselves.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it was not done in time; it goes on.
+        """
+        if not self._device_is_free(timeout):
+            raise TimeoutError(f"{self.path}: not yet copied from the device")
+
     def _settle(self) -> None:
         """Wait; raise a failure that was not raised yet."""
         error = self._future.exception()
@@ -80,10 +99,23 @@ class SaveHandle:
 _previous: list[SaveHandle] = []
 
 
-def start(path: Path, work: Callable[[], object]) -> SaveHandle:
-    """Begin a save in the background; the one before has to be finished."""
+def _at_once(timeout: float | None) -> bool:
+    return True
+
+
+def start(
+    path: Path,
+    work: Callable[[], object],
+    device_is_free: Callable[[float | None], bool] = _at_once,
+) -> SaveHandle:
+    """Begin a save in the background; the one before has to be finished.
+
+    Args:
+        device_is_free: waits so many seconds until nothing of a device is read any more, and tells
+            whether that is so.
+    """
     assert not _previous, "a save is still going on"
-    _previous.append(SaveHandle(path, work))
+    _previous.append(SaveHandle(path, work, device_is_free))
     return _previous[0]
 
 

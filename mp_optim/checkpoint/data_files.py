@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from mp_optim.checkpoint.payload import header, memory_of
 from mp_optim.checkpoint.pieces import Place
 from mp_optim.checkpoint.plans import Whole
 from mp_optim.process.host_share import host_share
-from mp_optim.process.leases import Lease
 
 _TINY = 64
 """Bytes up to which equal tensors of one file are written once (step counts)."""
@@ -37,12 +36,21 @@ FILE_FROM = 16 << 20
 _MOST_FILES = 8
 
 
+class ReadOnce(Protocol):
+    """Bytes that are read once, from the first to the last."""
+
+    nbytes: int
+
+    def read_into(self, to: Tensor) -> None:
+        """Read the next bytes, as many as ``to`` has, which lies on the host."""
+
+
 class Item(NamedTuple):
-    """A box to write: its elements, or a lease of them."""
+    """A box to write: its elements, or what they are read from."""
 
     entry: Whole
     place: Place
-    content: Tensor | Lease
+    content: Tensor | ReadOnce
 
 
 class Written(NamedTuple):
@@ -247,7 +255,7 @@ class _SummedFile:
             memory_of(self._buffer)[begin:end] = rest[: end - begin]
             rest = rest[end - begin :]
 
-    def write_from(self, lease: Lease) -> None:
+    def write_from(self, lease: ReadOnce) -> None:
         """Write all of what is lent."""
         left = lease.nbytes
         while left:

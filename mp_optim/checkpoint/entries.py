@@ -82,6 +82,15 @@ def params_of(models: Models, parallel: ModelParallel) -> dict[str, Tensor]:
     return params
 
 
+def param_entries(models: Models, parallel: ModelParallel) -> set[str]:
+    """Entries that are parameters, and not buffers, which modules write in forward."""
+
+    def named(chunk: nn.Module) -> Mapping[str, Any]:
+        return dict(chunk.named_parameters(remove_duplicate=False))
+
+    return {MODEL + parallel.names[name] for name, _ in _canonical(models, named)}
+
+
 def plain_of(models: Models, parallel: ModelParallel) -> dict[str, Any]:
     """What a model's state dict holds beside tensors (``get_extra_state``), by name."""
     return {

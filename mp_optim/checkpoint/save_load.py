@@ -39,6 +39,7 @@ from mp_optim.checkpoint.entries import (
     entries_of,
     in_saved_form,
     load_model,
+    param_entries,
     params_of,
     plain_of,
     state_by_index,
@@ -128,9 +129,10 @@ def save(
             the first rank's.
         full_precision: write optimizer state that is kept in fewer bits as FP32.
         keep: complete versions to keep, the new one among them; None for all.
-        asynchronous: borrow the optimizer's state on the host, copy the rest that this rank writes
-            to there, return, and write in the background the bits of this moment. A save that is
-            still going on is waited for first, and raises here if it failed.
+        asynchronous: borrow the optimizer's state, and the model's parameters where they lie on a
+            GPU, copy the rest that this rank writes, return, and write in the background the bits
+            of this moment. A save that is still going on is waited for first, and raises here if it
+            failed.
         process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one
             that nothing else uses meanwhile (all by default is).
         model_parallel: what this rank has of the model, where there is no optimizer that knows
@@ -173,6 +175,7 @@ def save(
         staging_of(target),
         ranks,
         snapshot=asynchronous,
+        params=param_entries(model, parallel),
     )
 
     def work() -> Path:
@@ -180,7 +183,9 @@ def save(
 
     try:
         check_replicas(params_of(model, parallel), ranks)
-        return background.start(target, work) if asynchronous else work()
+        if not asynchronous:
+            return work()
+        return background.start(target, work, writing.wait_for_device)
     except BaseException:
         writing.give_back()
         raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -26,7 +26,9 @@ from mp_optim.checkpoint.metadata import METADATA, as_metadata
 from mp_optim.checkpoint.pieces import piece, whole_place
 from mp_optim.checkpoint.plans import Holding, Share, Whole, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.process.leases import Copies, Lease, Lent, give_back, lend
+from mp_optim.process import device_staging, host_memory
+from mp_optim.process.device_leases import DeviceLoans, StagedBytes
+from mp_optim.process.leases import Copies, Lease, Lent, give_back, is_plain, lend
 
 LENT_FROM = 16 << 10
 """Bytes of a tensor from which a copy costs more than a lease."""
@@ -34,31 +36,48 @@ LENT_FROM = 16 << 10
 
 @dataclass
 class Writing:
-    """One rank's share of a save that is planned."""
+    """One rank's share of a save that is planned.
+
+    Attributes:
+        params: entries that are parameters of the model.
+    """
 
     folder: Path
     rank: int
     items: list[Item] = field(repr=False)
+    params: Collection[str] = field(repr=False)
     _lent: Lent | None = field(default=None, repr=False)
 
     def take_snapshot(self) -> None:
-        """Make sure that what is written are the bits of now: borrow what the optimizer keeps on
-        the host, copy the rest to there.
+        """Make sure that what is written are the bits of now: borrow what the optimizer keeps, and
+        parameters on accelerators; copy the rest to the host.
 
-        NOTE: the model's tensors are copied because anybody may write them; the optimizer's state
-        is written by this package alone, which calls ``before_writing``.
+        NOTE: the model's tensors on the host are copied because anybody may write them; the
+        optimizer's state is written by this package alone, which calls ``before_writing``. Buffers
+        are written in forward.
         """
         lendable = {
             at: value
             for at, item in enumerate(self.items)
             if (value := _lendable(item)) is not None
         }
-        self._lent = lend(list(lendable.values()))
+        loans = DeviceLoans()
+        self._lent = lend(list(lendable.values()), loans)
         leases: dict[int, Lease] = dict(zip(lendable, self._lent.leases, strict=True))
         self.items = [
-            item._replace(content=leases.get(at) or _copied(item, self._lent.copies))
+            item._replace(
+                content=leases.get(at)
+                or _lent_of_device(item, loans, self.params)
+                or _copied(item, self._lent.copies)
+            )
             for at, item in enumerate(self.items)
         ]
+        loans.start(self._lent.copies.take)
+
+    def wait_for_device(self, timeout: float | None = None) -> bool:
+        """Wait until nothing of an accelerator is borrowed any more; whether that is so."""
+        lent = self._lent
+        return lent is None or lent.loans.wait(timeout)
 
     def give_back(self) -> None:
         """Borrow nothing any more, and let go of what was copied."""
@@ -94,8 +113,28 @@ def _lendable(item: Item) -> Tensor | None:
     if not isinstance(value, Tensor) or not item.entry.name.startswith(STATE):
         return None
     is_plain = value.is_contiguous() and not value.is_complex()
-    if value.device.type == "cpu" and value.nbytes >= LENT_FROM and is_plain:
+    if host_memory.is_on_host(value) and value.nbytes >= LENT_FROM and is_plain:
         return value
+    return None
+
+
+def _lent_of_device(
+    item: Item, loans: DeviceLoans, params: Collection[str]
+) -> StagedBytes | None:
+    """What is to be written, if it lies on an accelerator and may be lent."""
+    value, name = item.content, item.entry.name
+    if not isinstance(value, Tensor) or not is_plain(value) or not value.nbytes:
+        return None
+    if value.is_complex() or not device_staging.can_stage(value):
+        return None
+    if value.nbytes < LENT_FROM:
+        return loans.copy_small(value)
+    if not value.is_contiguous():
+        return None
+    if name.startswith(STATE):
+        return loans.lend_state(value, name)
+    if name in params and not value.data_ptr() % 8:
+        return loans.lend_param(value, name)
     return None
 
 
@@ -103,7 +142,7 @@ def _copied(item: Item, copies: Copies) -> Tensor:
     value = item.content
     assert isinstance(value, Tensor)
     if (
-        value.device.type == "cpu"
+        host_memory.is_on_host(value)
         and value.is_contiguous()
         and value.nbytes >= LENT_FROM
     ):
@@ -139,7 +178,12 @@ else."""
 
 
 def plan_writing(
-    tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, *, snapshot: bool
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    ranks: Ranks,
+    *,
+    snapshot: bool,
+    params: Collection[str] = (),
 ) -> Writing:
     """Decide what each rank writes; equal entries of several ranks are written once.
 
@@ -147,6 +191,7 @@ def plan_writing(
         tensors: this rank's entries; the same names may be on several ranks.
         folder: an empty directory that all ranks see.
         snapshot: let what this rank writes change meanwhile; see :meth:`Writing.take_snapshot`.
+        params: entries that are parameters of the model.
 
     Raises:
         ValueError: ranks disagree about an entry, naming it.
@@ -174,7 +219,9 @@ def plan_writing(
             share = _shared(holding, sheets, [digests for _, digests in told], ranks)
         _plans[ranks.group] = _Plan(holding, sheets, share)
     with uncollected():
-        writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)))
+        writing = Writing(
+            folder, ranks.rank, list(_items(tensors, holding, share)), params
+        )
     if snapshot:
         try:
             ranks.agree("copying what is saved", writing.take_snapshot)

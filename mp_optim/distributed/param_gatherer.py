@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.distributed.buckets import Bucket, Entry
 from mp_optim.distributed.collectives import all_gather
+from mp_optim.process.leases import before_writing
 from mp_optim.ranks.missing_ranks import wait_for_all
 
 
@@ -59,6 +60,7 @@ class ParamGatherer:
         for index in reversed(range(len(self._buckets))):  # in the order of forward
             bucket = self._buckets[index]
             self.bytes_gathered += bucket.params.nbytes
+            before_writing([bucket.params])
             with self._guard("gathering parameters"):
                 self._under_way[index] = all_gather(
                     bucket.params, bucket.plan.bounds, self._group

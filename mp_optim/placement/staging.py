@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.process.host_memory import Block, aligned_bytes
+from mp_optim.process.leases import before_writing
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, SlotUpdates, all_same
 
@@ -156,7 +157,9 @@ class Staging:
         self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]
     ) -> None:
         """Start to copy parameters to where they are wanted."""
-        ticket = self.transfer.upload(_present(outputs), _present(staged))
+        wanted = _present(outputs)
+        before_writing(wanted)
+        ticket = self.transfer.upload(wanted, _present(staged))
         self._tickets.append(ticket)
 
 

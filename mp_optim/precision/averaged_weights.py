@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.precision.main_params import MainParams
+from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import is_quantized, quantize_
 from mp_optim.slots import Slot, local_tensor
@@ -59,6 +60,7 @@ class WeightSwap:
             quantize_(param, average.float())
             return
         local = local_tensor(param)
+        before_writing([local])
         self._own.append((slot, local.clone()))
         local.copy_(average.to(local.dtype))  # in the model's dtype to its device
 
@@ -70,7 +72,9 @@ class WeightSwap:
             if is_quantized(param):
                 quantize_(param, self.mains.stepped_value(slot))
             else:
-                local_tensor(param).copy_(own)
+                local = local_tensor(param)
+                before_writing([local])
+                local.copy_(own)
         self._own.clear()
         self.mains.take_as_seen()
 

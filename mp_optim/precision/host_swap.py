@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 
 
@@ -25,6 +26,7 @@ class HostSwap:
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Move tensors to the host."""
         for tensor in tensors:
+            before_writing([tensor])  # a save would keep its memory
             self._parked.append((tensor, tensor.device))
             tensor.data = tensor.data.cpu()
 

@@ -21,6 +21,7 @@ from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
 from mp_optim.precision.param_state import BoundParam, ParamState, UntrainedState
 from mp_optim.precision.remainders import Agreement
 from mp_optim.precision.slot_table import SlotTable
+from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import (
     check_quantized,
@@ -217,7 +218,9 @@ class MainParams:
         if is_quantized(param):
             quantize_(param, value)
         elif self.is_separate(slot):
-            local_tensor(param).copy_(self._stepped(slot))
+            local = local_tensor(param)
+            before_writing([local])
+            local.copy_(self._stepped(slot))
 
     def take_as_seen(self) -> None:
         """The model's parameters were written here: nothing of it is to be followed."""

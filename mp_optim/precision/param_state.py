@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from mp_optim.checkpoint.blocks import is_cut
 from mp_optim.precision.dtensor_state import as_local_state, as_sharded
 from mp_optim.precision.remainders import Agreement, same_values, stands_for
+from mp_optim.process.leases import before_writing
 from mp_optim.quantized import holds, is_quantized, quantize_
 from mp_optim.slots import Slot, local_tensor
 from mp_optim.slots.slot_state import LayeredState, SlotState, State
@@ -176,6 +177,7 @@ class ParamState(LayeredState):
         differs = main.dtype == torch.float32 and not stands_for(main, local)
         value = main.to(device=local.device, dtype=local.dtype)
         if not same_values(value, local):
+            before_writing([local])
             local.copy_(value)
         return differs or noted
 

@@ -77,6 +77,11 @@ def as_tensor(value: Any) -> Tensor:
     )
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host reads a tensor's memory as it is."""
+    return tensor.device.type == "cpu"
+
+
 def empty_host_tensor() -> Tensor:
     """A tensor of no elements, where one has to stand."""
     return torch.zeros(0, dtype=torch.float32, device="cpu")

@@ -13,10 +13,16 @@ import bisect
 import ctypes
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mp_optim.process import host_memory
+from mp_optim.process.device_leases import DeviceLoans
+from mp_optim.process.device_staging import version_of, written_by_others
 from mp_optim.process.host_memory import Block, aligned_bytes, empty_host_tensor
 from mp_optim.process.torch_modes import in_own_modes
 
@@ -61,7 +67,7 @@ class Lease:
         self.end = self.address + tensor.nbytes
         self._tensor: Tensor | None = tensor
         self._what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
-        self._version = _version_of(tensor)
+        self._version = version_of(tensor)
         self._source = tensor.detach().view(-1).view(torch.uint8)
         self._first = self._read = 0
         self._is_lost = False
@@ -80,12 +86,7 @@ class Lease:
             )  # without the interpreter's lock
             self._look()
             if self._is_lost:
-                raise RuntimeError(
-                    f"a tensor of the optimizer ({self._what}) was written while a save in the "
-                    "background read it, and not by the optimizer; take state by state_dict(), "
-                    "optimizer.state or named_main_params() again after the save began, or wait() "
-                    "for the save before writing to state"
-                )
+                raise written_by_others(self._what)
             self._read += to.nbytes
             if self._read == self.nbytes:
                 self._keep(empty_host_tensor(), self._read)
@@ -109,12 +110,7 @@ class Lease:
         """Notice writes that were not announced, where torch counts them."""
         live = self._tensor  # if it has other memory now, this is only the save's
         if live is not None and live.data_ptr() == self.address:
-            self._is_lost = _version_of(live) != self._version
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    """How often torch saw it written; torch does not count where it is an inference tensor."""
-    return None if tensor.is_inference() else tensor._version
+            self._is_lost = version_of(live) != self._version
 
 
 class Lent:
@@ -122,14 +118,15 @@ class Lent:
 
     Args:
         tensors: contiguous ones on the host.
+        loans: what it borrows of accelerators.
 
     Attributes:
         leases: one for each tensor.
         copies: where what has to be copied goes.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.copies = Copies()
+    def __init__(self, tensors: Sequence[Tensor], loans: DeviceLoans) -> None:
+        self.copies, self.loans = Copies(), loans
         self.leases = [Lease(tensor, self.copies) for tensor in tensors]
         self._apart: list[Lease] = []
         end = 0
@@ -157,15 +154,31 @@ begun before a save was called writes gradients and back buffers alone, which no
 """
 
 
-def lend(tensors: Sequence[Tensor]) -> Lent:
-    """Borrow tensors until :func:`give_back`."""
-    lent = Lent(tensors)
+def lend(tensors: Sequence[Tensor], loans: DeviceLoans) -> Lent:
+    """Borrow tensors of the host, and loans of accelerators, until :func:`give_back`."""
+    lent = Lent(tensors, loans)
     _lent.append(lent)
+    _watch_torch_optimizers()
     return lent
+
+
+@cache
+def _watch_torch_optimizers() -> None:
+    """Have torch's optimizers wait before they write parameters of the model.
+
+    NOTE: for good: a hook that went while a step in another thread calls hooks would fail it.
+    """
+    register_optimizer_step_pre_hook(_before_torchs_step)
+
+
+def _before_torchs_step(*_: Any) -> None:
+    for lent in tuple(_lent):
+        lent.loans.wait()
 
 
 def give_back(lent: Lent) -> None:
     """Nothing is read any more."""
+    lent.loans.stop()
     if lent in _lent:
         _lent.remove(lent)
 
@@ -177,18 +190,28 @@ def is_lending() -> bool:
 
 def before_writing(*lists: Iterable[Tensor | None]) -> None:
     """Tensors are about to be written, or handed to somebody who may: copy what saves have not read
-    of them. Free while no save is under way."""
+    of them; of accelerators, wait until saves read nothing any more. Free while no save is under
+    way."""
     for lent in tuple(_lent):
+        waits = False
         for tensors in lists:
             for tensor in tensors:
                 if tensor is not None:
+                    waits |= not is_plain(tensor) or not host_memory.is_on_host(tensor)
                     _copy_rest(lent, tensor)
+        if waits:
+            lent.loans.wait()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is known where its memory is; of others, layers above know."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def _copy_rest(lent: Lent, tensor: Tensor) -> None:
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        leases: Iterable[Lease] = lent.leases  # where its memory is, layers above know
-    elif tensor.device.type != "cpu" or not tensor.numel():
+    if not is_plain(tensor):
+        leases: Iterable[Lease] = lent.leases
+    elif not host_memory.is_on_host(tensor) or not tensor.numel():
         return
     else:
         begin, extent = tensor.data_ptr(), 1

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.process.leases import before_writing
+
 FLOAT8_DTYPES = tuple(
     dtype
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -105,6 +107,7 @@ def quantize_(param: Any, main: Tensor) -> None:
     """
     with torch.no_grad():
         values = main.to(param.device)
+        before_writing([values])  # it lies where the parameter does
         if _brings_its_own(param):
             param.quantize_(values)
             return

@@ -25,5 +25,6 @@ and adafactor's native passes, which are handed bare addresses.
 
 Modules: ``clocks`` and ``memory`` judge, ``streams`` delays, ``operations``, ``launches`` and
 ``threads`` see what is done, ``simulation`` has all of it, ``stand_in`` puts it in place of
-``torch.cuda``, ``schedules`` are runs of the product, ``removals`` takes waits out of it.
+``torch.cuda``, ``schedules`` are runs of the product, ``saves`` are their saves in the background,
+``removals`` takes waits out of the product.
 """

@@ -58,6 +58,7 @@ class Schedule:
         sets_device: whether the caller's current device is that of the model.
         releases: ``release_gradients``, of a stack that works during backward.
         place: ``offload_place``. is_on_disk: state lies in a file.
+        averages: of main params are kept.
     """
 
     owner: str = "stack"
@@ -75,6 +76,7 @@ class Schedule:
     releases: bool = False
     place: str = "host"
     is_on_disk: bool = False
+    averages: bool = False
 
     @property
     def placing(self) -> dict[str, Any]:
@@ -131,7 +133,13 @@ class Outcome:
         return differing(self.bits, other.bits)
 
 
-class _Run:
+class Run:
+    """A schedule that is carried out round by round.
+
+    Attributes:
+        model: on the device, if there is a simulation. optimizer: its.
+    """
+
     def __init__(self, schedule: Schedule, simulation: Simulation | None) -> None:
         self.schedule, self.simulation = schedule, simulation
         self.model = TinyMoE(DTYPES[schedule.precision])
@@ -179,6 +187,7 @@ class _Run:
             offload_mode=schedule.mode,
             clip_grad=schedule.clip,
             release_gradients=schedule.releases,
+            ema_decay=0.9 if schedule.averages else None,
             **schedule.placing,
             **(zero if schedule.owner == "zero" else {}),
         )
@@ -264,7 +273,7 @@ class _Run:
 
 def plain_outcome(schedule: Schedule) -> Outcome:
     """The run without an accelerator."""
-    run = _Run(schedule.plain, None)
+    run = Run(schedule.plain, None)
     for number, what in enumerate(schedule.rounds):
         run.round(number, what)
     return Outcome((), run.outcome())
@@ -276,7 +285,7 @@ def outcome(schedule: Schedule) -> Outcome:
         if not schedule.sets_device:
             torch.cuda.set_device(0)
         with delays(schedule.pauses):
-            run = _Run(schedule, simulation)
+            run = Run(schedule, simulation)
             for number, what in enumerate(schedule.rounds):
                 run.round(number, what)
         simulation.synchronize()

@@ -28,10 +28,10 @@ class Reader:
         self.share, self.left = None, 0
         read_into, lend = leases.Lease.read_into, writing.lend
 
-        def count(tensors):
+        def count(tensors, loans):
             if self.share is not None:
                 self.left = int(self.share * len(tensors))
-            return lend(tensors)
+            return lend(tensors, loans)
 
         def read(lease, to):
             if self.share is not None:
@@ -255,7 +255,7 @@ def test_the_first_step_of_speculative_mode_copies_nothing(
 ):
     lent, lend = [], writing.lend
     monkeypatch.setattr(
-        writing, "lend", lambda some: lent.append(lend(some)) or lent[-1]
+        writing, "lend", lambda *some: lent.append(lend(*some)) or lent[-1]
     )
     model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=0.0)
     run(model, optimizer, 3)
@@ -273,7 +273,7 @@ def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(
 ):
     lent, lend = [], writing.lend
     monkeypatch.setattr(
-        writing, "lend", lambda some: lent.append(lend(some)) or lent[-1]
+        writing, "lend", lambda *some: lent.append(lend(*some)) or lent[-1]
     )
     model, optimizer = build_mode("sync", "bf16", 1.0)
     run(model, optimizer, 2)

@@ -20,11 +20,14 @@ from mp_optim import FusedAdam, HybridDeviceOptimizer
 from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.staging import Staging
 from mp_optim.placement.timeline import StepTimeline
+from mp_optim.process import leases
+from mp_optim.process.device_leases import DeviceLoans
 from mp_optim.process.host_memory import cut
 from mp_optim.process.transfer import CudaTransfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from support.accelerator.disk import simulated_disk
 from support.accelerator.removals import sites, without
+from support.accelerator.saves import saves_of
 from support.accelerator.schedules import (
     DEVICE,
     EVENTS,
@@ -244,6 +247,40 @@ def disk_windows(simulation, place):
 PLAIN_DISK = disk_params("host")
 
 
+def borrowed_by_a_save(simulation, write):
+    """A tensor that a save brings down, and that is written as soon as that may be."""
+    with saves_of(simulation) as saves:
+        _, _, value = transfer_and_memory(simulation, 512)
+        param = torch.nn.Parameter(value)
+        loans = DeviceLoans()
+        readers = loans.lend_state(value, "state"), loans.lend_param(param, "a param")
+        lent = leases.lend([], loans)
+        loans.start(lent.copies.take)
+        with torch.no_grad():
+            write(simulation, param)
+        saves.let_go()
+        read = [torch.zeros(512), torch.zeros(512)]
+        try:
+            for reader, memory in zip(readers, read, strict=True):
+                reader.read_into(memory.view(torch.uint8))
+        except RuntimeError:  # not the bits of the call
+            read.clear()
+        finally:
+            leases.give_back(lent)
+    simulation.reports |= simulation.torn
+    return [memory.eq(3).all() for memory in read] == [True, True]
+
+
+def write_as_state(simulation, param):
+    leases.before_writing([param])
+    param.fill_(9.0)
+
+
+def step_by_torch(simulation, param):
+    param.grad = simulation.to_device(torch.ones(512), DEVICE)
+    torch.optim.SGD([param], lr=1.0).step()
+
+
 @dataclass
 class Directly:
     """A use of the transfer without a schedule; it tells whether the values were right."""
@@ -289,6 +326,8 @@ SCENARIOS = [
     Directly(streamed_windows, Pace.LAZY),
     Directly(partial(disk_windows, place="streamed"), Pace.LAZY),
     Directly(partial(disk_windows, place="host"), Pace.LAZY),
+    Directly(partial(borrowed_by_a_save, write=write_as_state)),
+    Directly(partial(borrowed_by_a_save, write=step_by_torch)),
     InSchedule(Schedule(mode="overlap", rounds=rounds(), pauses=LATE)),
     InSchedule(Schedule(mode="sync", rounds=rounds(), pipelined=False)),
     InSchedule(
@@ -311,8 +350,8 @@ SCENARIOS = [
 NEVER_WRONG = ("drain", "collect", "torch.cuda.device", "wait_for(job)")
 """Without these the bits are right, if by luck: what the worker has not finished is not used, or it
 finishes in time as its thread happens to run."""
-# The worker's locks order threads, not streams. The auto stepper waits to time a step, and passes
-# calls on to steppers that wait themselves.
+# The locks of the worker, and of a save, order threads, not streams. The auto stepper waits to time
+# a step, and passes calls on to steppers that wait themselves.
 MODULES = [
     name
     for _, name, _ in pkgutil.iter_modules(
@@ -320,8 +359,15 @@ MODULES = [
     )
     if not name.endswith((".worker", ".auto_step"))
 ]
-MODULES.append("mp_optim.process.transfer")
-SITES = [site for module in MODULES for site in sites(module)]
+MODULES += [
+    f"mp_optim.process.{name}" for name in ("transfer", "device_staging", "leases")
+]
+SITES = [
+    site
+    for module in MODULES
+    for site in sites(module)
+    if not site.text.startswith("self._changed.")
+]
 
 
 def test_sites_are_found():

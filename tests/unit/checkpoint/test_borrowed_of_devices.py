@@ -1,0 +1,268 @@
+"""Saves in the background of what lies on a device, which is simulated: the bits are those of the
+call, the call does not wait for the device, and who writes waits for the copies."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mp_optim import checkpoint
+from mp_optim.checkpoint import background
+from mp_optim.checkpoint.contents import compare, open_checkpoint
+from mp_optim.process import leases
+from support.accelerator.saves import saves_of
+from support.accelerator.schedules import DEVICE, Round, Run, Schedule
+from support.accelerator.stand_in import simulated_accelerator
+from support.accelerator.streams import Pace
+from support.offload import differing
+
+pytestmark = [pytest.mark.native, pytest.mark.filterwarnings("ignore::UserWarning")]
+BEFORE, AFTER = 2, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """One process with a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    assert not leases.is_lending()
+
+
+def differences(a, b):
+    rows = compare(open_checkpoint(a), open_checkpoint(b))
+    return [row.name for row in rows if row.what != "equal"]
+
+
+def trained(schedule, simulation=None):
+    run = Run(schedule, simulation)
+    for number in range(BEFORE):
+        run.round(number, Round())
+    return run
+
+
+def saved_plainly(run, folder):
+    return checkpoint.save(folder, run.model, run.optimizer)
+
+
+@contextmanager
+def on_device(schedule, folder, smallest=5):
+    """A run with a save under way of which nothing has come down."""
+    with (
+        simulated_accelerator(schedule.pace) as simulation,
+        saves_of(simulation, smallest) as saves,
+    ):
+        run = trained(schedule, simulation)
+        saves.hold()
+        handle = checkpoint.save(folder, run.model, run.optimizer, asynchronous=True)
+        saves.waits = 0
+        yield run, handle, saves
+        saves.let_go()
+        background.wait_for_previous()
+    reports = {**simulation.reports, **simulation.torn}
+    assert not reports, "\n".join(reports)
+
+
+SCHEDULES = [
+    Schedule(mode="sync", fraction=0.3),
+    Schedule(mode="speculative", fraction=1.0, pace=Pace.OTHERS_FIRST),
+    Schedule(mode="overlap", precision="fp32", fraction=0.6, pace=Pace.RANDOM),
+    Schedule("zero", "sync", fraction=1.0, pace=Pace.OTHERS_FIRST),
+    Schedule("zero", "overlap", fraction=0.4),
+    Schedule(mode="sync", fraction=1.0, place="streamed"),
+]
+
+
+def name_of(schedule):
+    return f"{schedule.owner} {schedule.mode} {schedule.place} {schedule.fraction}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+def test_the_bits_are_those_of_the_call_and_training_is_the_same(tmp_path, schedule):
+    plain = trained(schedule.plain)
+    expected = saved_plainly(plain, tmp_path / "plain")
+    with on_device(schedule, tmp_path / "later") as (run, handle, saves):
+        for number in range(BEFORE, BEFORE + AFTER):
+            run.round(number, Round())
+            plain.round(number, Round())
+        assert saves.waits
+        assert differences(expected, handle.wait()) == []
+        torch.cuda.synchronize()
+        assert not differing(run.outcome(), plain.outcome())
+    assert checkpoint.verify(handle.path)
+
+
+def test_the_call_does_not_wait_for_the_device(tmp_path):
+    with simulated_accelerator() as simulation, saves_of(simulation) as saves:
+        model = torch.nn.Linear(16, 16)
+        for param in model.parameters():
+            simulation.to_device(param, DEVICE)
+        with torch.no_grad():
+            model.weight.mul_(2)  # is queued
+        doubled = model.weight.detach() + 0
+        stream = simulation.thread.streams[DEVICE]
+        handle = checkpoint.save(tmp_path, model, None, asynchronous=True)
+        assert stream.done < stream.queued
+        saves.let_go()
+        saved = open_checkpoint(handle.wait()).read("model.weight")
+        torch.cuda.synchronize()
+        assert saved.equal(doubled)
+    assert not simulation.reports
+
+
+def write_averages(run):
+    with run.optimizer.averaged_weights():
+        torch.cuda.synchronize()
+
+
+def load_other(run):
+    other = Run(Schedule(fraction=1.0).plain, None)
+    other.round(7, Round())
+    run.optimizer.load_state_dict(other.optimizer.state_dict())
+
+
+def scale_rows(run):
+    mains = run.optimizer.named_main_params()
+    halves = {name: torch.full(main.shape[:1], 0.5) for name, main in mains}
+    run.optimizer.scale_rows_(halves)
+
+
+def write_what_is_handed_out(run):
+    with torch.no_grad():
+        for _, main in run.optimizer.named_main_params():
+            main.mul_(2)
+
+
+def step_by_torch(run):
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)
+    optimizer.step()
+
+
+def write_after_waiting(run, handle):
+    handle.wait_for_device()
+    run.model.dense.data.mul_(2)
+
+
+WRITERS = [
+    write_averages,
+    load_other,
+    scale_rows,
+    write_what_is_handed_out,
+    step_by_torch,
+]
+"""What writes the model on the device, or state there, beside the step."""
+
+
+@pytest.mark.parametrize("write", [*WRITERS, write_after_waiting])
+def test_who_writes_beside_the_step_waits(tmp_path, write):
+    fraction = 0.3 if write is write_what_is_handed_out else 1.0
+    schedule = Schedule(
+        fraction=fraction, mode="sync", averages=write is write_averages
+    )
+    expected = saved_plainly(trained(schedule.plain), tmp_path / "plain")
+    with on_device(schedule, tmp_path / "later") as (run, handle, saves):
+        write(run, handle) if write is write_after_waiting else write(run)
+        torch.cuda.synchronize()
+        assert saves.waits
+        assert differences(expected, handle.wait()) == []
+
+
+def test_a_parameter_that_is_written_without_a_trace_fails_the_save(tmp_path):
+    with simulated_accelerator() as simulation, saves_of(simulation) as saves:
+        run = trained(Schedule(fraction=1.0), simulation)
+        handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
+        run.model.dense.data.mul_(2)  # torch counts nothing
+        torch.cuda.synchronize()
+        saves.let_go()
+        with pytest.raises(RuntimeError, match=r"model\.dense was .* wait_for_device"):
+            handle.wait()
+        run.round(BEFORE, Round())
+    assert not simulation.reports and simulation.torn
+    assert not (tmp_path / "latest").exists()
+
+
+def test_state_that_is_written_by_others_fails_the_save(tmp_path):
+    schedule = Schedule(mode="sync", fraction=0.3)
+    with simulated_accelerator() as simulation, saves_of(simulation) as saves:
+        run = trained(schedule, simulation)
+        held = [main for _, main in run.optimizer.named_main_params()]
+        handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
+        with torch.no_grad():
+            for main in held:
+                main.add_(1)
+        saves.let_go()
+        with pytest.raises(RuntimeError, match="not by the optimizer; take state by"):
+            handle.wait()
+
+
+def test_copies_that_fail_fail_the_save_and_not_the_training(tmp_path):
+    schedule = Schedule(mode="sync", fraction=0.3)
+    with on_device(schedule, tmp_path) as (run, handle, saves):
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse(*_):
+                raise RuntimeError("an illegal memory access")
+
+            patch.setattr(saves.windows.transfer, "download", refuse)
+            run.round(BEFORE, Round())
+            with pytest.raises(RuntimeError, match="device failed: an illegal memory"):
+                handle.wait()
+        assert not leases.is_lending()
+        again = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
+        assert checkpoint.verify(again.wait())
+
+
+def test_buffers_are_written_in_forward(tmp_path):
+    for smallest in (5, 1 << 20):
+        with (
+            simulated_accelerator() as simulation,
+            saves_of(simulation, smallest) as saves,
+        ):
+            model = torch.nn.BatchNorm1d(64)
+            for tensor in model.state_dict().values():
+                simulation.to_device(tensor, DEVICE)
+            handle = checkpoint.save(tmp_path, model, None, asynchronous=True)
+            with torch.no_grad():
+                for buffer in model.buffers():
+                    buffer.add_(1)
+            saves.let_go()
+            saved = open_checkpoint(handle.wait())
+            assert saved.read("model.running_mean").equal(torch.zeros(64))
+            assert saved.read("model.num_batches_tracked") == 0
+        assert not simulation.reports
+
+
+def test_page_locked_memory_is_bounded_and_borrowed_memory_lives_as_long_as_needed(
+    tmp_path, monkeypatch
+):
+    sizes = []
+    with simulated_accelerator() as simulation, saves_of(simulation) as saves:
+        transfer = saves.windows.transfer
+        empty_host = transfer.empty_host
+
+        def counted(num_bytes, pin):
+            sizes.append(num_bytes)
+            return empty_host(num_bytes, pin)
+
+        monkeypatch.setattr(transfer, "empty_host", counted)
+        for value in (3.0, 5.0):
+            model = torch.nn.Linear(64, 64, bias=False)
+            param = simulation.to_device(model.weight, DEVICE)
+            with torch.no_grad():
+                param.fill_(value)
+            saves.hold()
+            handle = checkpoint.save(tmp_path, model, None, asynchronous=True)
+            region = simulation.memory.of(param)
+            del model, param
+            assert not region.is_let_go
+            saves.let_go()
+            saved = open_checkpoint(handle.wait()).read("model.weight")
+            assert saved.eq(value).all() and region.is_let_go
+    assert not simulation.reports
+    assert len(sizes) <= 3 and set(sizes) == {640}
