@@ -1,15 +1,18 @@
 """Saves in the background of what lies on a device, which is simulated: the bits are those of the
 call, the call does not wait for the device, and who writes waits for the copies."""
 
+import threading
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint import background
+from mp_optim.checkpoint import background, save_load
 from mp_optim.checkpoint.contents import compare, open_checkpoint
+from mp_optim.megatron.step_in_parts import StepInParts
 from mp_optim.process import leases
 from support.accelerator.saves import saves_of
 from support.accelerator.schedules import DEVICE, Round, Run, Schedule
@@ -103,12 +106,13 @@ def test_the_call_does_not_wait_for_the_device(tmp_path):
         model = torch.nn.Linear(16, 16)
         for param in model.parameters():
             simulation.to_device(param, DEVICE)
-        with torch.no_grad():
+        stream = torch.cuda.Stream(torch.device("cuda", DEVICE))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(stream):
             model.weight.mul_(2)  # is queued
-        doubled = model.weight.detach() + 0
-        stream = simulation.thread.streams[DEVICE]
-        handle = checkpoint.save(tmp_path, model, None, asynchronous=True)
-        assert stream.done < stream.queued
+            doubled = model.weight.detach() + 0
+            handle = checkpoint.save(tmp_path, model, None, asynchronous=True)
+        assert stream.core.done < stream.core.queued
         saves.let_go()
         saved = open_checkpoint(handle.wait()).read("model.weight")
         torch.cuda.synchronize()
@@ -121,10 +125,24 @@ def write_averages(run):
         torch.cuda.synchronize()
 
 
-def load_other(run):
+@cache
+def other_state():
     other = Run(Schedule(fraction=1.0).plain, None)
     other.round(7, Round())
-    run.optimizer.load_state_dict(other.optimizer.state_dict())
+    return other.optimizer.state_dict()
+
+
+def load_other(run):
+    run.optimizer.load_state_dict(other_state())
+
+
+def step_in_parts(run):
+    for param in run.model.parameters():
+        param.grad = run.simulation.to_device(torch.ones_like(param), DEVICE)
+    parts = StepInParts(run.optimizer)
+    parts.prepare()
+    parts.clip(1.0)
+    assert parts.step()
 
 
 def scale_rows(run):
@@ -155,6 +173,7 @@ WRITERS = [
     scale_rows,
     write_what_is_handed_out,
     step_by_torch,
+    step_in_parts,
 ]
 """What writes the model on the device, or state there, beside the step."""
 
@@ -166,6 +185,7 @@ def test_who_writes_beside_the_step_waits(tmp_path, write):
         fraction=fraction, mode="sync", averages=write is write_averages
     )
     expected = saved_plainly(trained(schedule.plain), tmp_path / "plain")
+    other_state()  # a step waits, too
     with on_device(schedule, tmp_path / "later") as (run, handle, saves):
         write(run, handle) if write is write_after_waiting else write(run)
         torch.cuda.synchronize()
@@ -191,7 +211,8 @@ def test_state_that_is_written_by_others_fails_the_save(tmp_path):
     schedule = Schedule(mode="sync", fraction=0.3)
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         run = trained(schedule, simulation)
-        held = [main for _, main in run.optimizer.named_main_params()]
+        mains = [main for _, main in run.optimizer.named_main_params()]
+        held = [main for main in mains if simulation.memory.of(main).device == DEVICE]
         handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
         with torch.no_grad():
             for main in held:
@@ -231,6 +252,7 @@ def test_buffers_are_written_in_forward(tmp_path):
             with torch.no_grad():
                 for buffer in model.buffers():
                     buffer.add_(1)
+            torch.cuda.synchronize()
             saves.let_go()
             saved = open_checkpoint(handle.wait())
             assert saved.read("model.running_mean").equal(torch.zeros(64))
@@ -266,3 +288,24 @@ def test_page_locked_memory_is_bounded_and_borrowed_memory_lives_as_long_as_need
             assert saved.eq(value).all() and region.is_let_go
     assert not simulation.reports
     assert len(sizes) <= 3 and set(sizes) == {640}
+
+
+def test_a_save_that_is_refused_brings_nothing_down(tmp_path, monkeypatch):
+    with simulated_accelerator() as simulation, saves_of(simulation) as saves:
+        run = trained(Schedule(mode="sync", fraction=0.3), simulation)
+        copies = []
+        monkeypatch.setattr(
+            saves.windows.transfer, "download", lambda *some: copies.append(some)
+        )
+
+        def refuse(*_):
+            raise ValueError("ranks hold different values")
+
+        monkeypatch.setattr(save_load, "check_replicas", refuse)
+        with pytest.raises(ValueError, match="different"):
+            checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
+        saves.let_go()
+        for thread in threading.enumerate():
+            if thread.name.startswith("copying what is saved"):
+                thread.join(60)
+        assert copies == []
