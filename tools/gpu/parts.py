@@ -62,6 +62,9 @@ PARTS = {
     "places": Part(
         "state on the host, streamed, or both, against the model", "run:places_of_state"
     ),
+    "saves": Part(
+        "how long a save in the background blocks, against a save", "run:saves"
+    ),
     "verdict": Part("time until step() returns", "run:verdicts"),
     "many": Part("10,000 small tensors", "run:many"),
     "tests-marked": Part("tests marked gpu", "suite:marked"),

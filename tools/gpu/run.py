@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.section import Section
 from gpu import agreement, hybrid, places, speed, waiting
+from gpu import saves as saving
 from gpu.parts import Sizes, run_here
 
 
@@ -57,6 +58,11 @@ def hybrids(sizes: Sizes) -> Section:
 def places_of_state(sizes: Sizes) -> Section:
     """State in host memory, stepped there, streamed, or both."""
     return places.places(_rate(sizes), sizes.hybrid_params, sizes.rounds)
+
+
+def saves(sizes: Sizes) -> Section:
+    """Saves of what lies on the device."""
+    return saving.saves(torch.device(sizes.device), sizes.hybrid_params, sizes.rounds)
 
 
 def _rate(sizes: Sizes) -> speed.Rate:
