@@ -133,7 +133,8 @@ def _lent_of_device(
         return None
     if name.startswith(STATE):
         return loans.lend_state(value, name)
-    if name in params and not value.data_ptr() % 8:
+    starts = value.data_ptr(), value.storage_offset() * value.itemsize
+    if name in params and not any(start % 8 for start in starts):
         return loans.lend_param(value, name)
     return None
 

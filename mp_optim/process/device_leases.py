@@ -15,8 +15,8 @@ call.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,9 +44,9 @@ def sums_of_bits(values: Tensor) -> Tensor:
     table = values[: whole * _WORD * _COLUMNS].view(torch.int64).view(whole, _COLUMNS)
     sums = table.sum(0)
     row = values[whole * _WORD * _COLUMNS : words * _WORD].view(torch.int64)
-    sums[: row.numel()] += row
-    rest = values[words * _WORD :]
-    sums[: rest.numel()] += rest
+    for rest in (row, values[words * _WORD :]):
+        if rest.numel():
+            sums[: rest.numel()] += rest
     return sums
 
 
@@ -57,14 +57,10 @@ class StagedBytes:
         nbytes: how many there are.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, arrive: Callable[[], Tensor]) -> None:
         self.nbytes, self._read = nbytes, 0
+        self._arrive: Callable[[], Tensor] | None = arrive
         self._memory: Tensor | None = None
-        self._open: Callable[[], Tensor] | None = None
-
-    def come_from(self, open_: Callable[[], Tensor]) -> None:
-        """Have them read from what this returns, which waits for them."""
-        self._open = open_
 
     def read_into(self, to: Tensor) -> None:
         """Read the next bytes, as many as ``to`` has, which lies on the host.
@@ -73,8 +69,8 @@ class StagedBytes:
             RuntimeError: they could not be brought here, or are not those of the call.
         """
         if self._memory is None:
-            assert self._open is not None
-            self._memory, self._open = self._open(), None
+            assert self._arrive is not None
+            self._memory, self._arrive = self._arrive(), None
         move(to, self._memory[self._read : self._read + to.nbytes])
         self._read += to.nbytes
         if self._read == self.nbytes:
@@ -82,78 +78,68 @@ class StagedBytes:
 
 
 class _OfDevice:
-    """What is lent of one accelerator, before it is brought down.
+    """What one save borrows of one accelerator.
 
-    Attributes:
-        state: tensors of the optimizer. params: of the model. small: of either.
+    NOTE: readers hold this object until they have read, and what it holds of leases would stay as
+    long: it keeps those of sums and small tensors alone.
     """
 
     def __init__(self) -> None:
-        self.state: list[tuple[Tensor, str, StagedBytes]] = []
-        self.params: list[tuple[Tensor, str, StagedBytes]] = []
-        self.small: list[tuple[Tensor, StagedBytes]] = []
+        self._leases: list[DeviceLease] = []
+        self._sums: list[Tensor] = []
+        self._small: list[Tensor] = []
+        self._used = 0
+        self._lease_of_sums: list[DeviceLease] = []
+        self._lease_of_small: list[DeviceLease] = []
+
+    def lend_state(self, tensor: Tensor, what: str) -> StagedBytes:
+        """See :class:`DeviceLoans`."""
+        lease = self._new_lease(tensor)
+        return StagedBytes(lease.nbytes, partial(self._unwritten, lease, what))
+
+    def lend_param(self, tensor: Tensor, what: str) -> StagedBytes:
+        """See :class:`DeviceLoans`."""
+        lease, number = self._new_lease(tensor), len(self._sums)
+        assert lease.source is not None
+        self._sums.append(sums_of_bits(lease.source))
+        return StagedBytes(lease.nbytes, partial(self._unchanged, lease, number, what))
+
+    def copy_small(self, tensor: Tensor) -> StagedBytes:
+        """See :class:`DeviceLoans`."""
+        first, self._used = self._used, self._used + tensor.nbytes
+        self._small.append(tensor.detach().reshape(-1).view(torch.uint8))
+        return StagedBytes(tensor.nbytes, partial(self._beside, first, self._used))
+
+    def _new_lease(self, tensor: Tensor) -> DeviceLease:
+        self._leases.append(DeviceLease(tensor))
+        return self._leases[-1]
 
     def stage(self, device: torch.device, take: Take) -> Staging:
         """Begin to bring everything down."""
-        packed = [t.detach().reshape(-1).view(torch.uint8) for t, _ in self.small]
-        params = [DeviceLease(tensor) for tensor, _, _ in self.params]
-        state = [DeviceLease(tensor) for tensor, _, _ in self.state]
-        sums = []
-        for lease in params:
-            assert lease.source is not None
-            sums.append(sums_of_bits(lease.source))
-        own = [
-            DeviceLease(torch.cat(some)) if some else None for some in (sums, packed)
-        ]
-        every = [lease for lease in (*own, *params, *state) if lease is not None]
-        staging = Staging(windows_of(device), every, take)
-        self._hand_out(staging, own[0], own[1], params, state)
-        return staging
+        self._lease_of_sums = _together(self._sums)
+        self._lease_of_small = _together(self._small)
+        every = [*self._lease_of_sums, *self._lease_of_small, *self._leases]
+        self._leases, self._sums, self._small = [], [], []
+        self.staging = Staging(windows_of(device), every, take)
+        return self.staging
 
-    def _hand_out(
-        self,
-        staging: Staging,
-        sums: DeviceLease | None,
-        packed: DeviceLease | None,
-        params: Sequence[DeviceLease],
-        state: Sequence[DeviceLease],
-    ) -> None:
-        ends = itertools.accumulate(reader.nbytes for _, reader in self.small)
-        for (_, reader), end in zip(self.small, ends, strict=True):
-            assert packed is not None
-            reader.come_from(_slice_of(staging, packed, end - reader.nbytes, end))
-        for number, (lease, (_, what, reader)) in enumerate(
-            zip(params, self.params, strict=True)
-        ):
-            assert sums is not None
-            reader.come_from(_compared(staging, lease, sums, number, what))
-        for lease, (_, what, reader) in zip(state, self.state, strict=True):
-            reader.come_from(_unwritten(staging, lease, what))
+    # -- what has arrived, for readers ------------------------------------------------------------
 
+    def _beside(self, first: int, end: int) -> Tensor:
+        (lease,) = self._lease_of_small
+        return self.staging.bytes_of(lease)[first:end]
 
-def _slice_of(
-    staging: Staging, lease: DeviceLease, first: int, end: int
-) -> Callable[[], Tensor]:
-    return lambda: staging.bytes_of(lease)[first:end]
-
-
-def _unwritten(staging: Staging, lease: DeviceLease, what: str) -> Callable[[], Tensor]:
-    def open_() -> Tensor:
-        memory = staging.bytes_of(lease)
+    def _unwritten(self, lease: DeviceLease, what: str) -> Tensor:
+        memory = self.staging.bytes_of(lease)
         if lease.is_written:
             raise written_by_others(what)
         return memory
 
-    return open_
-
-
-def _compared(
-    staging: Staging, lease: DeviceLease, sums: DeviceLease, number: int, what: str
-) -> Callable[[], Tensor]:
-    def open_() -> Tensor:
-        memory = staging.bytes_of(lease)
-        before = staging.bytes_of(sums).view(torch.int64).view(-1, _COLUMNS)[number]
-        if not torch.equal(sums_of_bits(memory), before):
+    def _unchanged(self, lease: DeviceLease, number: int, what: str) -> Tensor:
+        memory = self.staging.bytes_of(lease)
+        (sums,) = self._lease_of_sums
+        at_the_call = self.staging.bytes_of(sums).view(torch.int64).view(-1, _COLUMNS)
+        if not torch.equal(sums_of_bits(memory), at_the_call[number]):
             raise RuntimeError(
                 f"{what} was written while a save in the background still copied it from the "
                 "device, and neither by the optimizer nor by torch's; before you write the "
@@ -161,13 +147,16 @@ def _compared(
             )
         return memory
 
-    return open_
+
+def _together(tensors: Sequence[Tensor]) -> list[DeviceLease]:
+    """A lease of a copy of these, one after the other; none of no tensors."""
+    return [DeviceLease(torch.cat(list(tensors)))] if tensors else []
 
 
 class DeviceLoans:
     """What one save borrows of accelerators.
 
-    The thread that trains adds tensors and calls :meth:`start`; from then on any thread calls.
+    The thread that trains lends tensors and calls :meth:`start`; from then on any thread calls.
     """
 
     def __init__(self) -> None:
@@ -177,22 +166,16 @@ class DeviceLoans:
     def lend_state(self, tensor: Tensor, what: str) -> StagedBytes:
         """Borrow a contiguous tensor that only the optimizer writes, which says so first; ``what``
         it is, for an error."""
-        reader = StagedBytes(tensor.nbytes)
-        self._of(tensor).state.append((tensor, what, reader))
-        return reader
+        return self._of(tensor).lend_state(tensor, what)
 
     def lend_param(self, tensor: Tensor, what: str) -> StagedBytes:
         """Borrow a contiguous tensor that anybody may write; it begins at an address that is a
         multiple of 8."""
-        reader = StagedBytes(tensor.nbytes)
-        self._of(tensor).params.append((tensor, what, reader))
-        return reader
+        return self._of(tensor).lend_param(tensor, what)
 
     def copy_small(self, tensor: Tensor) -> StagedBytes:
         """Copy a tensor on its device, together with others."""
-        reader = StagedBytes(tensor.nbytes)
-        self._of(tensor).small.append((tensor, reader))
-        return reader
+        return self._of(tensor).copy_small(tensor)
 
     def _of(self, tensor: Tensor) -> _OfDevice:
         return self._by_device.setdefault(tensor.device, _OfDevice())

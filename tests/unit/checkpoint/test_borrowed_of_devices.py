@@ -163,6 +163,8 @@ def step_by_torch(run):
 
 
 def write_after_waiting(run, handle):
+    with pytest.raises(TimeoutError, match="not yet copied from the device"):
+        handle.wait_for_device(0.01)
     handle.wait_for_device()
     run.model.dense.data.mul_(2)
 
