@@ -345,21 +345,43 @@ def check_entries(
         problems["unexpected"].append(
             "(averages: set ema_decay, or load with convert=True, which drops them)"
         )
+    if any(_is_unread(name, wanted) for name in problems["unexpected"]):
+        problems["unexpected"].append(
+            "(first moments: none are kept where betas[0] is 0; load with convert=True, which "
+            "drops them)"
+        )
+    if any(_is_unread(name, saved) for name in problems["missing"]):
+        problems["missing"].append(
+            "(first moments: none were kept, as betas[0] was 0; build the optimizer so)"
+        )
     present = [f"{kind} {_some(names)}" for kind, names in problems.items() if names]
     if present:
         listed = ", ".join(present)
         raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
 
 
-def without_averages(
+def without_surplus(
     saved: Mapping[str, Saved], own: Collection[str]
 ) -> dict[str, Saved]:
-    """A checkpoint's entries without averages of main params, where none are kept here."""
+    """A checkpoint's entries without averages of main params, and first moments, where none are
+    kept here."""
     return {
         name: entry
         for name, entry in saved.items()
-        if name in own or not _is_average(name)
+        if name in own or not (_is_average(name) or _is_unread(name, own))
     }
+
+
+def _is_unread(name: str, others: Collection[str]) -> bool:
+    """Whether this is a first moment, or its scales, of a parameter that has but a second one
+    among other entries: at ``betas[0]`` = 0 Adam keeps no first one."""
+    key, fqn = _key_and_fqn(name)
+    return (
+        name.startswith(STATE)
+        and key in ("exp_avg", scale_key("exp_avg"))
+        and _entry("exp_avg", fqn) not in others
+        and _entry("exp_avg_sq", fqn) in others
+    )
 
 
 def _is_average(name: str) -> bool:

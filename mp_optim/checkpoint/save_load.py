@@ -45,7 +45,7 @@ from mp_optim.checkpoint.entries import (
     state_by_index,
     unallocated,
     wanted_groups,
-    without_averages,
+    without_surplus,
 )
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Index
@@ -296,7 +296,7 @@ def load(
     }
     own |= unallocated(stack, parallel, saved, own)
     if convert:
-        saved = without_averages(saved, ranks.union(set(own)))
+        saved = without_surplus(saved, ranks.union(set(own)))
     tensors = in_saved_form(own, saved, convert=convert)
     everybody = ranks.union(set(tensors))
 

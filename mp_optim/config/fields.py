@@ -74,7 +74,7 @@ class ConfigFields:
     hysteresis: int = 2
     """Overflows in a row before the loss scale halves."""
     adam_beta1: float = 0.9
-    """Decay of the first moment (adam, lamb)."""
+    """Decay of the first moment (adam, lamb); at 0 adam keeps none."""
     adam_beta2: float = 0.999
     """Decay of the second moment (adam, lamb)."""
     adam_eps: float = 1e-8

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from mp_optim.config.rules import RULES
 from mp_optim.config.setting_checks import check_adam_settings
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
@@ -15,8 +16,22 @@ from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.state_format import StatePrecision
 
 
+def adam_unread_moments(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """What Adam does without under a group's settings: the first moment where ``betas[0]`` is 0, as
+    it is the gradient then."""
+    return ("exp_avg",) if float(group["betas"][0]) == 0.0 else ()
+
+
+def adam_moments(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """What Adam keeps under a group's settings."""
+    unread = adam_unread_moments(group)
+    return tuple(name for name in RULES["adam"].moment_names if name not in unread)
+
+
 class FusedAdam(RuleOptimizer):
     """Adam over FP32 tensors on any device, in one pass per batch.
+
+    With ``betas[0]`` at 0 it keeps no first moment, which would be the gradient.
 
     Args:
         params: FP32 parameters, named parameters or groups.
@@ -27,6 +42,7 @@ class FusedAdam(RuleOptimizer):
     """
 
     rule = "adam"
+    decides_moments = "betas"
     needs_numbers = False
 
     def __init__(
@@ -55,6 +71,12 @@ class FusedAdam(RuleOptimizer):
             backend,
             StatePrecision(**precision),
         )
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return adam_moments(group)
+
+    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return adam_unread_moments(group)
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_adam_settings(group)

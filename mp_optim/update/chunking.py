@@ -52,6 +52,14 @@ def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
         yield batch
 
 
+def first_moments(batch: TensorLists) -> list[Tensor]:
+    """The first moments of a batch, for kernels that cannot do without: zeros where none are kept,
+    as ``beta1`` is 0 then."""
+    if "exp_avg" in batch.state:
+        return batch.state["exp_avg"]
+    return [torch.zeros_like(second) for second in batch.state["exp_avg_sq"]]
+
+
 def publish(lists: TensorLists) -> None:
     """Copy main to output, rounding to nearest even into the output's dtype."""
     pairs = [

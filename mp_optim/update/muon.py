@@ -32,6 +32,7 @@ from mp_optim.config.setting_checks import (
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.slots.tensor_layout import part_of
+from mp_optim.update.adam import adam_moments, adam_unread_moments
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.interface import step_with
 from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists
@@ -137,8 +138,15 @@ class Muon(RuleOptimizer):
             StatePrecision(**precision),
         )
 
+    decides_moments = "betas"
+
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        if group["optimizer"] == "adam":
+            return adam_moments(group)
         return RULES[group["optimizer"]].moment_names
+
+    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return adam_unread_moments(group) if group["optimizer"] == "adam" else ()
 
     def is_elementwise(self, group: dict[str, Any]) -> bool:
         return RULES[group["optimizer"]].reads == "elements"

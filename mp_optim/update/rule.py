@@ -333,7 +333,6 @@ class RuleOptimizer(RuleState):
         mains: CachedTensorList,
         settings: dict[str, Any],
     ) -> PlannedLaunch:
-        group_state = self._groups[index]
         outputs = updates.outputs
         if not isinstance(outputs, CachedTensorList):
             outputs = list(outputs)
@@ -341,7 +340,7 @@ class RuleOptimizer(RuleState):
             main=contiguous(mains),
             grad=contiguous(CachedTensorList.of(updates.grads)),
             state={
-                key: group_state.tensors(key, positions)
+                key: self._state_tensors(index, key, positions)
                 for key in self._stored_keys(launch.moments, launch.dtype)
             },
             output=contiguous_outputs(outputs),

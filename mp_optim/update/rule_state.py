@@ -13,7 +13,6 @@ from torch import Tensor
 from mp_optim.config.rules import RULES, moment_of
 from mp_optim.process.host_memory import (
     Form,
-    as_tensor,
     beside,
     zeros,
 )
@@ -27,18 +26,15 @@ from mp_optim.slots import (
     local_tensor,
 )
 from mp_optim.slots.optimizer import SlotOptimizer
-from mp_optim.slots.slot_state import SlotState, State, check_fits, check_state
-from mp_optim.slots.state_keys import AVERAGE, MASTER, REMAINDER, scale_key
+from mp_optim.slots.slot_state import SlotState, State
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.slots.tensor_layout import Part
-from mp_optim.update.codecs import SECOND, is_blocked, join, keep_valid, split_
+from mp_optim.update.codecs import is_blocked, join, keep_valid, split_
 from mp_optim.update.group_state import GroupState
 from mp_optim.update.kernel_args import MAIN
-from mp_optim.update.state_format import (
-    StatePrecision,
-    fitted,
-    full_precision,
-    moment_forms,
-)
+from mp_optim.update.rule_slot_state import RuleSlotState
+from mp_optim.update.state_format import StatePrecision, moment_forms
+from mp_optim.update.unread_moments import stepped_without
 
 
 class RuleState(SlotOptimizer):
@@ -63,9 +59,18 @@ class RuleState(SlotOptimizer):
     rule = "custom"
     """The rule's name in the config, where it has one."""
 
+    decides_moments = ""
+    """The setting that :meth:`moments` reads, if there is one."""
+
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the moments the rule keeps under a group's settings."""
         return RULES[self.rule].moment_names
+
+    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of moments that the rule does without under a group's settings, though its formula
+        has them. Where a slot has one from before, it is stepped on, so that other settings find
+        it."""
+        return ()
 
     def is_elementwise(self, group: dict[str, Any]) -> bool:
         """Whether elements are stepped by themselves under a group's settings, so that a part of a
@@ -143,8 +148,16 @@ class RuleState(SlotOptimizer):
     def kept(self, slot: Slot) -> tuple[str, ...]:
         """Names of the moments that are kept for a slot."""
         whole = self._groups[slot.group].parts[slot.position].shape
-        names = self.moments(self.param_groups[slot.group])
+        names = self._names(slot.group, slot.position)
         return tuple(name for name in names if moment_of(name).shape(whole) is not None)
+
+    def _names(self, index: int, position: int) -> tuple[str, ...]:
+        """Names of a slot's moments, of whatever shape the parameter is."""
+        group = self.param_groups[index]
+        names = self.moments(group)
+        state = self._groups[index].slots[position]
+        present = [name for name in self.unread_moments(group) if name in state]
+        return (*present, *names) if present else names
 
     def allocate_by(self, allocate: Callable[[Sequence[Form]], list[Tensor]]) -> None:
         """From now on, allocate state on the host by this: it returns zeroed tensors."""
@@ -166,7 +179,17 @@ class RuleState(SlotOptimizer):
         """State that a main param lacks."""
         state = self._groups[slot.group].slots[slot.position]
         forms = self._state_forms(slot, (main.shape, main.dtype))
+        if self._groups[slot.group].steps[slot.position] > 0:
+            # the moment of a stepped slot would have to hold gradients that are gone
+            moments = self._names(slot.group, slot.position)
+            late = {key for name in moments for key in (name, scale_key(name))}
+            forms = {key: form for key, form in forms.items() if key not in late}
         return {key: form for key, form in forms.items() if key not in state}
+
+    def deciding_setting(self, group: dict[str, Any]) -> str:
+        """The setting that decides which moments are kept, for messages."""
+        name = self.decides_moments
+        return f"{name}={group[name]!r}" if name in group else self.rule
 
     def _state_forms(self, slot: Slot, main: Form) -> dict[str, Form]:
         """State of a main param."""
@@ -174,7 +197,7 @@ class RuleState(SlotOptimizer):
         state = self._groups[slot.group].slots[slot.position]
         whole = self._groups[slot.group].parts[slot.position].shape
         forms: dict[str, Form] = {}
-        for name in self.moments(self.param_groups[slot.group]):
+        for name in self._names(slot.group, slot.position):
             shape = moment_of(name).local_shape(main_shape, whole)
             if shape is None:
                 continue
@@ -247,10 +270,29 @@ class RuleState(SlotOptimizer):
 
     def _kept(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
         """Names of the moments that are kept at some positions of a group."""
-        names = self.moments(self.param_groups[index])
+        group = self.param_groups[index]
+        names = self.moments(group)
         if all(moment_of(name).is_always_kept for name in names):
+            if self.unread_moments(group):
+                return [self._names(index, position) for position in positions]
             return [names] * len(positions)
         return [self.kept(Slot(index, position)) for position in positions]
+
+    def _state_tensors(
+        self, index: int, key: str, positions: Sequence[int]
+    ) -> list[Tensor]:
+        """State of that name at some positions of a group."""
+        group_state = self._groups[index]
+        try:
+            return group_state.tensors(key, positions)
+        except KeyError:  # settings that need it are new
+            self.allocate_state([Slot(index, position) for position in positions])
+        for position in positions:
+            if key not in group_state.slots[position]:
+                decided = self.deciding_setting(self.param_groups[index])
+                name = self.slot_name(Slot(index, position))
+                raise stepped_without(f"param_groups[{index}]: {name}", key, decided)
+        return group_state.tensors(key, positions)
 
     def _stored_keys(self, names: tuple[str, ...], dtype: torch.dtype) -> list[str]:
         """Keys of the state tensors that are stepped along with main params of a dtype."""
@@ -309,55 +351,3 @@ class RuleState(SlotOptimizer):
     def memory_moved(self) -> None:
         for group_state in self._groups:
             group_state.replaced()
-
-
-class RuleSlotState(SlotState):
-    """A slot's state in the rule that steps it."""
-
-    def __init__(self, rule: RuleState, slot: Slot) -> None:
-        self._rule, self._slot = rule, slot
-        self._name = rule.slot_name(slot)
-
-    def tensors(self) -> State:
-        return self._rule.live_state(self._slot)
-
-    def full_precision(self) -> State:
-        return full_precision(self.tensors(), self._rule.stepped(self._slot))
-
-    def fit(self, saved: State, convert: bool) -> State:
-        stepped = self._rule.stepped(self._slot)
-        return fitted(self._name, self.tensors(), stepped, saved, convert)
-
-    def check(self, state: State) -> None:
-        rest, main = self._without_main(state)
-        if main is not None:
-            check_fits(
-                f"{self._name}.{MASTER}", self._rule.main_param(self._slot), main
-            )
-        check_state(self._name, self.tensors(), rest)
-        second = rest.get(SECOND)
-        if (
-            second is not None
-            and second.is_floating_point()
-            and bool((second < 0).any())
-        ):
-            raise ValueError(
-                f"{self._name}.{SECOND}: has negative elements; it is a mean of squares"
-            )
-
-    def load(self, state: State) -> None:
-        self.check(state)
-        rest, main = self._without_main(state)
-        before_writing(self.tensors().values())
-        for key, tensor in self.tensors().items():
-            tensor.copy_(as_tensor(rest[key]))
-        if main is not None:
-            self._rule.set_main_param(self._slot, main)
-
-    def _without_main(self, state: State) -> tuple[State, Tensor | None]:
-        """A state to load, and the FP32 main param in it that stands for a remainder."""
-        live = self.tensors()
-        if MASTER not in state or REMAINDER not in live:
-            return state, None
-        rest = {key: value for key, value in state.items() if key != MASTER}
-        return {**rest, REMAINDER: live[REMAINDER]}, state[MASTER]

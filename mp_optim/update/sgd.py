@@ -31,6 +31,7 @@ class SGD(RuleOptimizer):
     """
 
     rule = "sgd"
+    decides_moments = "momentum"
     needs_numbers = False
 
     def __init__(

@@ -58,6 +58,7 @@ KEYS = {
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
     "plain sgd": (),
+    "plain adam": ("", "exp_avg_sq"),
 }
 
 
@@ -112,7 +113,8 @@ def lists_of(
         whole, main = main, [put(torch.zeros(n), torch.bfloat16) for n in sizes]
         for value, param, rest in zip(whole, main, state[REMAINDER], strict=True):
             split_(value, param, rest)
-    for key, dtype in zip(keys, case.moments, strict=False):
+    kept = [pair for pair in zip(keys, case.moments, strict=False) if pair[0]]
+    for key, dtype in kept:
         state[key] = [put(torch.zeros(n), dtype) for n in sizes]
         if is_blocked(dtype):
             state[scale_key(key)] = [torch.zeros(blocks_of(n)) for n in sizes]

@@ -164,6 +164,11 @@ def export_state(optimizer: NamedOptimizer | OverStack) -> ForeignState:
             if key not in (_REMAINDER, AVERAGE)
         }
         state[name] = {key: _gathered(value) for key, value in found.items()}
+        if (
+            "exp_avg_sq" in found
+        ):  # others' Adam keeps one at beta1 = 0, too, and reads nothing
+            zeros = torch.zeros_like(state[name]["exp_avg_sq"])
+            state[name].setdefault("exp_avg", zeros)
         if found:
             state[name][MASTER] = _gathered(mains[name])
     groups: list[ForeignGroup] = []

@@ -17,7 +17,12 @@ from mp_optim.update.backends.multi_tensor import (
     MultiTensorBackend,
 )
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.chunking import mark_written, piece_elements, publish
+from mp_optim.update.chunking import (
+    first_moments,
+    mark_written,
+    piece_elements,
+    publish,
+)
 from mp_optim.update.kernel_args import AdamScalars, LambScalars, TensorLists
 from mp_optim.update.stored_values import take_averages
 
@@ -49,7 +54,7 @@ class ApexBackend(MultiTensorBackend):
         given = scalars.given
         self.launch(
             "multi_tensor_adam",
-            [grads, batch.main, batch.state["exp_avg"], batch.state["exp_avg_sq"]],
+            [grads, batch.main, first_moments(batch), batch.state["exp_avg_sq"]],
             [torch.float32] * 4,
             given.lr,
             scalars.beta1,

@@ -65,16 +65,25 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def kept_moments(lists: TensorLists, moments: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of a rule's moments, with "" in place of those that are not kept."""
+    return tuple(name if name in lists.state else "" for name in moments)
+
+
 def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
-    """The lists by kind; the lists themselves if all tensors are of one."""
+    """The lists by kind; the lists themselves if all tensors are of one.
+
+    Args:
+        moments: names of the first and the second one, "" for one that is not kept.
+    """
     if not lists.grad:
         return []
-    names = [*moments, None, None][:2]
+    names = [*moments, "", ""][:2]
     columns: list[Sequence[Tensor | None] | None] = [
         lists.grad,
         lists.main or None,
         lists.state.get(REMAINDER),
-        *(None if name is None else lists.state[name] for name in names),
+        *(lists.state[name] if name else None for name in names),
         lists.output,
         lists.state.get(AVERAGE),
     ]

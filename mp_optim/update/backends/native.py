@@ -24,7 +24,12 @@ from mp_optim.process.host_share import HostShare, host_share
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.backends import native_library as lib
-from mp_optim.update.backends.launch_kinds import FLOATS, Kind, parts_of
+from mp_optim.update.backends.launch_kinds import (
+    FLOATS,
+    Kind,
+    kept_moments,
+    parts_of,
+)
 from mp_optim.update.backends.memory_access import LARGE, AccessChoice
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import mark_written, tell_autograd
@@ -235,7 +240,7 @@ class NativeBackend(ReferenceBackend):
         self._run(
             "mp_adam",
             lists,
-            ("exp_avg", "exp_avg_sq"),
+            kept_moments(lists, _MOMENTS),
             values,
             lambda part: ReferenceBackend.adam(self, part, scalars, multiplier),
         )
@@ -245,7 +250,7 @@ class NativeBackend(ReferenceBackend):
         self._run(
             "mp_sgd",
             lists,
-            ("momentum_buffer",) if "momentum_buffer" in lists.state else (),
+            kept_moments(lists, ("momentum_buffer",)),
             values,
             lambda part: ReferenceBackend.sgd(self, part, scalars, multiplier),
         )
@@ -394,7 +399,8 @@ def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
         return {}
     names = {MAIN: "main", REMAINDER: "remainder", AVERAGE: "average"}
     for at, name in enumerate(moments, start=1):
-        names |= {name: f"moment{at}", scale_key(name): f"scale{at}"}
+        if name:
+            names |= {name: f"moment{at}", scale_key(name): f"scale{at}"}
     return {f"from_{names[key]}": tensors for key, tensors in lists.source.items()}
 
 
@@ -409,7 +415,9 @@ def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
     """Lists of tensors by the names of ``MpTensors``, without the outputs."""
     columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
     columns |= {"main": lists.main} if lists.main else {}
-    columns |= {f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments)}
+    columns |= {
+        f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments) if name
+    }
     for key, name in ((REMAINDER, "remainder"), (AVERAGE, "average")):
         if key in lists.state:
             columns[name] = lists.state[key]

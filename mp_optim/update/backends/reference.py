@@ -44,12 +44,16 @@ def _gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -
     return grads
 
 
-def _moments(
-    m: Lists, v: Lists, grads: Lists, s: AdamScalars | LambScalars, weight: float
+def _average_first(
+    m: Lists, grads: Lists, s: AdamScalars | LambScalars, weight: float
 ) -> None:
-    """m = m*b1 + g*w and v = v*b2 + (g*(1-b2))*g."""
+    """m = m*b1 + g*w."""
     torch._foreach_mul_(m, s.beta1)
     torch._foreach_add_(m, torch._foreach_mul(grads, weight))
+
+
+def _average_second(v: Lists, grads: Lists, s: AdamScalars | LambScalars) -> None:
+    """v = v*b2 + (g*(1-b2))*g."""
     squares = torch._foreach_mul(grads, s.one_minus_beta2)
     torch._foreach_mul_(squares, grads)
     torch._foreach_mul_(v, s.beta2)
@@ -85,24 +89,20 @@ class ReferenceBackend:
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
         for batch in (cut.lists for cut in batches(lists)):
-            p, m, v = (
-                read_mains(batch),
-                read_moment(batch, "exp_avg"),
-                read_moment(batch, "exp_avg_sq"),
-            )
-            _moments(
-                m,
-                v,
-                _gradients(batch, p, multiplier, scalars.l2),
-                scalars,
-                scalars.one_minus_beta1,
-            )
+            p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
+            grads = _gradients(batch, p, multiplier, scalars.l2)
+            keeps_first = "exp_avg" in batch.state
+            m = read_moment(batch, "exp_avg") if keeps_first else grads
+            if keeps_first:
+                _average_first(m, grads, scalars, scalars.one_minus_beta1)
+            _average_second(v, grads, scalars)
             updates = torch._foreach_div(m, _denominators(v, scalars))
             torch._foreach_mul_(updates, scalars.step_size)
             if scalars.decay != 0.0:
                 torch._foreach_sub_(p, torch._foreach_mul(p, scalars.decay))
             torch._foreach_sub_(p, updates)
-            write_moment(batch, "exp_avg", m)
+            if keeps_first:
+                write_moment(batch, "exp_avg", m)
             write_moment(batch, "exp_avg_sq", v)
             write_mains(batch, p)
 
@@ -124,13 +124,9 @@ class ReferenceBackend:
                 read_moment(batch, "exp_avg"),
                 read_moment(batch, "exp_avg_sq"),
             )
-            _moments(
-                m,
-                v,
-                _gradients(batch, p, multiplier, scalars.l2),
-                scalars,
-                scalars.grad_weight,
-            )
+            grads = _gradients(batch, p, multiplier, scalars.l2)
+            _average_first(m, grads, scalars, scalars.grad_weight)
+            _average_second(v, grads, scalars)
             write_moment(batch, "exp_avg", m)
             write_moment(batch, "exp_avg_sq", v)
             sums = sum_of_squares([*p, *_directions(batch, p, scalars)])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.chunking import batches, mark_written, publish
+from mp_optim.update.chunking import batches, first_moments, mark_written, publish
 from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
 from mp_optim.update.stored_values import take_averages
 
@@ -47,7 +47,7 @@ class TorchBackend(ReferenceBackend):
             kernel(
                 batch.main,
                 _scaled(batch, multiplier),
-                batch.state["exp_avg"],
+                first_moments(batch),
                 batch.state["exp_avg_sq"],
                 [],
                 [settled] * len(batch.main),

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER
 from mp_optim.update.backends.multi_tensor import READABLE, Kind, MultiTensorBackend
-from mp_optim.update.chunking import publish
+from mp_optim.update.chunking import first_moments, publish
 from mp_optim.update.kernel_args import AdamScalars, TensorLists
 
 _QUIET_NAN = 0x7FC0
-_MOMENTS = ([torch.float32] * 2, [torch.bfloat16] * 2)
+_MOMENTS = ({torch.float32}, {torch.bfloat16})
 
 
 def load() -> TransformerEngineBackend:
@@ -57,7 +57,7 @@ class TransformerEngineBackend(MultiTensorBackend):
         )
         return (
             mains
-            and list(state.values()) in _MOMENTS
+            and set(state.values()) in _MOMENTS
             and (kind.output is None or kind.output in READABLE)
         )
 
@@ -65,7 +65,7 @@ class TransformerEngineBackend(MultiTensorBackend):
         self, kind: Kind, batch: TensorLists, scalars: AdamScalars, multiplier: float
     ) -> None:
         grads = batch.grad if multiplier == 1.0 else self.scaled(batch.grad, multiplier)
-        moments = [batch.state["exp_avg"], batch.state["exp_avg_sq"]]
+        moments = [first_moments(batch), batch.state["exp_avg_sq"]]
         dtypes = [grads[0].dtype, kind.main, moments[0][0].dtype, moments[1][0].dtype]
         given = scalars.given
         arguments = (

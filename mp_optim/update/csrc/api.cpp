@@ -299,7 +299,7 @@ const Level& level() {
 using namespace mp;
 
 int32_t mp_adam(const MpTensors* t, const MpAdam* s, int32_t threads) {
-    if (!t || !s || !valid(*t, true, true, true, threads)) return MP_BAD_ARGUMENT;
+    if (!t || !s || !valid(*t, true, s->beta1 != 0.0f, true, threads)) return MP_BAD_ARGUMENT;
     return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().adam(run, *s); }); });
 }
 
@@ -404,4 +404,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 9; }
+int32_t mp_abi() { return 10; }

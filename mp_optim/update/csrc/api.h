@@ -94,6 +94,7 @@ struct MpAccess {
 };
 
 // All functions return an MpStatus. `threads` >= 1 is an upper bound; results do not depend on it.
+// Without moment1 where beta1 is 0: the gradient is the first moment then.
 MP_EXPORT int32_t mp_adam(const MpTensors* tensors, const MpAdam* scalars, int32_t threads);
 MP_EXPORT int32_t mp_sgd(const MpTensors* tensors, const MpSgd* scalars, int32_t threads);
 MP_EXPORT int32_t mp_lion(const MpTensors* tensors, const MpLion* scalars, int32_t threads);

@@ -14,7 +14,14 @@ MP_INLINE bool run_special_moments(const Run& run, const Rule& rule) {
 }
 
 static void adam(const Run& run, const MpAdam& s) {
-    const AdamRule rule(s);
+    if (!run.moment1.data) {
+        const AdamRule<false> rule(s);
+        if (!run_special<MP_NONE, MP_NONE, MP_F32>(run, rule) && !run_special_moments<MP_NONE, MP_BF16>(run, rule) &&
+            !run_special_moments<MP_NONE, MP_U8>(run, rule))
+            run_rule(run, rule);
+        return;
+    }
+    const AdamRule<true> rule(s);
     if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special_moments<MP_BF16, MP_BF16>(run, rule) &&
         !run_special_moments<MP_F16, MP_F16>(run, rule) && !run_special_moments<MP_I8, MP_U8>(run, rule))
         run_rule(run, rule);

@@ -39,7 +39,9 @@ MP_INLINE f32x16 denominator(f32x16 root, const Scalars& s) {
     return root * s.inv_sqrt_bias2 + s.eps;
 }
 
-struct AdamRule : Touches<true, true, true, true, true> {
+// Without a first moment beta1 is 0, and the gradient takes its place.
+template <bool has_first>
+struct AdamRule : Touches<true, true, has_first, true, true> {
     MpAdam s;
     Optional l2{s.l2}, decay{s.decay};
 
@@ -47,7 +49,7 @@ struct AdamRule : Touches<true, true, true, true, true> {
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root) const {
         g = gradient(g, s.multiplier, l2, p);
-        m = m * s.beta1 + g * s.one_minus_beta1;
+        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
         v = v * s.beta2 + (g * s.one_minus_beta2) * g;
         root = square_root(v);
         f32x16 u = (m / denominator(root, s)) * s.step_size;

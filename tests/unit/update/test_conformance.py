@@ -139,7 +139,10 @@ def lists_of(
     settings: dict[str, Any] | None = None,
 ) -> TensorLists:
     """Lists with state of an earlier step."""
-    keys = STATE[rule] if rule != "sgd" or (settings or BASE).get("momentum") else ()
+    group = settings or BASE
+    keys = STATE[rule] if rule != "sgd" or group.get("momentum") else ()
+    if rule == "adam" and group["betas"][0] == 0.0:
+        keys = ("exp_avg_sq",)
     state = {
         key: [numbers(n, 50 + i, device) * 0.1 for i, n in enumerate(sizes)]
         for key in keys

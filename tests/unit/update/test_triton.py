@@ -193,7 +193,7 @@ def test_sizes_around_every_boundary(rule: str, aligned: bool) -> None:
 def test_dtypes_of_gradient_main_param_and_output(
     grad: torch.dtype, output: torch.dtype | None, rest: torch.dtype | None
 ) -> None:
-    for rule in ("adam", "plain sgd"):
+    for rule in ("adam", "plain sgd", "plain adam"):
         check(rule, [300, 1], Case(grad, output, rest, odd=True))
 
 
@@ -255,6 +255,7 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
         dampening=data.draw(st.sampled_from([0.0, 0.5])),
         nesterov=rule == "sgd" and data.draw(st.booleans()),
         momentum=0.0 if rule == "plain sgd" else 0.9,
+        betas=(0.0 if rule == "plain adam" else 0.9, 0.999),
     )
 
 

@@ -20,6 +20,7 @@ from mp_optim.update.backends.launch_kinds import (
     Kind,
     Part,
     current_device,
+    kept_moments,
     parts_of,
 )
 from mp_optim.update.backends.reference import ReferenceBackend
@@ -129,12 +130,13 @@ class TritonBackend(ReferenceBackend):
         self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier
     ) -> None:
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
-        self._step(rules.adam, lists, _ADAM, scalars, multiplier, flags)
+        moments = kept_moments(lists, _ADAM)
+        self._step(rules.adam, lists, moments, scalars, multiplier, flags)
 
     def sgd(
         self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
     ) -> None:
-        moments = ("momentum_buffer",) if "momentum_buffer" in lists.state else ()
+        moments = kept_moments(lists, ("momentum_buffer",))
         flags = Flags(
             scalars.decay != 0.0, nesterov=scalars.nesterov, first=scalars.first
         )

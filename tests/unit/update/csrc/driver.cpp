@@ -225,6 +225,12 @@ void bad_arguments() {
     bad = call.tensors;
     bad.moment2 = nullptr;
     check(mp_adam(&bad, &adam, 1), MP_BAD_ARGUMENT, "missing table");
+    bad = call.tensors;
+    bad.moment1 = nullptr, bad.moment1_dtype = MP_NONE;
+    check(mp_adam(&bad, &adam, 1), MP_OK, "no first moment");
+    adam.beta1 = 0.9f;
+    check(mp_adam(&bad, &adam, 1), MP_BAD_ARGUMENT, "no first moment to average");
+    adam.beta1 = 0.0f;
     call.main[2] = nullptr;
     check(mp_adam(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "null tensor");
     call.main[2] = call.main[0];

@@ -29,15 +29,18 @@ def _adam_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
     step_size, inv_sqrt_bias2, decay, l2 = chunk.scalars[5:]
     p = read_main(chunk.main, chunk.rest, tile)
     g = gradient(chunk, p, tile, l2, FLAGS.has_l2)
-    m = read_moment(chunk.first, tile, False)
+    m = g
+    if chunk.first.stored is not None:
+        m = read_moment(chunk.first, tile, False)
+        m = m * beta1 + g * one_minus_beta1
     v = read_moment(chunk.second, tile, True)
-    m = m * beta1 + g * one_minus_beta1
     v = v * beta2 + (g * one_minus_beta2) * g
     u = tl.div_rn(m, denominator(v, eps, inv_sqrt_bias2)) * step_size
     if FLAGS.has_decay:
         p = p - p * decay
     p = p - u
-    write_moment(m, chunk.first, tile, False)
+    if chunk.first.stored is not None:
+        write_moment(m, chunk.first, tile, False)
     write_moment(v, chunk.second, tile, True)
     write_main(p, chunk, tile)
 

@@ -1,0 +1,86 @@
+"""A slot's state in the rule that steps it: saved state in its form, checked and loaded."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mp_optim.process.host_memory import as_tensor
+from mp_optim.process.leases import before_writing
+from mp_optim.slots import ParamGroups, Slot
+from mp_optim.slots.slot_state import SlotState, State, check_fits, check_state
+from mp_optim.slots.state_keys import MASTER, REMAINDER
+from mp_optim.update.codecs import SECOND
+from mp_optim.update.state_format import fitted, full_precision
+from mp_optim.update.unread_moments import without_unread
+
+
+class Keeper(Protocol):
+    """What is asked of the rule."""
+
+    param_groups: ParamGroups
+
+    def slot_name(self, slot: Slot) -> str: ...
+    def live_state(self, slot: Slot) -> State: ...
+    def stepped(self, slot: Slot) -> Tensor: ...
+    def main_param(self, slot: Slot) -> Tensor: ...
+    def set_main_param(self, slot: Slot, value: Tensor) -> None: ...
+    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]: ...
+    def deciding_setting(self, group: dict[str, Any]) -> str: ...
+
+
+class RuleSlotState(SlotState):
+    """A slot's state in the rule that steps it."""
+
+    def __init__(self, rule: Keeper, slot: Slot) -> None:
+        self._rule, self._slot = rule, slot
+        self._name = rule.slot_name(slot)
+
+    def tensors(self) -> State:
+        return self._rule.live_state(self._slot)
+
+    def full_precision(self) -> State:
+        return full_precision(self.tensors(), self._rule.stepped(self._slot))
+
+    def fit(self, saved: State, convert: bool) -> State:
+        stepped = self._rule.stepped(self._slot)
+        live, group = self.tensors(), self._rule.param_groups[self._slot.group]
+        for moment in self._rule.unread_moments(group):
+            decided = self._rule.deciding_setting(group)
+            saved = without_unread(self._name, moment, decided, live, saved, convert)
+        return fitted(self._name, live, stepped, saved, convert)
+
+    def check(self, state: State) -> None:
+        rest, main = self._without_main(state)
+        if main is not None:
+            check_fits(
+                f"{self._name}.{MASTER}", self._rule.main_param(self._slot), main
+            )
+        check_state(self._name, self.tensors(), rest)
+        second = rest.get(SECOND)
+        if (
+            second is not None
+            and second.is_floating_point()
+            and bool((second < 0).any())
+        ):
+            raise ValueError(
+                f"{self._name}.{SECOND}: has negative elements; it is a mean of squares"
+            )
+
+    def load(self, state: State) -> None:
+        self.check(state)
+        rest, main = self._without_main(state)
+        before_writing(self.tensors().values())
+        for key, tensor in self.tensors().items():
+            tensor.copy_(as_tensor(rest[key]))
+        if main is not None:
+            self._rule.set_main_param(self._slot, main)
+
+    def _without_main(self, state: State) -> tuple[State, Tensor | None]:
+        """A state to load, and the FP32 main param in it that stands for a remainder."""
+        live = self.tensors()
+        if MASTER not in state or REMAINDER not in live:
+            return state, None
+        rest = {key: value for key, value in state.items() if key != MASTER}
+        return {**rest, REMAINDER: live[REMAINDER]}, state[MASTER]
