@@ -27,7 +27,16 @@ from mp_optim.precision import (
 )
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.torch_style import LAMB, SGD, Adafactor, Adam, AdamW, Lion, Muon
+from mp_optim.torch_style import (
+    LAMB,
+    SGD,
+    Adafactor,
+    Adam,
+    AdamW,
+    Lion,
+    Muon,
+    StableAdamW,
+)
 from mp_optim.update import FusedAdam, FusedLAMB
 
 __version__ = "0.1.0"
@@ -60,6 +69,7 @@ __all__ = [
     "ParamWithNamePredicate",
     "ProcessGroups",
     "SGDOptimizerConfig",
+    "StableAdamW",
     "StepResult",
     "check_config_overrides_consistency",
     "checkpoint",

@@ -16,8 +16,9 @@ class ConfigFields:
     """See :class:`mp_optim.OptimizerConfig`, which adds the checks."""
 
     optimizer: str = "adam"
-    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd, lamb, lion, adafactor, or
-    muon for matrices with ``muon_scalar_optimizer`` for the rest."""
+    """The rule: adam (AdamW unless decoupled_weight_decay is off), stable_adamw (AdamW with each
+    parameter's step clipped), sgd, lamb, lion, adafactor, or muon for matrices with
+    ``muon_scalar_optimizer`` for the rest."""
     lr: float | None = None
     """Learning rate; the max_lr of every param group. Required."""
     min_lr: float | None = None
@@ -74,11 +75,12 @@ class ConfigFields:
     hysteresis: int = 2
     """Overflows in a row before the loss scale halves."""
     adam_beta1: float = 0.9
-    """Decay of the first moment (adam, lamb); at 0 adam keeps none."""
+    """Decay of the first moment (adam, stable_adamw, lamb); at 0 the first two keep none."""
     adam_beta2: float = 0.999
-    """Decay of the second moment (adam, lamb)."""
+    """Decay of the second moment (adam, stable_adamw, lamb)."""
     adam_eps: float = 1e-8
-    """Added to the denominator (adam, lamb)."""
+    """Added to the denominator (adam, stable_adamw, lamb); the floor in stable_adamw's
+    clipping."""
     decoupled_weight_decay: bool = True
     """Decay the parameter (AdamW) rather than adding to the gradient."""
     sgd_momentum: float = 0.9
@@ -173,7 +175,7 @@ class ConfigFields:
     stream_window_bytes: int = 256 << 20
     """Bytes of main params and state in a window, with ``offload_place="streamed"`` or
     ``optimizer_state_path``; streamed, at most three are on the accelerator, within ``step()``.
-    Larger parameters go in pieces (adam, sgd, lion) or are refused (lamb, adafactor, muon)."""
+    Larger parameters go in pieces (adam, sgd, lion) or are refused (the other rules)."""
     optimizer_state_path: str | None = None
     """A folder on a local disk. Main params and state of what is offloaded lie there in a file
     between steps; host memory holds windows of ``stream_window_bytes``, five (``offload_place``

@@ -166,6 +166,15 @@ _LAMB = RuleSpec(
     reads="sums",
     sample={**_ADAM_SAMPLE, "grad_averaging": True, "use_nvlamb": False},
 )
+_STABLE_ADAMW = RuleSpec(
+    "stable_adamw",
+    (_EXP_AVG, _EXP_AVG_SQ),
+    {name: _ADAM_FIELDS[name] for name in ("adam_beta1", "adam_beta2", "adam_eps")},
+    {name: _ADAM_SETTINGS[name] for name in ("betas", "eps")},
+    overrides=("eps", "betas"),
+    reads="sums",
+    sample={name: _ADAM_SAMPLE[name] for name in ("betas", "eps", "bias_correction")},
+)
 _SGD = RuleSpec(
     "sgd",
     (_MOMENTUM,),
@@ -260,7 +269,8 @@ _ADAFACTOR = RuleSpec(
     has_kernels=False,
 )
 
-RULES = {rule.name: rule for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON, _ADAFACTOR)}
+_ALL = (_ADAM, _LAMB, _SGD, _LION, _MUON, _ADAFACTOR, _STABLE_ADAMW)
+RULES = {rule.name: rule for rule in _ALL}
 """By name, in the order in which messages list them."""
 
 OPTIMIZERS = tuple(RULES)

@@ -103,6 +103,14 @@ def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None
         raise ValueError(f"{name}={group[name]!r}: must be {rule}")
 
 
+def check_stable_adamw_settings(group: dict[str, Any]) -> None:
+    """The settings of StableAdamW."""
+    check_schedule(group)
+    check_betas(group["betas"])
+    check_setting("eps", group["eps"], NOT_NEGATIVE)
+    check_flags(group, ("bias_correction",))
+
+
 def check_adam_settings(group: dict[str, Any]) -> None:
     """The settings Adam and LAMB share."""
     check_schedule(group)

@@ -25,7 +25,10 @@ from mp_optim.slots import Slot
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 
-_SUMMED = "bytes_|muon_flops$|reloaded_params$|.*_ms$|speculation_(hits|redone|stale)$"
+_SUMMED = (
+    "bytes_|muon_flops$|update_clipped_params$|reloaded_params$|.*_ms$|"
+    "speculation_(hits|redone|stale)$"
+)
 """Metrics that are added up over the parts."""
 
 

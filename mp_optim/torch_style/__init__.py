@@ -8,6 +8,7 @@ from mp_optim.torch_style.classes import (
     AdamW,
     Lion,
     Muon,
+    StableAdamW,
 )
 from mp_optim.torch_style.optimizer import StackOptimizer
 
@@ -19,5 +20,6 @@ __all__ = [
     "AdamW",
     "Lion",
     "Muon",
+    "StableAdamW",
     "StackOptimizer",
 ]

@@ -51,6 +51,26 @@ class AdamW(StackOptimizer):
         super().__init__(params, {**values, "adam_w_mode": True}, settings)
 
 
+class StableAdamW(StackOptimizer):
+    """StableAdamW (Wortsman et al. 2023): AdamW whose learning rate is, for one parameter at a
+    step, divided by how far its gradients are above what their second moment knows, as a root mean
+    square over the parameter. ``max_grad_norm`` is not needed beside it."""
+
+    rule = "stable_adamw"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.99),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, values, settings)
+
+
 class LAMB(StackOptimizer):
     """LAMB (You et al. 2020), as apex has it, with clipping left to ``max_grad_norm``.
 

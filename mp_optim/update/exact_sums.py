@@ -134,6 +134,22 @@ def _digits(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return high, squares.sub_(high).mul_(2.0**_BITS).floor_()
 
 
+def bounded_digits(values: Tensor, most: float) -> Tensor:
+    """The sum of the squares of values from 0 to ``most``, a power of two, in digits; and how many
+    are NaN, which count as 0 there. Int64, shape (3,); those of several parts may be added up."""
+    is_nan = values.isnan()
+    high, low = _digits(values.masked_fill(is_nan, 0.0), most)
+    return torch.stack([high.long().sum(), low.long().sum(), is_nan.sum()])
+
+
+def bounded_value(high: int, low: int, nans: int, most: float) -> float:
+    """The sum that :func:`bounded_digits` are of; NaN if a value is."""
+    value = (
+        (float(high) * 2.0**_BITS + float(low)) * most * most * 2.0 ** (2 - 2 * _BITS)
+    )
+    return math.nan if nans else value
+
+
 def total_digits(blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
     """The sum of all squares in digits, int64, shape (2,). Those of several ranks may be added up.
 

@@ -156,6 +156,53 @@ class AdamScalars(_Made):
 
 
 @dataclass(frozen=True, slots=True)
+class StableScalars(_Made):
+    """Scalars of one step of StableAdamW: those of Adam with decoupled decay, and beside them
+
+    Attributes:
+        limit: a power of two that no gradient over its second moment's root reaches, but by
+            rounding of denormal numbers.
+        rate, decay_rate: of a parameter that is not clipped, before they are rounded to
+            ``step_size`` and ``decay``.
+    """
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    step_size: float
+    inv_sqrt_bias2: float
+    decay: float
+    limit: float
+    rate: float
+    decay_rate: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> StableScalars:
+        """From a param group, at step ``step`` >= 1."""
+        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
+        bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
+        rate, decay_rate = lr / bias1, lr * float(group["weight_decay"])
+        # v >= (1 - beta2) g^2, so g / sqrt(v / bias2) is at most this
+        most = math.sqrt(bias2 / (1 - beta2))
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(group["eps"]),
+            fp32(rate),
+            fp32(1 / math.sqrt(bias2)),
+            fp32(decay_rate),
+            2.0 ** math.frexp(most)[1],
+            rate,
+            decay_rate,
+            given=StepInputs.at(group, step),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LambScalars(_Made):
     """Scalars of one LAMB step."""
 
@@ -289,6 +336,7 @@ def _lerp(weight: float) -> tuple[float, bool]:
 SCALARS: dict[str, Any] = {
     "adam": AdamScalars,
     "lamb": LambScalars,
+    "stable_adamw": StableScalars,
     "sgd": SgdScalars,
     "lion": LionScalars,
 }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +17,8 @@ from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import LambScalars, TensorLists, fp32
 from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.shard_sums import Groups, reduce_over
+from mp_optim.update.shard_sums import reduce_rows
 from mp_optim.update.state_format import StatePrecision
-from mp_optim.update.sums import index_on
 
 
 class FusedLAMB(RuleOptimizer):
@@ -101,23 +99,8 @@ class FusedLAMB(RuleOptimizer):
     ) -> None:
         scalars = LambScalars.at(group, step)
         if any(updates.shard_groups):
-            sums = _reduced(
-                backend.lamb_moments(lists, scalars, multiplier), updates.shard_groups
-            )
+            sums = backend.lamb_moments(lists, scalars, multiplier)
+            reduce_rows(sums, updates.shard_groups, "adding up LAMB's norms")
             backend.lamb_finish(lists, scalars, sums, multiplier)
         else:
             backend.lamb(lists, scalars, multiplier)
-
-
-def _reduced(sums: Tensor, shard_groups: Sequence[Groups]) -> Tensor:
-    """Add up the sums of split parameters: one reduction for all that are split alike."""
-    split: dict[Groups, list[int]] = defaultdict(list)
-    for index, groups in enumerate(shard_groups):
-        if groups:
-            split[groups].append(index)
-    for groups, indices in split.items():
-        where = index_on(sums.device, indices)
-        part = sums[where]
-        reduce_over(groups, part, "adding up LAMB's norms")
-        sums[where] = part
-    return sums

@@ -25,6 +25,7 @@ from mp_optim.update.lion import Lion
 from mp_optim.update.muon import Muon
 from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.sgd import SGD
+from mp_optim.update.stable_adamw import StableAdamW
 
 CLASSES: dict[str, type[RuleOptimizer]] = {
     "adam": FusedAdam,
@@ -33,6 +34,7 @@ CLASSES: dict[str, type[RuleOptimizer]] = {
     "lion": Lion,
     "muon": Muon,
     "adafactor": Adafactor,
+    "stable_adamw": StableAdamW,
 }
 assert CLASSES.keys() == RULES.keys()
 

@@ -18,6 +18,7 @@ from mp_optim.update.kernel_args import (
     LambScalars,
     LionScalars,
     SgdScalars,
+    StableScalars,
     TensorLists,
     fp32,
 )
@@ -55,6 +56,7 @@ STARTS = (256, 0, 2**32 - 512, 5 * 2**32 + 768)
 KEYS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lamb": ("exp_avg", "exp_avg_sq"),
+    "stable_adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
     "plain sgd": (),
@@ -153,6 +155,8 @@ def step_with(
     """One step of a rule; returns the sums of LAMB."""
     if rule == "adam":
         backend.adam(lists, AdamScalars.at(group, step), multiplier)
+    elif rule == "stable_adamw":
+        backend.stable_adamw(lists, StableScalars.at(group, step), multiplier)
     elif rule == "sgd":
         backend.sgd(lists, SgdScalars.at(group, step), multiplier)
     elif rule == "lion":

@@ -23,6 +23,7 @@ from mp_optim.update.kernel_args import (
     LionScalars,
     MuonScalars,
     SgdScalars,
+    StableScalars,
     TensorLists,
 )
 
@@ -86,6 +87,32 @@ class Backend(Protocol):
         self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]
     ) -> None:
         """Take the step, each tensor with its own ratio (FP32 value)."""
+        ...
+
+    def stable_adamw(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
+    ) -> None:
+        """The whole step, for tensors that are whole parameters."""
+        ...
+
+    def clip_sums(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
+    ) -> Tensor:
+        """For each tensor the digits of the sum of (g / root of the new v)^2, and how many of these
+        are NaN (``exact_sums.bounded_digits``): int64, shape (n, 3), on the tensors' device. Writes
+        nothing."""
+        ...
+
+    def clipped_adamw(
+        self,
+        lists: TensorLists,
+        scalars: StableScalars,
+        sums: Tensor,
+        sizes: Sequence[int],
+        multiplier: Multiplier,
+    ) -> Sequence[bool] | Tensor | None:
+        """Take the step, from sums and numbers of elements of whole parameters; says which of them
+        are clipped, on the device where that is formed there, None if nothing is stepped."""
         ...
 
     def lion(

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,9 +42,11 @@ from mp_optim.update.kernel_args import (
     LionScalars,
     MuonScalars,
     SgdScalars,
+    StableScalars,
     TensorLists,
 )
 from mp_optim.update.muon_passes import MOMENTUM
+from mp_optim.update.stable_steps import Step
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_THREADS = 4096
@@ -306,6 +309,40 @@ class NativeBackend(ReferenceBackend):
                 self._call(function, _table(part, kind, moments), values)
                 mark_written(part)
 
+    def clip_sums(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: float
+    ) -> Tensor:
+        values = _clipped(scalars, multiplier)
+        sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device="cpu")
+        moments = kept_moments(lists, _MOMENTS)
+        for indices, kind, part in parts_of(lists, moments):
+            if kind is None:
+                found = super().clip_sums(part.in_place(), scalars, multiplier)
+            else:
+                found = torch.empty(len(indices), 3, dtype=torch.int64, device="cpu")
+                to = (scalars.limit, found.data_ptr())
+                self._call("mp_clip_sums", _table(part, kind, moments), values, *to)
+            sums[torch.tensor(list(indices), device="cpu")] = found
+        return sums
+
+    def adamw_apply(
+        self,
+        lists: TensorLists,
+        scalars: StableScalars,
+        steps: Sequence[Step],
+        multiplier: float,
+    ) -> None:
+        values, moments = _clipped(scalars, multiplier), kept_moments(lists, _MOMENTS)
+        for indices, kind, part in parts_of(lists, moments):
+            own = [steps[index] for index in indices]
+            if kind is None:
+                super().adamw_apply(part.in_place(), scalars, own, multiplier)
+                continue
+            numbers = array("f", chain.from_iterable(own))
+            to = numbers.buffer_info()[0]
+            self._call("mp_clipped_adamw", _table(part, kind, moments), values, to)
+            mark_written(part)
+
     def lamb_moments(
         self, lists: TensorLists, scalars: LambScalars, multiplier: float
     ) -> Tensor:
@@ -391,6 +428,13 @@ def _fields(scalars: Any, *without: str) -> dict[str, Any]:
         for name in scalars.__slots__
         if name not in without
     }
+
+
+def _clipped(scalars: StableScalars, multiplier: float) -> ctypes.Structure:
+    """StableAdamW's scalars as Adam's."""
+    fields = _fields(scalars, "limit", "rate", "decay_rate")
+    values: ctypes.Structure = lib.Adam(multiplier=multiplier, l2=0.0, **fields)
+    return values
 
 
 def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:

@@ -18,7 +18,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 10
+_ABI = 11
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -165,6 +165,8 @@ _M, _N, _F, _D = (
 )
 _SIGNATURES = {
     "mp_adam": [_T, ctypes.POINTER(Adam), _I],
+    "mp_clip_sums": [_T, ctypes.POINTER(Adam), _F, _P, _I],
+    "mp_clipped_adamw": [_T, ctypes.POINTER(Adam), _P, _I],
     "mp_sgd": [_T, ctypes.POINTER(Sgd), _I],
     "mp_lion": [_T, ctypes.POINTER(Lion), _I],
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.chunking import batches
+from mp_optim.update.exact_sums import bounded_digits
 from mp_optim.update.kernel_args import (
     AdamScalars,
     LambScalars,
     LionScalars,
     MuonScalars,
     SgdScalars,
+    StableScalars,
     TensorLists,
 )
 from mp_optim.update.muon_passes import average_momenta, descend
+from mp_optim.update.stable_steps import Step, steps_of
 from mp_optim.update.stored_values import (
     read_mains,
     read_moment,
@@ -32,6 +35,7 @@ from mp_optim.update.stored_values import (
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 Lists = list[Tensor]
+AnyAdam = AdamScalars | LambScalars | StableScalars
 
 
 def _gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
@@ -44,15 +48,13 @@ def _gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -
     return grads
 
 
-def _average_first(
-    m: Lists, grads: Lists, s: AdamScalars | LambScalars, weight: float
-) -> None:
+def _average_first(m: Lists, grads: Lists, s: AnyAdam, weight: float) -> None:
     """m = m*b1 + g*w."""
     torch._foreach_mul_(m, s.beta1)
     torch._foreach_add_(m, torch._foreach_mul(grads, weight))
 
 
-def _average_second(v: Lists, grads: Lists, s: AdamScalars | LambScalars) -> None:
+def _average_second(v: Lists, grads: Lists, s: AnyAdam) -> None:
     """v = v*b2 + (g*(1-b2))*g."""
     squares = torch._foreach_mul(grads, s.one_minus_beta2)
     torch._foreach_mul_(squares, grads)
@@ -60,7 +62,7 @@ def _average_second(v: Lists, grads: Lists, s: AdamScalars | LambScalars) -> Non
     torch._foreach_add_(v, squares)
 
 
-def _denominators(v: Lists, s: AdamScalars | LambScalars) -> Lists:
+def _denominators(v: Lists, s: AnyAdam) -> Lists:
     """sqrt(v) * (1/sqrt(bias2)) + eps."""
     roots = [value.double().sqrt_().float() for value in v]
     torch._foreach_mul_(roots, s.inv_sqrt_bias2)
@@ -77,6 +79,32 @@ def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
     return list(u)
 
 
+def _adam_batch(
+    batch: TensorLists,
+    s: AdamScalars | StableScalars,
+    steps: Sequence[Step],
+    multiplier: float,
+    l2: float = 0.0,
+) -> None:
+    """Adam, with a ``step_size`` and a ``decay`` for each tensor."""
+    p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
+    m = grads = _gradients(batch, p, multiplier, l2)
+    if "exp_avg" in batch.state:
+        m = read_moment(batch, "exp_avg")
+        _average_first(m, grads, s, s.one_minus_beta1)
+    _average_second(v, grads, s)
+    sizes, decays = zip(*steps, strict=True)
+    updates = torch._foreach_div(m, _denominators(v, s))
+    torch._foreach_mul_(updates, sizes)
+    if any(decays):
+        torch._foreach_sub_(p, torch._foreach_mul(p, decays))
+    torch._foreach_sub_(p, updates)
+    if "exp_avg" in batch.state:
+        write_moment(batch, "exp_avg", m)
+    write_moment(batch, "exp_avg_sq", v)
+    write_mains(batch, p)
+
+
 class ReferenceBackend:
     """What every other backend is measured against."""
 
@@ -88,23 +116,60 @@ class ReferenceBackend:
     limits = ""
 
     def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
-        for batch in (cut.lists for cut in batches(lists)):
-            p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
-            grads = _gradients(batch, p, multiplier, scalars.l2)
-            keeps_first = "exp_avg" in batch.state
-            m = read_moment(batch, "exp_avg") if keeps_first else grads
-            if keeps_first:
-                _average_first(m, grads, scalars, scalars.one_minus_beta1)
+        step = (scalars.step_size, scalars.decay)
+        for cut in batches(lists):
+            steps = [step] * len(cut.owners)
+            _adam_batch(cut.lists, scalars, steps, multiplier, scalars.l2)
+
+    def stable_adamw(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: float
+    ) -> None:
+        """Both passes of StableAdamW, for tensors that are whole parameters."""
+        sums = self.clip_sums(lists, scalars, multiplier)
+        sizes = [main.numel() for main in lists.main]
+        self.clipped_adamw(lists, scalars, sums, sizes, multiplier)
+
+    def clip_sums(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: float
+    ) -> Tensor:
+        device = lists.main[0].device if lists.main else torch.device("cpu")
+        sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
+        for cut in batches(lists):
+            grads = _gradients(cut.lists, [], multiplier, 0.0)
+            v = [value.clone() for value in read_moment(cut.lists, "exp_avg_sq")]
             _average_second(v, grads, scalars)
-            updates = torch._foreach_div(m, _denominators(v, scalars))
-            torch._foreach_mul_(updates, scalars.step_size)
-            if scalars.decay != 0.0:
-                torch._foreach_sub_(p, torch._foreach_mul(p, scalars.decay))
-            torch._foreach_sub_(p, updates)
-            if keeps_first:
-                write_moment(batch, "exp_avg", m)
-            write_moment(batch, "exp_avg_sq", v)
-            write_mains(batch, p)
+            roots = [value.double().sqrt_().float() for value in v]
+            torch._foreach_mul_(roots, scalars.inv_sqrt_bias2)
+            for owner, grad, root in zip(cut.owners, grads, roots, strict=True):
+                sizes = grad.abs_().div_(root.clamp_(min=scalars.eps))
+                sizes.clamp_(max=scalars.limit)
+                sums[owner] += bounded_digits(sizes, scalars.limit)
+        return sums
+
+    def clipped_adamw(
+        self,
+        lists: TensorLists,
+        scalars: StableScalars,
+        sums: Tensor,
+        sizes: Sequence[int],
+        multiplier: float,
+    ) -> list[bool] | Tensor | None:
+        """The second pass, from the sums of whole parameters."""
+        steps, clipped = steps_of(scalars, sums.tolist(), sizes)
+        self.adamw_apply(lists, scalars, steps, multiplier)
+        return clipped
+
+    def adamw_apply(
+        self,
+        lists: TensorLists,
+        scalars: StableScalars,
+        steps: Sequence[Step],
+        multiplier: float,
+    ) -> None:
+        """AdamW with a ``step_size`` and a ``decay`` for each tensor."""
+        for cut in batches(lists):
+            own = [steps[owner] for owner in cut.owners]
+            _adam_batch(cut.lists, scalars, own, multiplier)
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
         """Both phases of LAMB, for tensors that are whole parameters."""

@@ -98,6 +98,11 @@ struct MpAccess {
 MP_EXPORT int32_t mp_adam(const MpTensors* tensors, const MpAdam* scalars, int32_t threads);
 MP_EXPORT int32_t mp_sgd(const MpTensors* tensors, const MpSgd* scalars, int32_t threads);
 MP_EXPORT int32_t mp_lion(const MpTensors* tensors, const MpLion* scalars, int32_t threads);
+// StableAdamW. sums: (count, 3), digits of the sum of (g / root of the new second moment)^2, each root's quotient at most
+// `limit`, a power of two; and how many are NaN. Reads gradients and second moments, writes no tensor.
+MP_EXPORT int32_t mp_clip_sums(const MpTensors* tensors, const MpAdam* scalars, float limit, int64_t* sums, int32_t threads);
+// mp_adam with a step_size and a decay for each tensor, (count, 2), in place of those of the scalars.
+MP_EXPORT int32_t mp_clipped_adamw(const MpTensors* tensors, const MpAdam* scalars, const float* steps, int32_t threads);
 // sums: (count, 2) FP64, of the param before the step and of the direction.
 MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalars, double* sums, int32_t threads);
 MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);

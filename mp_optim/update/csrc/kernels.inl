@@ -27,6 +27,30 @@ static void adam(const Run& run, const MpAdam& s) {
         run_rule(run, rule);
 }
 
+// Digits of the squares of what ClipRule makes, and how many of these are NaN, are added to sums[3].
+static void clip_sums(const Run& given, const MpAdam& s, float limit, int64_t* sums) {
+    alignas(64) float sizes[kBlock];
+    const ClipRule rule(s, limit, sizes);
+    const double scale = 0.5 / limit;
+    Run run = given;
+    run.main = run.old_main = run.remainder = run.old_remainder = run.moment1 = run.old_moment1 = Stream{nullptr, MP_NONE};
+    run.output = run.average = run.old_average = Stream{nullptr, MP_NONE};
+    run.scale1 = nullptr, run.old_scale1 = nullptr;
+    for (int64_t start = 0; start < run.numel; start += kBlock) {
+        const int64_t count = run.numel - start < kBlock ? run.numel - start : kBlock;
+        const Run block = part_of(run, start, count);
+        if (!run_special<MP_NONE, MP_NONE, MP_F32>(block, rule)) run_rule(block, rule);
+        int64_t nans = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            const bool is_nan = sizes[i] != sizes[i];
+            sizes[i] = is_nan ? 0.0f : sizes[i];
+            nans += is_nan;
+        }
+        total_digits(sizes, count, scale, sums);
+        sums[2] += nans;
+    }
+}
+
 static void sgd(const Run& run, const MpSgd& s) {
     if (run.moment1.data)
         run_rule(run, SgdRule<true>(s));

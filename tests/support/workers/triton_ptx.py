@@ -69,6 +69,9 @@ VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
         Case(rest=torch.int16, moments=(torch.bfloat16, torch.float16), aligned=True),
         {},
     ),
+    "plain adam": ("plain adam", PLAIN, {"betas": (0.0, 0.999)}),
+    "stable_adamw": ("stable_adamw", PLAIN, {}),
+    "stable_adamw, 8 bits": ("stable_adamw", SMALL, {}),
     "adam, averages": ("adam", replace(PLAIN, average=torch.float32), {}),
     "adam, 8 bits, averages in 16": (
         "adam",
@@ -149,12 +152,13 @@ def backend_for(arch: int, compiled: list[Compiled]) -> backend.TritonBackend:
     return found
 
 
-def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
+def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     """How many accesses of 16 bytes, and of 8 where it has no more of a tensor, a thread needs for
     its elements of an unmasked tile, or chunk of a sum."""
     if not case.aligned:
         return {"ld": 0, "st": 0, "ld half": 0, "st half": 0}
-    moments = list(case.moments if two_moments else case.moments[:1])
+    kept = dict(zip(keys, case.moments, strict=False))
+    moments = [dtype for key, dtype in kept.items() if key]
     main = [torch.bfloat16, case.rest] if case.rest else [torch.float32]
     average = [] if case.average is None else [case.average]
     read = [case.grad, *main, *moments, *average]
@@ -163,6 +167,8 @@ def wide(kernel: str, case: Case, two_moments: bool) -> dict[str, int]:
         written = moments
     elif kernel == "lamb_apply":
         read, written = [*main, *moments], [*main, case.output]
+    elif kernel == "clip_sums":
+        read, written = [case.grad, moments[1]], []
     elif kernel == "chunk_sums":
         read, written = [case.grad], []
     elif kernel == "run_sums":
@@ -196,6 +202,7 @@ def main(arch: int) -> None:
     for label, (rule, case, settings) in VARIANTS.items():
         compiled.clear()
         lists = lists_of(1, [300, 1, 5000], KEYS[rule], case)
+        short = rule.split()[-1]
         for step, multiplier, lr in ((2, 1.0, 1.0), (3, 0.37, 0.5)):
             given = (
                 torch.tensor([multiplier, 0.0])
@@ -203,7 +210,7 @@ def main(arch: int) -> None:
                 else multiplier
             )
             step_with(
-                kernels, rule, lists, {**GROUP, **settings, "lr": lr}, step, given
+                kernels, short, lists, {**GROUP, **settings, "lr": lr}, step, given
             )
         if label in ("adam", "adam, misaligned"):
             odd = [grad for grad in lists.grad if grad.data_ptr() % 16]
@@ -215,7 +222,7 @@ def main(arch: int) -> None:
                 "warps": same[0].warps,
                 "used": same[0].used,
                 "kernel": kernel,
-                "wide": wide(kernel, case, rule in ("adam", "lamb")),
+                "wide": wide(kernel, case, KEYS[rule]),
             }
     json.dump(result, sys.stdout)
 

@@ -28,6 +28,7 @@ from mp_optim.update.kernel_args import (
     LambScalars,
     LionScalars,
     SgdScalars,
+    StableScalars,
     TensorLists,
 )
 
@@ -63,6 +64,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"weight_decay": 0.0, "use_nvlamb": True},
         {"grad_averaging": False, "bias_correction": False},
     ],
+    "stable_adamw": [{}, {"weight_decay": 0.0, "bias_correction": False}],
     "sgd": [
         {},
         {"momentum": 0.0},
@@ -74,6 +76,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 STATE = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lamb": ("exp_avg", "exp_avg_sq"),
+    "stable_adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
 }
@@ -171,6 +174,7 @@ def take_step(
     scalars: Any = {
         "adam": AdamScalars,
         "lamb": LambScalars,
+        "stable_adamw": StableScalars,
         "sgd": SgdScalars,
         "lion": LionScalars,
     }[rule]

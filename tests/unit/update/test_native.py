@@ -51,6 +51,7 @@ from mp_optim.update.kernel_args import (
     LambScalars,
     LionScalars,
     SgdScalars,
+    StableScalars,
     TensorLists,
 )
 
@@ -249,6 +250,8 @@ def run(
 ) -> Tensor | None:
     if rule == "adam":
         backend.adam(lists, AdamScalars.at(group, step), multiplier)
+    elif rule == "stable_adamw":
+        backend.stable_adamw(lists, StableScalars.at(group, step), multiplier)
     elif rule == "sgd":
         backend.sgd(lists, SgdScalars.at(group, step), multiplier)
     elif rule == "lion":
@@ -266,6 +269,7 @@ def run(
 KEYS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lamb": ("exp_avg", "exp_avg_sq"),
+    "stable_adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
     "plain sgd": (),

@@ -938,6 +938,8 @@ def test_no_scalar_is_compiled_into_a_kernel(
         "lion",
         "lamb_moments",
         "lamb_apply",
+        "clip_sums",
+        "clipped_adamw",
         "chunk_sums",
         "run_sums",
     }
@@ -950,7 +952,7 @@ def test_nothing_is_contracted_flushed_or_approximate(
     for label, variant in compiled.items():
         ptx = variant["ptx"][0]
         assert not INEXACT.findall(ptx), f"{label}: {sorted(set(INEXACT.findall(ptx)))}"
-        if variant["kernel"] in ("adam", "lamb_moments", "lamb_apply"):
+        if variant["kernel"] in ROOTED:
             assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx, label
 
 
@@ -967,6 +969,8 @@ def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(
         assert counts == variant["wide"], label
 
 
+ROOTED = ("adam", "lamb_moments", "lamb_apply", "clip_sums", "clipped_adamw")
+"""Kernels that divide by a root."""
 REGISTERS = 65536
 """Of a multiprocessor of sm_90; a warp is given them in steps of 8 a thread."""
 

@@ -24,7 +24,13 @@ from mp_optim.update.backends.launch_kinds import (
     parts_of,
 )
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.triton.kernels import lamb, muon, rules, tiles
+from mp_optim.update.backends.triton.kernels import (
+    lamb,
+    muon,
+    rules,
+    stable_adamw,
+    tiles,
+)
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launcher import (
     RATE,
@@ -37,6 +43,7 @@ from mp_optim.update.backends.triton.launcher import (
     using,
 )
 from mp_optim.update.backends.triton.piece_sums import added, joined, sum_alike
+from mp_optim.update.backends.triton.steps import clipped_steps
 from mp_optim.update.backends.triton.tables import Plan, Tables
 from mp_optim.update.chunking import mark_written
 from mp_optim.update.kernel_args import (
@@ -45,6 +52,7 @@ from mp_optim.update.kernel_args import (
     LionScalars,
     MuonScalars,
     SgdScalars,
+    StableScalars,
     TensorLists,
 )
 from mp_optim.update.muon_passes import MOMENTUM
@@ -63,6 +71,7 @@ and a flag that is not 0 if nothing is to be written. What is on the device can 
 without the host waiting for it."""
 
 _ADAM = ("exp_avg", "exp_avg_sq")
+_SECOND = ("", "exp_avg_sq")
 
 
 class _Launch(NamedTuple):
@@ -288,6 +297,66 @@ class TritonBackend(ReferenceBackend):
                 lamb.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table
             )
             mark_written(part.lists)
+
+    def clip_sums(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
+    ) -> Tensor:
+        device = lists.main[0].device if lists.main else torch.device("cpu")
+        sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
+        for part, numbers in self._parts(lists, _SECOND, scalars):
+            if numbers is not None:
+                found = self._clip_sums(part, numbers, multiplier)
+            elif (value := _on_host(multiplier)) is not None:
+                found = super().clip_sums(part.lists, scalars, value)
+            else:
+                continue
+            sums.index_copy_(0, self._index(part.indices, device), found)
+        return sums
+
+    def _clip_sums(self, part: Part, numbers: Tensor, multiplier: Multiplier) -> Tensor:
+        device, count = part.lists.main[0].device, len(part.indices)
+        sums = torch.zeros(count, 3, dtype=torch.int64, device=device)
+        assert part.kind is not None
+        part = part._replace(kind=part.kind._replace(output=None))
+        columns, plans = self._tables.launch_of(part, _SECOND, CHUNK)
+        for plan, aligned in plans:
+            made = torch.empty(plan.programs, 3, dtype=torch.int64, device=device)
+            rule = stable_adamw.clip_sums
+            launch = _Launch(rule, Flags(), part, plan, aligned, columns)
+            self._launch(launch, numbers, multiplier, made=made)
+            if self.launcher.launches:
+                sums.index_add_(0, plan.owners, made)
+        return sums
+
+    def clipped_adamw(
+        self,
+        lists: TensorLists,
+        scalars: StableScalars,
+        sums: Tensor,
+        sizes: Sequence[int],
+        multiplier: Multiplier,
+    ) -> list[bool] | Tensor | None:
+        if not lists.main:
+            return []
+        device = lists.main[0].device
+        numbers = self.launcher.numbers(row_of(scalars, 0), device)
+        steps, clipped = sums[:, :2].float(), None
+        if self.launcher.launches:
+            counts = self._tables.values(array("q", sizes), device)
+            steps, clipped = clipped_steps(sums, counts, numbers)
+        moments, flags = kept_moments(lists, _ADAM), Flags(scalars.decay != 0.0)
+        for part, row in self._parts(lists, moments, scalars):
+            own = steps
+            if len(part.indices) != len(lists.main):
+                own = steps.index_select(0, self._index(part.indices, device))
+            if row is not None:
+                rule = stable_adamw.clipped_adamw
+                given = (row, multiplier, None, own)
+                self._launches(rule, part, moments, flags, *given)
+                mark_written(part.lists)
+            elif (value := _on_host(multiplier)) is not None:
+                super().adamw_apply(part.lists, scalars, own.tolist(), value)
+        return clipped
 
     def muon_momentum(
         self, lists: TensorLists, scalars: MuonScalars, multiplier: float

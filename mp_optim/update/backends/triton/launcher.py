@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mp_optim.update.backends.launch_kinds import Kind
 from mp_optim.update.backends.triton.tables import Tables
-from mp_optim.update.kernel_args import LambScalars
+from mp_optim.update.kernel_args import LambScalars, StableScalars
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Of every launch."""
@@ -36,9 +36,10 @@ TYPES = {
     None: None,
 }
 WIDTH = 16
-"""Int32 values of a row: the seed, FP32 scalars as their bits, from :data:`RATE` on LAMB's lr in
-FP64, and what new main params weigh in their averages."""
-RATE = 10
+"""Int32 values of a row: the seed, FP32 scalars as their bits, from :data:`RATE` on LAMB's lr, or
+StableAdamW's rate, in FP64, what new main params weigh in their averages, and from
+:data:`DECAY_RATE` on StableAdamW's in FP64."""
+RATE, DECAY_RATE = 10, 14
 
 
 def shape_of(rule: str, kind: Kind) -> dict[str, Any]:
@@ -58,18 +59,20 @@ def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
     """A call's row: seed, then the fields of the scalars that are FP32 numbers, in their order."""
     values = [getattr(scalars, name) for name in scalars.__slots__]
     rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
+    decay_rate = 0.0
+    if isinstance(scalars, StableScalars):
+        rate, decay_rate = scalars.rate, scalars.decay_rate
     numbers = [value for value in values if not isinstance(value, bool)][: RATE - 1]
     packed = struct.pack(
-        f"i{RATE - 1}fdf",
+        f"i{RATE - 1}fdfd",
         seed,
         *numbers,
         *[0.0] * (RATE - 1 - len(numbers)),
         rate,
         average_weight,
+        decay_rate,
     )
-    row = array("i", packed)
-    row.extend([0] * (WIDTH - len(row)))
-    return row
+    return array("i", packed)
 
 
 class Launcher:

@@ -25,8 +25,13 @@ def adam(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _adam_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
+    adam_step(tile, chunk, chunk.scalars[5], chunk.scalars[7], chunk.scalars[8], FLAGS)
+
+
+@triton.jit
+def adam_step(tile, chunk, step_size, decay, l2, FLAGS: tl.constexpr):
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps = chunk.scalars[:5]
-    step_size, inv_sqrt_bias2, decay, l2 = chunk.scalars[5:]
+    inv_sqrt_bias2 = chunk.scalars[6]
     p = read_main(chunk.main, chunk.rest, tile)
     g = gradient(chunk, p, tile, l2, FLAGS.has_l2)
     m = g

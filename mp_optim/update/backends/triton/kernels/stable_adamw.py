@@ -1,0 +1,72 @@
+"""StableAdamW in two kernels: how far gradients are beyond their second moments, then AdamW with a
+step size and a decay for each tensor."""
+
+import triton
+import triton.language as tl
+
+from mp_optim.update.backends.triton.kernels.formats import BLOCK, Tile, read_moment
+from mp_optim.update.backends.triton.kernels.rules import adam_step
+from mp_optim.update.backends.triton.kernels.tiles import (
+    each_tile,
+    gradient,
+    located_in_tile,
+)
+
+DIGIT = tl.constexpr(2.0**31)
+
+
+@triton.jit
+def clip_sums(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Each program stores the digits of its chunk's sum in ``made``, and how many values are
+    NaN."""
+    high, low, nans = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
+    for at in range(0, whole, ROWS * BLOCK):
+        high, low, nans = _added(high, low, nans, at, chunk, ROWS, False)
+    if whole < chunk.count:
+        high, low, nans = _added(high, low, nans, whole, chunk, ROWS, True)
+    to = chunk.made + 3 * tl.program_id(0).to(tl.int64)
+    tl.store(to, high)
+    tl.store(to + 1, low)
+    tl.store(to + 2, nans)
+
+
+@triton.jit
+def _added(high, low, nans, at, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """The sums so far, and those of a tile that begins at ``at``."""
+    beta2, one_minus_beta2, eps = chunk.scalars[2:5]
+    inv_sqrt_bias2, limit = chunk.scalars[6], chunk.scalars[8]
+    blocks, offsets = located_in_tile(at, ROWS, BLOCK)
+    tile = Tile(blocks, offsets, chunk.count, None, MASKED)
+    g = gradient(chunk, None, tile, 0.0, False)
+    v = read_moment(chunk.second, tile, True)
+    v = v * beta2 + (g * one_minus_beta2) * g
+    d = tl.sqrt_rn(v) * inv_sqrt_bias2
+    size = tl.div_rn(tl.abs(g), tl.where(d < eps, eps, d))
+    size = tl.where(size > limit, limit, size)
+    if MASKED:
+        size = tl.where(offsets < chunk.count, size, 0.0)
+    is_nan = size != size
+    y = tl.where(is_nan, 0.0, size).to(tl.float64) * (0.5 / limit.to(tl.float64))
+    y = y * y * DIGIT
+    digit = y.to(tl.int64)
+    rest = ((y - digit.to(tl.float64)) * DIGIT).to(tl.int64)
+    return high + _total(digit), low + _total(rest), nans + _total(is_nan.to(tl.int64))
+
+
+@triton.jit
+def _total(x):
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def clipped_adamw(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Take the step, with the sizes and decays that are ``made``."""
+    step_size = tl.load(chunk.made + 2 * chunk.tensor)
+    decay = tl.load(chunk.made + 2 * chunk.tensor + 1)
+    each_tile(_step_tile, chunk, (step_size, decay), FLAGS, ROWS)
+
+
+@triton.jit
+def _step_tile(tile, chunk, own, FLAGS: tl.constexpr):
+    adam_step(tile, chunk, own[0], own[1], 0.0, FLAGS)

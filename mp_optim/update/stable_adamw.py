@@ -1,0 +1,103 @@
+"""StableAdamW: AdamW with update clipping (Wortsman et al. 2023, Algorithm 2). Formulas:
+docs/numerics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any
+
+from torch import Tensor
+
+from mp_optim.config.setting_checks import check_stable_adamw_settings
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.update.adam import adam_moments, adam_unread_moments
+from mp_optim.update.backends import Backend
+from mp_optim.update.kernel_args import StableScalars, TensorLists
+from mp_optim.update.rule import RuleOptimizer
+from mp_optim.update.shard_sums import reduce_rows
+from mp_optim.update.state_format import StatePrecision
+
+
+class StableAdamW(RuleOptimizer):
+    """AdamW over FP32 tensors, wherever they lie and however they are split. A parameter whose
+    gradients are larger than its second moment knows, as a root mean square over all of it, steps
+    by so much less.
+
+    Args:
+        eps: added to the denominator of the step, and the floor of that of the clipping.
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
+            ``exp_avg_dtype``.
+    """
+
+    rule = "stable_adamw"
+    decides_moments = "betas"
+    needs_numbers = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        self._clipped: dict[Slot, tuple[Sequence[bool] | Tensor, int]] = {}
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+            },
+            backend,
+            StatePrecision(**precision),
+        )
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return adam_moments(group)
+
+    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return adam_unread_moments(group)
+
+    def is_collective(self, update: SlotUpdate) -> bool:
+        return bool(update.shard_groups)
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_stable_adamw_settings(group)
+
+    def metrics(self) -> dict[str, float]:
+        """Of how many parameters the last step was clipped; waits for steps on a device."""
+        flags = {
+            id(found): found.tolist() if isinstance(found, Tensor) else found
+            for found, _ in self._clipped.values()
+        }
+        clipped = sum(flags[id(found)][at] for found, at in self._clipped.values())
+        return {"update_clipped_params": clipped}
+
+    def apply(
+        self,
+        backend: Backend,
+        lists: TensorLists,
+        group: dict[str, Any],
+        step: int,
+        multiplier: float | Tensor,
+        updates: SlotUpdates,
+    ) -> None:
+        scalars = StableScalars.at(group, step)
+        sums = backend.clip_sums(lists, scalars, multiplier)
+        reduce_rows(sums, updates.shard_groups, "adding up StableAdamW's sums")
+        parts = [
+            self._groups[slot.group].parts[slot.position] for slot in updates.slots
+        ]
+        sizes = [part.shape.numel() for part in parts]
+        clipped = backend.clipped_adamw(lists, scalars, sums, sizes, multiplier)
+        if clipped is not None:
+            pairs = zip(repeat(clipped), range(len(parts)), strict=False)
+            self._clipped.update(zip(updates.slots, pairs, strict=True))
