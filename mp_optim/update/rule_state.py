@@ -179,12 +179,13 @@ class RuleState(SlotOptimizer):
         """State that a main param lacks."""
         state = self._groups[slot.group].slots[slot.position]
         forms = self._state_forms(slot, (main.shape, main.dtype))
-        if self._groups[slot.group].steps[slot.position] > 0:
+        missing = {key: form for key, form in forms.items() if key not in state}
+        if missing and self._groups[slot.group].steps[slot.position].item() > 0:
             # the moment of a stepped slot would have to hold gradients that are gone
             moments = self._names(slot.group, slot.position)
             late = {key for name in moments for key in (name, scale_key(name))}
-            forms = {key: form for key, form in forms.items() if key not in late}
-        return {key: form for key, form in forms.items() if key not in state}
+            missing = {key: form for key, form in missing.items() if key not in late}
+        return missing
 
     def deciding_setting(self, group: dict[str, Any]) -> str:
         """The setting that decides which moments are kept, for messages."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mp_optim.config.setting_checks import check_stable_adamw_settings
@@ -98,6 +99,21 @@ class StableAdamW(RuleOptimizer):
         ]
         sizes = [part.shape.numel() for part in parts]
         clipped = backend.clipped_adamw(lists, scalars, sums, sizes, multiplier)
+        if isinstance(clipped, Tensor):
+            clipped = self._placed(clipped, updates.slots[0], multiplier)
         if clipped is not None:
             pairs = zip(repeat(clipped), range(len(parts)), strict=False)
             self._clipped.update(zip(updates.slots, pairs, strict=True))
+
+    def _placed(
+        self, clipped: Tensor, first: Slot, multiplier: float | Tensor
+    ) -> Tensor:
+        """What the device says is clipped, in memory that stays, as a CUDA graph writes it again;
+        of a step that is skipped, what was there before."""
+        place, at = self._clipped.get(first, (None, 0))
+        fits = isinstance(place, Tensor) and place.shape == clipped.shape and at == 0
+        if not isinstance(place, Tensor) or not fits:
+            place = torch.zeros_like(clipped)
+        if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
+            clipped = torch.where(multiplier[1:] != 0.0, place, clipped)
+        return place.copy_(clipped)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from mp_optim.precision import cuda_graph, device_verdict
 from mp_optim.update import sums
-from mp_optim.update.backends.triton import backend
+from mp_optim.update.backends.triton import backend, steps
 
 _READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
 
@@ -87,6 +87,7 @@ class TapeGraph:
             )
             patch.setattr(device_verdict, "root", rooted)
             patch.setattr(backend, "root", rooted)
+            patch.setattr(steps, "root", rooted)
             with _Tape(self.played):
                 return work()
 

@@ -63,6 +63,25 @@ def adam(
     return p - u, m, v
 
 
+def stable_adamw(
+    p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float
+) -> tuple[Array, ...]:
+    """AdamW by what is left of the learning rate; ``fsum`` rounds a sum once."""
+    b1, b2 = h["betas"]
+    c2 = 1 - b2**t if h["bias_correction"] else 1.0
+    new = v * F(b2) + ((g * F(mult)) * F(1 - b2)) * (g * F(mult))
+    floor = np.maximum(np.sqrt(new) * F(1 / math.sqrt(c2)), F(h["eps"]))
+    quotients = (np.abs(g * F(mult)) / floor).astype(np.float64).reshape(-1)
+    total = math.fsum((quotients * quotients).tolist())
+    mean = total / max(1, p.size)
+    clip = math.sqrt(mean) if mean > 1 + 2**-20 else 1.0
+    c1 = 1 - b1**t if h["bias_correction"] else 1.0
+    u = np.sqrt(new) * F(1 / math.sqrt(c2)) + F(h["eps"])
+    m = m * F(b1) + (g * F(mult)) * F(1 - b1)
+    size, decay = F(h["lr"] / c1 / clip), F(h["lr"] * h["weight_decay"] / clip)
+    return (p - p * decay if decay else p) - (m / u) * size, m, new
+
+
 def lamb(
     p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float
 ) -> tuple[Array, ...]:

@@ -22,12 +22,13 @@ FORMS = {
 KEEPS = {
     "adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
     "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
+    "stable_adamw": ("exp_avg_dtype", "exp_avg_sq_dtype"),
     "sgd": ("exp_avg_dtype",),
     "lion": ("exp_avg_dtype",),
     "adafactor": (),
     "muon": ("exp_avg_dtype", "exp_avg_sq_dtype"),
 }
-WHOLE = ("lamb", "adafactor", "muon")
+WHOLE = ("lamb", "adafactor", "stable_adamw", "muon")
 HALVES = {
     torch.bfloat16: {"bf16": True},
     torch.float16: {"fp16": True, "loss_scale": 1.0},

@@ -103,7 +103,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
 
     from mp_optim.precision import device_verdict
     from mp_optim.update import sums
-    from mp_optim.update.backends.triton import backend
+    from mp_optim.update.backends.triton import backend, steps
 
     modes: list[Any] = []
 
@@ -139,7 +139,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         patch.setattr(device_verdict.DeviceVerdict, "__init__", created)
         patch.setattr(device_verdict.DeviceVerdict, "settle", settled)
         patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
-        for module in (device_verdict, backend, sums):
+        for module in (device_verdict, backend, steps, sums):
             patch.setattr(module, "root", unwatched(module.root))
         with _Functions(counters) as functions, _Kernels() as kernels:
             modes[:] = [functions, kernels]

@@ -227,6 +227,7 @@ def cases() -> list[Case]:
             for layout in (*whole, "optim-whole")
             for fraction in (0.0, 0.5)
         ]
+    found += [Case(3, "bf16-8bit", layout, 0.5, "stable_adamw") for layout in whole]
     found += [
         Case(3, compact, layout, 0.5)
         for layout in whole

@@ -96,7 +96,7 @@ def drawn(seed, folder):
     settings = {}
     if form in ("bf16", "fp32"):
         settings["optimizer"] = chance.choice(
-            ["adam", "sgd", "lion", "adafactor", "lamb"]
+            ["adam", "sgd", "lion", "adafactor", "lamb", "stable_adamw"]
         )
     if mode in ("streamed", "auto"):
         mode, settings["offload_place"] = "sync", mode

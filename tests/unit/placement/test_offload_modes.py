@@ -1,6 +1,7 @@
 """Sync, overlap and speculative give the same bits, whatever happens between backward and step."""
 
 import gc
+import itertools
 import math
 import threading
 
@@ -131,8 +132,14 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion", "adafactor"])
-@pytest.mark.parametrize("precision", FORMS)
+@pytest.mark.parametrize(
+    ("precision", "rule"),
+    [
+        *itertools.product(FORMS, ("adam", "lamb", "sgd", "lion", "adafactor")),
+        ("fp16", "stable_adamw"),
+        ("bf16-stochastic", "stable_adamw"),
+    ],
+)
 def test_every_rule_and_form_of_state(precision, rule):
     """Half of the steps clip, so that buckets are swapped, stepped again and in place in turn."""
     settings = {

@@ -136,6 +136,7 @@ def story(
     [
         ("fp16", {"hysteresis": 1, "loss_scale_window": 4}, LONG),
         ("fp32", {"optimizer": "lamb"}, SHORT),
+        ("bf16", {"optimizer": "stable_adamw"}, SHORT),
         ("bf16-stochastic", {}, SHORT),
         ("bf16", {"optimizer": "sgd", "log_num_zeros_in_grad": True}, SHORT),
         ("bf16", {"optimizer": "lion", "clip_grad": 0.0}, SHORT),

@@ -203,7 +203,13 @@ WATCHED: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("precision", "rule"),
-    [("fp16", "adam"), ("bf16", "lamb"), ("bf16-remainder", "sgd"), ("bf16", "lion")],
+    [
+        ("fp16", "adam"),
+        ("bf16", "lamb"),
+        ("bf16", "stable_adamw"),
+        ("bf16-remainder", "sgd"),
+        ("bf16", "lion"),
+    ],
 )
 def test_a_step_reads_nothing(precision, rule, monkeypatch):
     model, optimizer = small(precision, optimizer=rule, **WATCHED)
@@ -283,6 +289,7 @@ def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
         ("bf16", {}),
         ("fp16", {"hysteresis": 1, "loss_scale_window": 2}),
         ("fp32", {"optimizer": "lamb"}),
+        ("fp32", {"optimizer": "stable_adamw"}),
         ("bf16", {"optimizer": "sgd", "clip_grad": 0.0}),
         ("bf16-stochastic", {}),
     ],

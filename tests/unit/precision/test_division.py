@@ -72,7 +72,7 @@ def state_after(precision: str, rule: str, mode: Any) -> list[Tensor]:
     return [*(param.detach() for param in model.parameters()), *states]
 
 
-RULES = ("adam", "lamb", "lion", "sgd", "adafactor", "muon")
+RULES = ("adam", "lamb", "lion", "sgd", "adafactor", "stable_adamw", "muon")
 CASES = [
     *((precision, rule) for precision in ("fp32", "fp16", "bf16") for rule in RULES),
     *(

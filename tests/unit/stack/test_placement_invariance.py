@@ -30,7 +30,9 @@ def assert_same(result, expected):
         assert same_bits(result[1][name], value), name
 
 
-@pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion", "adafactor"])
+@pytest.mark.parametrize(
+    "rule", ["adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw"]
+)
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_every_fraction_gives_the_same_bits(precision, experts, rule):

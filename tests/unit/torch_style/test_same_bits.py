@@ -30,6 +30,11 @@ RULES = {
     mp_optim.LAMB: {"optimizer": "lamb", "adam_eps": 1e-6},
     mp_optim.Lion: {"optimizer": "lion", "lion_beta1": 0.9, "lion_beta2": 0.99},
     mp_optim.Adafactor: {"optimizer": "adafactor"},
+    mp_optim.StableAdamW: {
+        "optimizer": "stable_adamw",
+        "adam_beta2": 0.99,
+        "adam_eps": 1e-6,
+    },
 }
 
 

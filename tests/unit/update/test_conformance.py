@@ -64,7 +64,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"weight_decay": 0.0, "use_nvlamb": True},
         {"grad_averaging": False, "bias_correction": False},
     ],
-    "stable_adamw": [{}, {"weight_decay": 0.0, "bias_correction": False}],
+    "stable_adamw": [{}],
     "sgd": [
         {},
         {"momentum": 0.0},

@@ -22,6 +22,7 @@ from mp_optim.update import (
     sums,
 )
 from mp_optim.update import chunking as batching
+from mp_optim.update.stable_adamw import StableAdamW
 from mp_optim.update.sums import sum_of_squares
 from support import numpy_rules as oracle
 
@@ -73,13 +74,20 @@ LAMB: list[dict[str, Any]] = [
 ]
 
 
+RULES = {
+    FusedAdam: (oracle.adam, ADAM),
+    FusedLAMB: (oracle.lamb, LAMB),
+    StableAdamW: (oracle.stable_adamw, [{"weight_decay": 0.1, "betas": (0.9, 0.99)}]),
+}
+
+
 @pytest.mark.parametrize(
-    ("cls", "extra"), [(FusedAdam, e) for e in ADAM] + [(FusedLAMB, e) for e in LAMB]
+    ("cls", "extra"), [(cls, extra) for cls in RULES for extra in RULES[cls][1]]
 )
-def test_adam_and_lamb_equal_numpy(cls: Any, extra: dict[str, Any]) -> None:
+def test_rules_with_two_moments_equal_numpy(cls: Any, extra: dict[str, Any]) -> None:
     mains = tensors(0)
     optimizer = cls(mains, lr=3e-3, **extra)
-    rule = oracle.adam if cls is FusedAdam else oracle.lamb
+    rule, _ = RULES[cls]
     expected = [
         (p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32))
         for p in mains

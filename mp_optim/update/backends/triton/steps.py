@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.backends.triton.launcher import DECAY_RATE, RATE
+from mp_optim.update.stable_steps import NOT_CLIPPED
 from mp_optim.update.sums import root
 
 _LIMIT = 9
@@ -30,5 +31,5 @@ def clipped_steps(
     high, low, nans = sums.unbind(1)
     value = (high.double() * 2.0**31 + low.double()) * limit * limit * 2.0**-60
     mean = torch.where(nans == 0, value, math.nan) / counts.clamp(min=1).double()
-    clip = torch.where(mean <= 1.0, 1.0, root(mean))
+    clip = torch.where(mean <= NOT_CLIPPED, 1.0, root(mean))
     return torch.stack([rate / clip, decay_rate / clip], 1).float(), clip != 1.0

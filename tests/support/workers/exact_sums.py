@@ -1,5 +1,5 @@
-"""Four gloo processes: Adafactor over parameters that are split in every way; each layout begins
-with the checkpoint of one process, and leaves one."""
+"""Four gloo processes: Adafactor and StableAdamW over parameters that are split in every way; each
+layout begins with the checkpoint of one process, and leaves one."""
 
 import os
 import sys
@@ -39,8 +39,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "use_precision_aware_optimizer": True,
     },
 }
-KINDS = [("fp32", 0.0), ("fp32", 0.5), ("bf16", 1.0), ("remainders", 0.5)]
-"""Precision, and the share that is stepped on the host."""
+KINDS = [
+    ("adafactor", "fp32", 0.0),
+    ("adafactor", "fp32", 0.5),
+    ("adafactor", "bf16", 1.0),
+    ("adafactor", "remainders", 0.5),
+    ("stable_adamw", "remainders", 0.5),
+]
+"""Rule, precision, and the share that is stepped on the host."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adafactor": {"lr": 0.05},
+    "stable_adamw": {"lr": 0.05, "adam_beta2": 0.99},
+}
 ZERO: dict[str, dict[str, Any]] = {
     "optim": {"use_distributed_optimizer": True},
     "optim_grads": {
@@ -69,7 +79,7 @@ def values(step: int, precision: str) -> dict[str, Tensor]:
 
 
 def built(
-    model: nn.Module, precision: str, fraction: float, **settings: Any
+    model: nn.Module, rule: str, precision: str, fraction: float, **settings: Any
 ) -> MegatronOptimizer:
     if fraction:
         settings |= {
@@ -77,10 +87,10 @@ def built(
             "optimizer_offload_fraction": fraction,
         }
     config = OptimizerConfig(
-        optimizer="adafactor",
-        lr=0.05,
+        optimizer=rule,
         weight_decay=0.1,
         clip_grad=0.0,
+        **SETTINGS[rule],
         **PRECISIONS[precision],
         **settings,
     )
@@ -130,19 +140,25 @@ def outcome(model: nn.ParameterDict) -> dict[str, Tensor]:
 
 
 def single(
-    precision: str, folder: str = "", fraction: float = 0.0, load: str = ""
+    rule: str,
+    precision: str,
+    folder: str = "",
+    fraction: float = 0.0,
+    load: str = "",
 ) -> dict[str, Tensor]:
     """The same in one process."""
     model = model_of(precision, Tensor.clone)
-    optimizer = built(model, precision, fraction)
+    optimizer = built(model, rule, precision, fraction)
     if load:
         checkpoint.load(load, model, optimizer)
         train(model, optimizer, precision, AFTER, Tensor.clone)
         return outcome(model)
     train(model, optimizer, precision, BEFORE, Tensor.clone)
     if folder:
-        checkpoint.save(f"{folder}/{precision}", model, optimizer)
+        checkpoint.save(f"{folder}/{rule}-{precision}", model, optimizer)
     train(model, optimizer, precision, AFTER, Tensor.clone)
+    if rule == "stable_adamw":
+        assert 0 < optimizer.metrics()["update_clipped_params"] < len(SHAPES)
     return outcome(model)
 
 
@@ -177,7 +193,7 @@ LAYOUTS = [*MESHES, *ZERO]
 
 
 def run(
-    layout: str, precision: str, fraction: float, folder: str
+    layout: str, rule: str, precision: str, fraction: float, folder: str
 ) -> dict[str, dict[str, Tensor]]:
     """Parameters after five steps from the start; and after two from the checkpoint."""
     part: Callable[[Tensor], Tensor] | None = None
@@ -192,14 +208,16 @@ def run(
 
     settings = ZERO.get(layout, {})
     model = model_of(precision, part or Tensor.clone)
-    optimizer = built(model, precision, fraction, **settings)
+    optimizer = built(model, rule, precision, fraction, **settings)
     train(model, optimizer, precision, BEFORE, part)
-    checkpoint.save(f"{folder}/{layout}-{precision}-{fraction:g}", model, optimizer)
+    checkpoint.save(
+        f"{folder}/{layout}-{rule}-{precision}-{fraction:g}", model, optimizer
+    )
     train(model, optimizer, precision, AFTER, part)
     found = {"trained": outcome(model)}
     model = model_of(precision, part or Tensor.clone)
-    optimizer = built(model, precision, fraction, **settings)
-    checkpoint.load(f"{folder}/{precision}", model, optimizer)
+    optimizer = built(model, rule, precision, fraction, **settings)
+    checkpoint.load(f"{folder}/{rule}-{precision}", model, optimizer)
     train(model, optimizer, precision, AFTER, part)
     return {**found, "loaded": outcome(model)}
 
@@ -208,9 +226,9 @@ def main(folder: str) -> None:
     dist.init_process_group("gloo")
     found = {}
     for layout in LAYOUTS:
-        for precision, fraction in KINDS:
-            found[f"{layout}, {precision}, {fraction}"] = run(
-                layout, precision, fraction, folder
+        for rule, precision, fraction in KINDS:
+            found[f"{layout}, {rule}, {precision}, {fraction}"] = run(
+                layout, rule, precision, fraction, folder
             )
     torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")
     dist.barrier()
