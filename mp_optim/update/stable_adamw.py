@@ -92,13 +92,13 @@ class StableAdamW(RuleOptimizer):
         updates: SlotUpdates,
     ) -> None:
         scalars = StableScalars.at(group, step)
-        sums = backend.clip_sums(lists, scalars, multiplier)
+        sums = backend.stable_adamw_sums(lists, scalars, multiplier)
         reduce_rows(sums, updates.shard_groups, "adding up StableAdamW's sums")
         parts = [
             self._groups[slot.group].parts[slot.position] for slot in updates.slots
         ]
         sizes = [part.shape.numel() for part in parts]
-        clipped = backend.clipped_adamw(lists, scalars, sums, sizes, multiplier)
+        clipped = backend.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
         if isinstance(clipped, Tensor):
             clipped = self._placed(clipped, updates.slots[0], multiplier)
         if clipped is not None:

@@ -21,7 +21,7 @@ def steps_of(
     """The step of each parameter, and whether it is clipped; NaN if a gradient is.
 
     Args:
-        sums: of whole parameters, as ``Backend.clip_sums`` gives them.
+        sums: of whole parameters, as ``Backend.stable_adamw_sums`` gives them.
         sizes: elements of whole parameters.
     """
     means = [

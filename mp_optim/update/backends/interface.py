@@ -95,7 +95,7 @@ class Backend(Protocol):
         """The whole step, for tensors that are whole parameters."""
         ...
 
-    def clip_sums(
+    def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
     ) -> Tensor:
         """For each tensor the digits of the sum of (g / root of the new v)^2, and how many of these
@@ -103,7 +103,7 @@ class Backend(Protocol):
         nothing."""
         ...
 
-    def clipped_adamw(
+    def stable_adamw_finish(
         self,
         lists: TensorLists,
         scalars: StableScalars,

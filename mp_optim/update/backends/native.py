@@ -309,7 +309,7 @@ class NativeBackend(ReferenceBackend):
                 self._call(function, _table(part, kind, moments), values)
                 mark_written(part)
 
-    def clip_sums(
+    def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: float
     ) -> Tensor:
         values = _clipped(scalars, multiplier)
@@ -317,7 +317,7 @@ class NativeBackend(ReferenceBackend):
         moments = kept_moments(lists, _MOMENTS)
         for indices, kind, part in parts_of(lists, moments):
             if kind is None:
-                found = super().clip_sums(part.in_place(), scalars, multiplier)
+                found = super().stable_adamw_sums(part.in_place(), scalars, multiplier)
             else:
                 found = torch.empty(len(indices), 3, dtype=torch.int64, device="cpu")
                 to = (scalars.limit, found.data_ptr())
@@ -325,7 +325,7 @@ class NativeBackend(ReferenceBackend):
             sums[torch.tensor(list(indices), device="cpu")] = found
         return sums
 
-    def adamw_apply(
+    def stable_adamw_apply(
         self,
         lists: TensorLists,
         scalars: StableScalars,
@@ -336,7 +336,7 @@ class NativeBackend(ReferenceBackend):
         for indices, kind, part in parts_of(lists, moments):
             own = [steps[index] for index in indices]
             if kind is None:
-                super().adamw_apply(part.in_place(), scalars, own, multiplier)
+                super().stable_adamw_apply(part.in_place(), scalars, own, multiplier)
                 continue
             numbers = array("f", chain.from_iterable(own))
             to = numbers.buffer_info()[0]

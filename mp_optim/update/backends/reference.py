@@ -125,11 +125,11 @@ class ReferenceBackend:
         self, lists: TensorLists, scalars: StableScalars, multiplier: float
     ) -> None:
         """Both passes of StableAdamW, for tensors that are whole parameters."""
-        sums = self.clip_sums(lists, scalars, multiplier)
+        sums = self.stable_adamw_sums(lists, scalars, multiplier)
         sizes = [main.numel() for main in lists.main]
-        self.clipped_adamw(lists, scalars, sums, sizes, multiplier)
+        self.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
 
-    def clip_sums(
+    def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: float
     ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
@@ -146,7 +146,7 @@ class ReferenceBackend:
                 sums[owner] += bounded_digits(sizes, scalars.limit)
         return sums
 
-    def clipped_adamw(
+    def stable_adamw_finish(
         self,
         lists: TensorLists,
         scalars: StableScalars,
@@ -156,10 +156,10 @@ class ReferenceBackend:
     ) -> list[bool] | Tensor | None:
         """The second pass, from the sums of whole parameters."""
         steps, clipped = steps_of(scalars, sums.tolist(), sizes)
-        self.adamw_apply(lists, scalars, steps, multiplier)
+        self.stable_adamw_apply(lists, scalars, steps, multiplier)
         return clipped
 
-    def adamw_apply(
+    def stable_adamw_apply(
         self,
         lists: TensorLists,
         scalars: StableScalars,

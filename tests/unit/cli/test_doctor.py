@@ -69,6 +69,7 @@ def test_it_says_why_there_are_no_native_kernels() -> None:
         "lamb,",
         "sgd,",
         "lion,",
+        "stable_adamw,",
         "adafactor",
         "MP_OPTIM_NATIVE=off",
     ]

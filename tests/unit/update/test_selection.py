@@ -423,7 +423,7 @@ def test_who_claims_a_rule_has_kernels_for_it(backend: type, rule: str) -> None:
     """A rule that gets kernels is claimed by every backend that names none: it has to say so, or
     have them."""
     claimed = rule in CAPABILITIES.get(backend.name, Capability()).rules
-    methods = [name for name in dir(backend) if name.partition("_")[0] == rule]
+    methods = [name for name in dir(backend) if name.startswith(rule)]
     own = [
         name
         for name in methods

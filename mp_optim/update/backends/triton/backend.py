@@ -298,22 +298,24 @@ class TritonBackend(ReferenceBackend):
             )
             mark_written(part.lists)
 
-    def clip_sums(
+    def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
     ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
         for part, numbers in self._parts(lists, _SECOND, scalars):
             if numbers is not None:
-                found = self._clip_sums(part, numbers, multiplier)
+                found = self._stable_sums(part, numbers, multiplier)
             elif (value := _on_host(multiplier)) is not None:
-                found = super().clip_sums(part.lists, scalars, value)
+                found = super().stable_adamw_sums(part.lists, scalars, value)
             else:
                 continue
             sums.index_copy_(0, self._index(part.indices, device), found)
         return sums
 
-    def _clip_sums(self, part: Part, numbers: Tensor, multiplier: Multiplier) -> Tensor:
+    def _stable_sums(
+        self, part: Part, numbers: Tensor, multiplier: Multiplier
+    ) -> Tensor:
         device, count = part.lists.main[0].device, len(part.indices)
         sums = torch.zeros(count, 3, dtype=torch.int64, device=device)
         assert part.kind is not None
@@ -328,7 +330,7 @@ class TritonBackend(ReferenceBackend):
                 sums.index_add_(0, plan.owners, made)
         return sums
 
-    def clipped_adamw(
+    def stable_adamw_finish(
         self,
         lists: TensorLists,
         scalars: StableScalars,
@@ -355,7 +357,7 @@ class TritonBackend(ReferenceBackend):
                 self._launches(rule, part, moments, flags, *given)
                 mark_written(part.lists)
             elif (value := _on_host(multiplier)) is not None:
-                super().adamw_apply(part.lists, scalars, own.tolist(), value)
+                super().stable_adamw_apply(part.lists, scalars, own.tolist(), value)
         return clipped
 
     def muon_momentum(

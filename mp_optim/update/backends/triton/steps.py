@@ -21,7 +21,7 @@ def clipped_steps(
     """FP32 ``step_size`` and ``decay`` of each parameter, shape (n, 2), and which are clipped.
 
     Args:
-        sums: as :meth:`~mp_optim.update.backends.interface.Backend.clip_sums` gives them.
+        sums: as :meth:`~mp_optim.update.backends.interface.Backend.stable_adamw_sums` gives them.
         counts: elements of whole parameters.
         numbers: of the launch.
     """
