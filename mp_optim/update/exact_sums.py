@@ -20,6 +20,7 @@ from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.shard_sums import Groups, reduce_over
 
 _BITS = 31
+_LOW = (1 << _BITS) - 1
 _MOST = 1 << 21
 """Elements whose digits FP64 adds up without rounding: 2^21 times 2^31 is below 2^53."""
 
@@ -134,20 +135,22 @@ def _digits(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return high, squares.sub_(high).mul_(2.0**_BITS).floor_()
 
 
-def bounded_digits(values: Tensor, most: float) -> Tensor:
-    """The sum of the squares of values from 0 to ``most``, a power of two, in digits; and how many
-    are NaN, which count as 0 there. Int64, shape (3,); those of several parts may be added up."""
+def bounded_sum(values: Tensor, most: float) -> Tensor:
+    """The sum of FP32 values from 0 to ``most``, a power of two, each rounded to a multiple of
+    2^-52 of that, as two whole numbers, the first in units of 2^31; and how many are NaN, which
+    count as 0. Int64, shape (3,); those of several parts may be added up."""
     is_nan = values.isnan()
-    high, low = _digits(values.masked_fill(is_nan, 0.0), most)
-    return torch.stack([high.long().sum(), low.long().sum(), is_nan.sum()])
+    units = (
+        values.masked_fill(is_nan, 0.0).double().mul_(2.0**52 / most).round_().long()
+    )
+    low = units.bitwise_and(_LOW)
+    return torch.stack([(units >> _BITS).sum(), low.sum(), is_nan.sum()])
 
 
 def bounded_value(high: int, low: int, nans: int, most: float) -> float:
-    """The sum that :func:`bounded_digits` are of; NaN if a value is."""
-    value = (
-        (float(high) * 2.0**_BITS + float(low)) * most * most * 2.0 ** (2 - 2 * _BITS)
-    )
-    return math.nan if nans else value
+    """The sum that :func:`bounded_sum` gives, rounded once to FP64; NaN if a value is."""
+    units = float(high + (low >> _BITS)) * 2.0**_BITS + float(low & _LOW)
+    return math.nan if nans else units * (most * 2.0**-52)
 
 
 def total_digits(blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:

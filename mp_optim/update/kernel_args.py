@@ -14,6 +14,7 @@ from torch import Tensor
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER
 from mp_optim.update.codecs import Noise
 
+_LEAST_NORMAL = 2.0**-126
 MAIN = ""
 """Key of main params among a slot's tensors."""
 
@@ -160,8 +161,8 @@ class StableScalars(_Made):
     """Scalars of one step of StableAdamW: those of Adam with decoupled decay, and beside them
 
     Attributes:
-        limit: a power of two that no gradient over its second moment's root reaches, but by
-            rounding of denormal numbers.
+        floor: least second moment that a square is divided by.
+        limit: a power of two that no such quotient reaches, but by rounding of denormal numbers.
         rate, decay_rate: of a parameter that is not clipped, before they are rounded to
             ``step_size`` and ``decay``.
     """
@@ -171,10 +172,12 @@ class StableScalars(_Made):
     beta2: float
     one_minus_beta2: float
     eps: float
-    step_size: float
+    inv_bias2: float
     inv_sqrt_bias2: float
-    decay: float
+    floor: float
     limit: float
+    step_size: float
+    decay: float
     rate: float
     decay_rate: float
 
@@ -184,18 +187,21 @@ class StableScalars(_Made):
         (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
         bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
         rate, decay_rate = lr / bias1, lr * float(group["weight_decay"])
-        # v >= (1 - beta2) g^2, so g / sqrt(v / bias2) is at most this
-        most = math.sqrt(bias2 / (1 - beta2))
+        most = bias2 / (
+            1 - beta2
+        )  # v >= (1 - beta2) g^2, so g^2 / (v / bias2) is at most this
         return cls(
             fp32(beta1),
             fp32(1 - beta1),
             fp32(beta2),
             fp32(1 - beta2),
             fp32(group["eps"]),
-            fp32(rate),
+            fp32(1 / bias2),
             fp32(1 / math.sqrt(bias2)),
-            fp32(decay_rate),
+            fp32(max(float(group["eps"]) ** 2, _LEAST_NORMAL)),
             2.0 ** math.frexp(most)[1],
+            fp32(rate),
+            fp32(decay_rate),
             rate,
             decay_rate,
             given=StepInputs.at(group, step),

@@ -70,9 +70,9 @@ def stable_adamw(
     b1, b2 = h["betas"]
     c2 = 1 - b2**t if h["bias_correction"] else 1.0
     new = v * F(b2) + ((g * F(mult)) * F(1 - b2)) * (g * F(mult))
-    floor = np.maximum(np.sqrt(new) * F(1 / math.sqrt(c2)), F(h["eps"]))
-    quotients = (np.abs(g * F(mult)) / floor).astype(np.float64).reshape(-1)
-    total = math.fsum((quotients * quotients).tolist())
+    scaled = g * F(mult)
+    floor = np.maximum(new * F(1 / c2), F(h["eps"] ** 2))
+    total = math.fsum(((scaled * scaled) / floor).reshape(-1).tolist())
     mean = total / max(1, p.size)
     clip = math.sqrt(mean) if mean > 1 + 2**-20 else 1.0
     c1 = 1 - b1**t if h["bias_correction"] else 1.0

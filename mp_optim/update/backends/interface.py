@@ -98,9 +98,9 @@ class Backend(Protocol):
     def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
     ) -> Tensor:
-        """For each tensor the digits of the sum of (g / root of the new v)^2, and how many of these
-        are NaN (``exact_sums.bounded_digits``): int64, shape (n, 3), on the tensors' device. Writes
-        nothing."""
+        """For each tensor the sum of g^2 over the new second moment, as whole numbers, and how many
+        of these are NaN (``exact_sums.bounded_sum``): int64, shape (n, 3), on the tensors'
+        device. Writes nothing."""
         ...
 
     def stable_adamw_finish(

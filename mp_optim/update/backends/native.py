@@ -312,7 +312,7 @@ class NativeBackend(ReferenceBackend):
     def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: float
     ) -> Tensor:
-        values = _clipped(scalars, multiplier)
+        values = _chosen(lib.Clip, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device="cpu")
         moments = kept_moments(lists, _MOMENTS)
         for indices, kind, part in parts_of(lists, moments):
@@ -320,8 +320,8 @@ class NativeBackend(ReferenceBackend):
                 found = super().stable_adamw_sums(part.in_place(), scalars, multiplier)
             else:
                 found = torch.empty(len(indices), 3, dtype=torch.int64, device="cpu")
-                to = (scalars.limit, found.data_ptr())
-                self._call("mp_clip_sums", _table(part, kind, moments), values, *to)
+                to = found.data_ptr()
+                self._call("mp_clip_sums", _table(part, kind, moments), values, to)
             sums[torch.tensor(list(indices), device="cpu")] = found
         return sums
 
@@ -332,7 +332,8 @@ class NativeBackend(ReferenceBackend):
         steps: Sequence[Step],
         multiplier: float,
     ) -> None:
-        values, moments = _clipped(scalars, multiplier), kept_moments(lists, _MOMENTS)
+        values = _chosen(lib.Adam, scalars, multiplier)
+        moments = kept_moments(lists, _MOMENTS)
         for indices, kind, part in parts_of(lists, moments):
             own = [steps[index] for index in indices]
             if kind is None:
@@ -430,11 +431,13 @@ def _fields(scalars: Any, *without: str) -> dict[str, Any]:
     }
 
 
-def _clipped(scalars: StableScalars, multiplier: float) -> ctypes.Structure:
-    """StableAdamW's scalars as Adam's."""
-    fields = _fields(scalars, "limit", "rate", "decay_rate")
-    values: ctypes.Structure = lib.Adam(multiplier=multiplier, l2=0.0, **fields)
-    return values
+def _chosen(
+    structure: type[ctypes.Structure], scalars: StableScalars, multiplier: float
+) -> ctypes.Structure:
+    """Those of StableAdamW's scalars that a structure has fields for."""
+    known = {"multiplier": multiplier, "l2": 0.0, **_fields(scalars)}
+    names = [name for name, *_ in structure._fields_]
+    return structure(**{name: known[name] for name in names})
 
 
 def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:

@@ -97,6 +97,9 @@ Adam = scalars(
         "l2",
     ]
 )
+Clip = scalars(
+    ["multiplier", "beta2", "one_minus_beta2", "inv_bias2", "floor", "limit"]
+)
 Lamb = scalars(
     [
         "multiplier",
@@ -165,7 +168,7 @@ _M, _N, _F, _D = (
 )
 _SIGNATURES = {
     "mp_adam": [_T, ctypes.POINTER(Adam), _I],
-    "mp_clip_sums": [_T, ctypes.POINTER(Adam), _F, _P, _I],
+    "mp_clip_sums": [_T, ctypes.POINTER(Clip), _P, _I],
     "mp_clipped_adamw": [_T, ctypes.POINTER(Adam), _P, _I],
     "mp_sgd": [_T, ctypes.POINTER(Sgd), _I],
     "mp_lion": [_T, ctypes.POINTER(Lion), _I],

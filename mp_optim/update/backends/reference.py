@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.chunking import batches
-from mp_optim.update.exact_sums import bounded_digits
+from mp_optim.update.exact_sums import bounded_sum
 from mp_optim.update.kernel_args import (
     AdamScalars,
     LambScalars,
@@ -138,12 +138,11 @@ class ReferenceBackend:
             grads = _gradients(cut.lists, [], multiplier, 0.0)
             v = [value.clone() for value in read_moment(cut.lists, "exp_avg_sq")]
             _average_second(v, grads, scalars)
-            roots = [value.double().sqrt_().float() for value in v]
-            torch._foreach_mul_(roots, scalars.inv_sqrt_bias2)
-            for owner, grad, root in zip(cut.owners, grads, roots, strict=True):
-                sizes = grad.abs_().div_(root.clamp_(min=scalars.eps))
-                sizes.clamp_(max=scalars.limit)
-                sums[owner] += bounded_digits(sizes, scalars.limit)
+            torch._foreach_mul_(v, scalars.inv_bias2)
+            for owner, grad, mean in zip(cut.owners, grads, v, strict=True):
+                ratios = grad.mul_(grad).div_(mean.clamp_(min=scalars.floor))
+                ratios.clamp_(max=scalars.limit)
+                sums[owner] += bounded_sum(ratios, scalars.limit)
         return sums
 
     def stable_adamw_finish(

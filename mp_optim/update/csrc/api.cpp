@@ -303,13 +303,13 @@ int32_t mp_adam(const MpTensors* t, const MpAdam* s, int32_t threads) {
     return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().adam(run, *s); }); });
 }
 
-int32_t mp_clip_sums(const MpTensors* t, const MpAdam* s, float limit, int64_t* sums, int32_t threads) {
-    if (!t || !s || !sums || !(limit > 0.0f) || !valid(*t, false, false, true, threads)) return MP_BAD_ARGUMENT;
+int32_t mp_clip_sums(const MpTensors* t, const MpClip* s, int64_t* sums, int32_t threads) {
+    if (!t || !s || !sums || !(s->limit > 0.0f) || !valid(*t, false, false, true, threads)) return MP_BAD_ARGUMENT;
     return guarded([&] {
         std::fill_n(sums, 3 * t->count, 0);
         split(Units(*t, kBlock), threads, [&](int64_t i, int64_t, int64_t start, int64_t count) {
             int64_t found[3] = {};
-            level().clip_sums(run_at(*t, i, start, count, false, is_apart(*t)), *s, limit, found);
+            level().clip_sums(run_at(*t, i, start, count, false, is_apart(*t)), *s, found);
             for (int k = 0; k < 3; ++k) __atomic_fetch_add(sums + 3 * i + k, found[k], __ATOMIC_RELAXED);
         });
     });

@@ -57,6 +57,11 @@ struct MpAdam {
     float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2, decay, l2;
 };
 
+// Quotients are at most `limit`, a power of two.
+struct MpClip {
+    float multiplier, beta2, one_minus_beta2, inv_bias2, floor, limit;
+};
+
 struct MpLamb {
     float multiplier, beta1, grad_weight, beta2, one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2;
 };
@@ -98,9 +103,9 @@ struct MpAccess {
 MP_EXPORT int32_t mp_adam(const MpTensors* tensors, const MpAdam* scalars, int32_t threads);
 MP_EXPORT int32_t mp_sgd(const MpTensors* tensors, const MpSgd* scalars, int32_t threads);
 MP_EXPORT int32_t mp_lion(const MpTensors* tensors, const MpLion* scalars, int32_t threads);
-// StableAdamW. sums: (count, 3), digits of the sum of (g / root of the new second moment)^2, each root's quotient at most
-// `limit`, a power of two; and how many are NaN. Reads gradients and second moments, writes no tensor.
-MP_EXPORT int32_t mp_clip_sums(const MpTensors* tensors, const MpAdam* scalars, float limit, int64_t* sums, int32_t threads);
+// StableAdamW. sums: (count, 3), the sum of g^2 over the new second moment in units of 2^-52 `limit`, as two whole numbers, the
+// first worth 2^31; and how many quotients are NaN. Reads gradients and second moments, writes no tensor.
+MP_EXPORT int32_t mp_clip_sums(const MpTensors* tensors, const MpClip* scalars, int64_t* sums, int32_t threads);
 // mp_adam with a step_size and a decay for each tensor, (count, 2), in place of those of the scalars.
 MP_EXPORT int32_t mp_clipped_adamw(const MpTensors* tensors, const MpAdam* scalars, const float* steps, int32_t threads);
 // sums: (count, 2) FP64, of the param before the step and of the direction.

@@ -27,11 +27,27 @@ static void adam(const Run& run, const MpAdam& s) {
         run_rule(run, rule);
 }
 
-// Digits of the squares of what ClipRule makes, and how many of these are NaN, are added to sums[3].
-static void clip_sums(const Run& given, const MpAdam& s, float limit, int64_t* sums) {
-    alignas(64) float sizes[kBlock];
-    const ClipRule rule(s, limit, sizes);
-    const double scale = 0.5 / limit;
+// Takes NaNs out of at most kBlock ratios that are not negative, and says how many there were.
+static int64_t without_nans(float* x, int64_t n) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; ++i)
+        if (x[i] != x[i]) x[i] = 0.0f, ++found;
+    return found;
+}
+
+// The sum of at most kBlock values from 0 to 1, in units of 2^-52: adding 2^52 leaves whole ones in the lower bits.
+static int64_t sum_of_units(const float* x, int64_t n, double scale) {
+    constexpr double kMagic = 0x1p52;
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += as<uint64_t>(double(x[i]) * scale + kMagic);
+    return int64_t(sum - uint64_t(n) * as<uint64_t>(kMagic));
+}
+
+// The sum of what ClipRule makes, as two whole numbers, and how many of these are NaN, are added to sums[3].
+static void clip_sums(const Run& given, const MpClip& s, int64_t* sums) {
+    alignas(64) float ratios[kBlock];
+    const ClipRule rule(s, ratios);
+    const double scale = 0x1p52 / s.limit;
     Run run = given;
     run.main = run.old_main = run.remainder = run.old_remainder = run.moment1 = run.old_moment1 = Stream{nullptr, MP_NONE};
     run.output = run.average = run.old_average = Stream{nullptr, MP_NONE};
@@ -40,14 +56,9 @@ static void clip_sums(const Run& given, const MpAdam& s, float limit, int64_t* s
         const int64_t count = run.numel - start < kBlock ? run.numel - start : kBlock;
         const Run block = part_of(run, start, count);
         if (!run_special<MP_NONE, MP_NONE, MP_F32>(block, rule)) run_rule(block, rule);
-        int64_t nans = 0;
-        for (int64_t i = 0; i < count; ++i) {
-            const bool is_nan = sizes[i] != sizes[i];
-            sizes[i] = is_nan ? 0.0f : sizes[i];
-            nans += is_nan;
-        }
-        total_digits(sizes, count, scale, sums);
-        sums[2] += nans;
+        if (largest_bits(ratios, count) > 0x7f800000) sums[2] += without_nans(ratios, count);
+        const int64_t units = sum_of_units(ratios, count, scale);
+        sums[0] += units >> 31, sums[1] += units & 0x7fffffff;
     }
 }
 

@@ -62,7 +62,7 @@ struct Level {
     void (*turn_row)(float* x, const float* columns, int64_t n, float weight, float floor);
     void (*turn_by_variance)(float* x, float* variance, int64_t n, const MpAdafactor&);
     void (*descend)(float* main, const float* direction, int64_t n, float decay, float size);
-    void (*clip_sums)(const Run&, const MpAdam&, float limit, int64_t* sums);  // StableAdamW's: three are added to
+    void (*clip_sums)(const Run&, const MpClip&, int64_t* sums);  // StableAdamW's: three are added to
 };
 
 // Best first; null at the end.

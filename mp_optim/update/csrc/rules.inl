@@ -57,23 +57,23 @@ struct AdamRule : Touches<true, true, has_first, true, true> {
     }
 };
 
-// |g| over the root of the new second moment, at most `limit`, in place of main params; nothing is kept.
+// g^2 over the new second moment, at most `limit`, in place of main params; nothing is kept.
 struct ClipRule : Touches<true, false, false, true, false, false> {
-    MpAdam s;
-    float limit, *sizes;
+    MpClip s;
+    float* ratios;
 
-    ClipRule(const MpAdam& scalars, float most, float* to) : s(scalars), limit(most), sizes(to) {}
+    ClipRule(const MpClip& scalars, float* to) : s(scalars), ratios(to) {}
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16&, f32x16& v, f32x16&) const {
         g = g * s.multiplier;
         v = v * s.beta2 + (g * s.one_minus_beta2) * g;
-        f32x16 d = square_root(v) * s.inv_sqrt_bias2;
-        d = as<f32x16>(choose(as<u32x16>(d < s.eps), splat<u32x16>(as<uint32_t>(s.eps)), as<u32x16>(d)));
-        p = as<f32x16>(as<u32x16>(g) & 0x7fffffff) / d;
-        p = as<f32x16>(choose(as<u32x16>(p > limit), splat<u32x16>(as<uint32_t>(limit)), as<u32x16>(p)));
+        f32x16 mean = v * s.inv_bias2;
+        mean = as<f32x16>(choose(as<u32x16>(mean < s.floor), splat<u32x16>(as<uint32_t>(s.floor)), as<u32x16>(mean)));
+        p = (g * g) / mean;
+        p = as<f32x16>(choose(as<u32x16>(p > s.limit), splat<u32x16>(as<uint32_t>(s.limit)), as<u32x16>(p)));
     }
 
-    MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(sizes + i, p); }
+    MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(ratios + i, p); }
 };
 
 template <bool has_buffer>

@@ -29,7 +29,8 @@ def clipped_steps(
     decay_rate = numbers[DECAY_RATE : DECAY_RATE + 2].view(torch.float64)
     limit = numbers[_LIMIT : _LIMIT + 1].view(torch.float32).double()
     high, low, nans = sums.unbind(1)
-    value = (high.double() * 2.0**31 + low.double()) * limit * limit * 2.0**-60
+    high, low = high + (low >> 31), low & 0x7FFFFFFF
+    value = (high.double() * 2.0**31 + low.double()) * (limit * 2.0**-52)
     mean = torch.where(nans == 0, value, math.nan) / counts.clamp(min=1).double()
     clip = torch.where(mean <= NOT_CLIPPED, 1.0, root(mean))
     return torch.stack([rate / clip, decay_rate / clip], 1).float(), clip != 1.0

@@ -1,4 +1,4 @@
-"""StableAdamW in two kernels: how far gradients are beyond their second moments, then AdamW with a
+"""StableAdamW in two kernels: squared gradients over second moments, then AdamW with a
 step size and a decay for each tensor."""
 
 import triton
@@ -12,13 +12,13 @@ from mp_optim.update.backends.triton.kernels.tiles import (
     located_in_tile,
 )
 
-DIGIT = tl.constexpr(2.0**31)
+MAGIC = tl.constexpr(2.0**52)  # adding and subtracting it rounds FP64 to whole numbers
 
 
 @triton.jit
 def clip_sums(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Each program stores the digits of its chunk's sum in ``made``, and how many values are
-    NaN."""
+    """Each program stores the sum of its chunk in ``made``, as two whole numbers, and how many
+    values are NaN."""
     high, low, nans = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
@@ -34,24 +34,27 @@ def clip_sums(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexp
 @triton.jit
 def _added(high, low, nans, at, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """The sums so far, and those of a tile that begins at ``at``."""
-    beta2, one_minus_beta2, eps = chunk.scalars[2:5]
-    inv_sqrt_bias2, limit = chunk.scalars[6], chunk.scalars[8]
+    beta2, one_minus_beta2 = chunk.scalars[2:4]
+    inv_bias2, floor, limit = chunk.scalars[5], chunk.scalars[7], chunk.scalars[8]
     blocks, offsets = located_in_tile(at, ROWS, BLOCK)
     tile = Tile(blocks, offsets, chunk.count, None, MASKED)
     g = gradient(chunk, None, tile, 0.0, False)
     v = read_moment(chunk.second, tile, True)
     v = v * beta2 + (g * one_minus_beta2) * g
-    d = tl.sqrt_rn(v) * inv_sqrt_bias2
-    size = tl.div_rn(tl.abs(g), tl.where(d < eps, eps, d))
-    size = tl.where(size > limit, limit, size)
+    mean = v * inv_bias2
+    ratio = tl.div_rn(g * g, tl.where(mean < floor, floor, mean))
+    ratio = tl.where(ratio > limit, limit, ratio)
+    is_nan = ratio != ratio
     if MASKED:
-        size = tl.where(offsets < chunk.count, size, 0.0)
-    is_nan = size != size
-    y = tl.where(is_nan, 0.0, size).to(tl.float64) * (0.5 / limit.to(tl.float64))
-    y = y * y * DIGIT
-    digit = y.to(tl.int64)
-    rest = ((y - digit.to(tl.float64)) * DIGIT).to(tl.int64)
-    return high + _total(digit), low + _total(rest), nans + _total(is_nan.to(tl.int64))
+        is_nan = is_nan & (offsets < chunk.count)
+        ratio = tl.where(offsets < chunk.count, ratio, 0.0)
+    y = tl.where(is_nan, 0.0, ratio).to(tl.float64) * (MAGIC / limit.to(tl.float64))
+    units = ((y + MAGIC) - MAGIC).to(tl.int64)
+    return (
+        high + _total(units >> 31),
+        low + _total(units & 0x7FFFFFFF),
+        nans + _total(is_nan.to(tl.int64)),
+    )
 
 
 @triton.jit
