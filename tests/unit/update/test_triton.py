@@ -969,7 +969,7 @@ def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(
         assert counts == variant["wide"], label
 
 
-ROOTED = ("adam", "lamb_moments", "lamb_apply", "clip_sums", "clipped_adamw")
+ROOTED = ("adam", "lamb_moments", "lamb_apply", "clipped_adamw")
 """Kernels that divide by a root."""
 REGISTERS = 65536
 """Of a multiprocessor of sm_90; a warp is given them in steps of 8 a thread."""

@@ -115,6 +115,11 @@ uint64_t run_all(const std::vector<int64_t>& sizes, const Kind& kind, int thread
     hash = hash_of(squares.data(), squares.size() * sizeof(double), hash);
     hash = hash_of(zeros.data(), zeros.size() * sizeof(int64_t), hash);
     for (const Buffer& buffer : call.buffers) hash = hash_of(buffer.data, buffer.bytes, hash);
+    MpClip clip{0.5f, 0.99f, 0.01f, 1.0f, 1e-16f, 128.0f};
+    std::vector<int64_t> found(3 * sizes.size());
+    std::vector<float> steps(2 * sizes.size(), 1e-3f);
+    check(mp_clip_sums(t, &clip, found.data(), threads), MP_OK, "clip sums");
+    check(mp_clipped_adamw(t, &adam, steps.data(), threads), MP_OK, "clipped adamw");
     return hash;
 }
 
