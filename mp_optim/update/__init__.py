@@ -1,5 +1,5 @@
-"""Which rule: Adam, LAMB, SGD, Lion, Adafactor, Muon over slots, and the backends that carry them
-out."""
+"""Which rule: Adam, StableAdamW, LAMB, SGD, Lion, Adafactor, Muon over slots, and the backends that
+carry them out."""
 
 from mp_optim.update.adam import FusedAdam
 from mp_optim.update.backends import Backend, check_serves, choose_backend, proof_of
