@@ -73,6 +73,10 @@ class GroupState:
         self._whole.clear()
         self.steady_mains = None
 
+    def was_stepped(self, position: int) -> bool:
+        """Whether a slot was ever stepped."""
+        return bool(self.steps.numpy()[position] > 0)
+
     def count(self, positions: Sequence[int], by: int = 1) -> None:
         """Add a step to the given slots; -1 takes it back."""
         if len(positions) == len(self.slots):

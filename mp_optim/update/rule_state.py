@@ -180,7 +180,7 @@ class RuleState(SlotOptimizer):
         state = self._groups[slot.group].slots[slot.position]
         forms = self._state_forms(slot, (main.shape, main.dtype))
         missing = {key: form for key, form in forms.items() if key not in state}
-        if missing and self._groups[slot.group].steps[slot.position].item() > 0:
+        if missing and self._groups[slot.group].was_stepped(slot.position):
             # the moment of a stepped slot would have to hold gradients that are gone
             moments = self._names(slot.group, slot.position)
             late = {key for name in moments for key in (name, scale_key(name))}
