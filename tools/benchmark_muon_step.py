@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import tyro
@@ -20,9 +22,11 @@ from torch import nn
 from benchmarks import allocator
 from benchmarks.timing import Timing, alternate, ratio
 from mp_optim.update import Muon
+from mp_optim.update.backends.native_library import NativeLibrary
 
-PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"}
-"""Operations of torch that multiply matrices."""
+KERNEL = "mp_product"
+PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", KERNEL}
+"""Operations of torch that multiply matrices, and the kernel that does."""
 
 
 @dataclass
@@ -92,7 +96,7 @@ def contenders() -> dict[str, Callable[[list[nn.Parameter]], Callable[[], object
     """All take five steps of the same polynomial in bfloat16."""
     found = {
         "mp_optim": of_mp_optim("native"),
-        "mp_optim, no kernels": of_mp_optim("reference"),
+        "mp_optim, passes in torch": of_mp_optim("reference"),
         "torch.optim.Muon": of_torch,
     }
     try:
@@ -103,9 +107,25 @@ def contenders() -> dict[str, Callable[[list[nn.Parameter]], Callable[[], object
     return found
 
 
+@contextmanager
+def kernels_recorded() -> Iterator[None]:
+    """The profiler sees the kernels' products, too."""
+    call = NativeLibrary.call
+
+    def recorded(library: NativeLibrary, name: str, *arguments: object) -> None:
+        if name != KERNEL:
+            return call(library, name, *arguments)
+        with torch.profiler.record_function(KERNEL):
+            return call(library, name, *arguments)
+
+    with mock.patch.object(NativeLibrary, "call", recorded):
+        yield
+
+
 def share_of_products(step: Callable[[], object]) -> float:
     """The part of a step's time that is spent in products of matrices."""
     with (
+        kernels_recorded(),
         torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU]
         ) as seen,

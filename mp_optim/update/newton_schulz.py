@@ -12,20 +12,12 @@ from mp_optim.config.muon import Polynomial
 from mp_optim.process.torch_modes import without_autocast
 from mp_optim.update.backends import choose_backend
 from mp_optim.update.gram_newton_schulz import iterate_grams
+from mp_optim.update.matrix_products import TOGETHER, Products
 from mp_optim.update.matrix_rooms import Rooms
-from mp_optim.update.product_bits import (
-    gram_of,
-    left_product,
-    same_bits,
-    square_of,
-    turned_product,
-)
+from mp_optim.update.product_bits import products_of
 
 _EPS = 1e-7
 """Norms are taken to be no less; torch.optim.Muon's."""
-_TOGETHER = 1 << 24
-"""Elements of matrices that are multiplied together: enough that each thread has some of its own,
-which is faster than sharing one, and not much memory for what is in between."""
 
 
 def orthogonalize(
@@ -99,15 +91,13 @@ def _of_one_shape(
 ) -> list[Tensor]:
     """The same of stacks of one shape of matrices, (n, rows, columns)."""
     home = rooms.side_by_side(stacks)
-    count, rows, columns = home.shape
     lengths = [len(each) for each in stacks]
-    most = max(1, min(count, _TOGETHER // (rows * columns)))
-    for batch in torch.split(home, most):
-        if same_bits(batch).together:
-            _iterate_together(batch, polynomials, rooms)
-        elif home.device.type == "cpu":
-            for one in torch.split(batch, 1):
-                _iterate_one(one, polynomials, rooms)
+    for batch in torch.split(home, _together(home)):
+        if products := products_of(batch):
+            _iterate_together(batch, polynomials, products, rooms)
+        elif home.is_cpu:
+            for one in batch:
+                one.copy_(iterate(one.clone(), polynomials))
         else:
             for stack in torch.split(home, lengths):
                 stack.copy_(iterate(stack.clone(), polynomials))
@@ -115,18 +105,19 @@ def _of_one_shape(
     return list(torch.split(home, lengths))
 
 
-def _iterate_one(
-    batch: Tensor, polynomials: Sequence[Polynomial], rooms: Rooms
-) -> None:
-    """In place, of a batch of one matrix."""
-    if same_bits(batch).together:
-        _iterate_together(batch, polynomials, rooms)
-    else:
-        batch[0].copy_(iterate(batch[0].clone(), polynomials))
+def _together(home: Tensor) -> int:
+    """How many matrices of a batch are multiplied together: the most that is good for whoever does
+    it; one where only what is alone has the bits of what is alone."""
+    elements = home[0].numel()
+    most = max(1, min(len(home), TOGETHER // elements))
+    products = products_of(home[:most])
+    if products is None:
+        return 1 if home.is_cpu else len(home)
+    return min(most, products.most(elements))
 
 
 def _iterate_together(
-    batch: Tensor, polynomials: Sequence[Polynomial], rooms: Rooms
+    batch: Tensor, polynomials: Sequence[Polynomial], by: Products, rooms: Rooms
 ) -> None:
     """In place; of a tall batch from and to its transpose, as it lies."""
     spare = rooms.like("spare", batch)
@@ -135,18 +126,18 @@ def _iterate_together(
     if _is_tall(batch):
         x, other = x.mT, other.view(x.mT.shape)
     for a, b, c in polynomials[:-1]:
-        factor = square_of(gram_of(x, rooms), b, c, rooms)
-        to = left_product(factor, x, a, other)
+        factor = by.square(by.gram(x, rooms), b, c, rooms)
+        to = by.left(factor, x, a, other, rooms)
         x, other = to, start.view(to.shape) if x.data_ptr() == start.data_ptr() else x
     a, b, c = polynomials[-1]
-    factor = square_of(gram_of(x, rooms), b, c, rooms)
+    factor = by.square(by.gram(x, rooms), b, c, rooms)
     if not _is_tall(batch):
-        left_product(factor, x, a, batch)
-    elif len(polynomials) > 1 and same_bits(batch).turned:
-        turned_product(factor, x, a, batch)
+        by.left(factor, x, a, batch, rooms)
+    elif len(polynomials) > 1 and by.turns:
+        by.turned(factor, x, a, batch, rooms)
     else:
-        wide = rooms.take("wide", *x.shape)
-        for matrix, turned in zip(batch, left_product(factor, x, a, wide), strict=True):
+        wide = by.left(factor, x, a, rooms.take("wide", *x.shape), rooms)
+        for matrix, turned in zip(batch, wide, strict=True):
             matrix.copy_(turned.mT)  # one by one torch does it in tiles
 
 

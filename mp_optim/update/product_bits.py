@@ -1,5 +1,5 @@
-"""The three products of a Newton-Schulz step over a batch of matrices, and whether they have the
-bits that each matrix has alone.
+"""Who multiplies the matrices of a Newton-Schulz step: what is fastest and has the bits that
+torch's product of each matrix alone has.
 
 Libraries choose how they add up a product by its shape, the number of matrices and of threads, so
 that nobody promises it: it is tried here, once for each of these in a process, on factors whose
@@ -8,12 +8,20 @@ products nearly cancel. Of such sums hardly a bit is the same if they are added 
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from mp_optim.update.backends.native_products import (
+    Chunks,
+    NativeProducts,
+    chunk_choices,
+    has_native_products,
+)
+from mp_optim.update.matrix_products import EachAlone, Products, TorchProducts
 from mp_optim.update.matrix_rooms import Rooms
 
 _SHORTEST = 32
@@ -22,99 +30,125 @@ _WEIGHT, _FACTOR = 0.017, -1.43
 second."""
 
 
-def gram_of(x: Tensor, rooms: Rooms) -> Tensor:
-    """x x^T of each matrix of a batch."""
-    side = x.size(-2)
-    return torch.bmm(x, x.mT, out=rooms.take("gram", len(x), side, side))
-
-
-def square_of(gram: Tensor, b: float, c: float, rooms: Rooms) -> Tensor:
-    """b G + c G^2."""
-    to = rooms.like("square", gram)
-    return torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=to)
-
-
-def left_product(factor: Tensor, x: Tensor, a: float, to: Tensor) -> Tensor:
-    """a x + F x."""
-    return torch.baddbmm(x, factor, x, beta=a, out=to)
-
-
-def turned_product(factor: Tensor, x: Tensor, a: float, to: Tensor) -> Tensor:
-    """The transpose of the same, of a symmetric F."""
-    return torch.baddbmm(x.mT, x.mT, factor, beta=a, out=to)
-
-
-class SameBits(NamedTuple):
-    """Which products of a batch of one shape have the bits of each matrix alone.
-
-    Attributes:
-        together: :func:`gram_of`, :func:`square_of` and :func:`left_product`, of the batch or, if
-            it is tall, of its transpose: as it lies, and contiguous.
-        turned: :func:`turned_product`, of what is contiguous.
-    """
-
-    together: bool
-    turned: bool
-
-
-def same_bits(batch: Tensor) -> SameBits:
-    """For all batches of such a shape, whatever is in them.
+def products_of(batch: Tensor) -> Products | None:
+    """What multiplies all batches of such a shape, whatever is in them, with the bits of each
+    matrix alone; None if nothing does.
 
     Of FP32, and of matrices with short sides, nothing is relied on: sums of few products tell too
     little of their order.
     """
-    if batch.dtype != torch.bfloat16 or min(batch.shape[1:]) < _SHORTEST:
-        return SameBits(False, False)
-    return _tried(tuple(batch.shape), batch.device, torch.get_num_threads())
+    count, rows, columns = batch.shape
+    if batch.dtype != torch.bfloat16 or min(rows, columns) < _SHORTEST:
+        return None
+    threads = torch.get_num_threads()
+    by_kernels = batch.is_cpu and has_native_products()
+    found = _by_kernels(rows, columns, threads) if by_kernels else None
+    return found or _by_torch((count, rows, columns), batch.device, threads)
 
 
 @cache
-def _tried(shape: tuple[int, int, int], device: torch.device, threads: int) -> SameBits:
-    x, z, symmetric, square = (
-        each.to(torch.bfloat16).to(device) for each in _cancelling(*shape)
-    )
-    together = _alike(x, z, symmetric, square)
-    if shape[1] > shape[2]:
-        lying_x, lying_z = (each.mT.contiguous().mT for each in (x, z))
-        together = together and _alike(lying_x, lying_z, symmetric, square)
-    turned = turned_product(symmetric, z, _WEIGHT, torch.empty_like(z.mT.contiguous()))
-    plain = left_product(symmetric, z, _WEIGHT, torch.empty_like(z))
-    return SameBits(together, torch.equal(turned.mT, plain))
-
-
-def _alike(x: Tensor, z: Tensor, symmetric: Tensor, square: Tensor) -> bool:
-    rooms = Rooms(x.device, x.dtype)
-    found = [
-        gram_of(x, rooms),
-        square_of(square, _WEIGHT, _FACTOR, rooms),
-        left_product(
-            symmetric, z, _WEIGHT, torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        ),
+def _by_kernels(rows: int, columns: int, threads: int) -> NativeProducts | None:
+    """The kernels, if there are sizes of chunks with which they have the bits of torch with so many
+    threads."""
+    trials = _Trial.of(1, rows, columns, torch.device("cpu")).also_lying(rows)
+    side, length = sorted((rows, columns))
+    chunks = [
+        Chunks(_chunk(length, trial.gram), _chunk(side, trial.left)) for trial in trials
     ]
-    if not torch.equal(found[0], found[0].mT):
-        return False
-    on_host = x.device.type == "cpu"
-    add_product = torch.addmm if on_host else torch.baddbmm
-    for index in range(len(x)):
-        at = index if on_host else slice(index, index + 1)
-        one, other, power = x[at], z[at], square[at]
-        expected = [
-            one @ one.mT,
-            add_product(power, power, power, beta=_WEIGHT, alpha=_FACTOR),
-            add_product(other, symmetric[at], other, beta=_WEIGHT),
-        ]
-        if not all(map(torch.equal, [each[at] for each in found], expected)):
+    square = _chunk(side, trials[0].square)
+    if not (square and all(map(all, chunks))):
+        return None
+    return NativeProducts(chunks[0], chunks[-1], square)
+
+
+def _chunk(inner: int, product: Callable[[Products], Tensor]) -> int:
+    """What the kernels have to sum up at once in a product; 0 if nothing gives the bits."""
+    expected = product(EachAlone())
+    for size in chunk_choices(inner):
+        every = Chunks(size, size)
+        if torch.equal(product(NativeProducts(every, every, size)), expected):
+            return size
+    return 0
+
+
+@cache
+def _by_torch(
+    shape: tuple[int, int, int], device: torch.device, threads: int
+) -> TorchProducts | None:
+    """Whole batches by torch, if their bits are those of each matrix alone."""
+    trial = _Trial.of(*shape, device)
+    plain = TorchProducts(turns=False)
+    if not _have_bits(plain, trial.also_lying(shape[1])):
+        return None
+    return TorchProducts(turns=torch.equal(trial.turned(plain), trial.left(plain)))
+
+
+def _have_bits(products: Products, trials: Iterable[_Trial]) -> bool:
+    alone = EachAlone()
+    for trial in trials:
+        gram = trial.gram(products)
+        if not torch.equal(gram, gram.mT):
             return False
+        for product in (trial.gram, trial.square, trial.left):
+            if not torch.equal(product(products), product(alone)):
+                return False
     return True
 
 
-def _cancelling(count: int, rows: int, columns: int) -> list[Tensor]:
-    """Two batches of wide matrices, the second with a symmetric factor, and a factor of itself;
-    FP32.
+@dataclass(frozen=True)
+class _Trial:
+    """Batches of factors whose products nearly cancel.
 
-    One half of the products that make an element takes away most of the other half.
+    Attributes:
+        x: wide matrices, multiplied with their transposes.
+        z: wide, multiplied with ``symmetric``.
+        power: symmetric, multiplied with itself.
     """
-    side, length = sorted((rows, columns))
+
+    x: Tensor
+    z: Tensor
+    symmetric: Tensor
+    power: Tensor
+
+    @classmethod
+    def of(cls, count: int, rows: int, columns: int, device: torch.device) -> _Trial:
+        """For matrices of a shape, or of its transpose if they are tall."""
+        side, length = sorted((rows, columns))
+        x, z, symmetric, power = _cancelling(count, side, length)
+        to = partial(Tensor.to, device=device, dtype=torch.bfloat16)
+        return cls(to(x), to(z).contiguous(), to(symmetric), to(power))
+
+    def also_lying(self, rows: int) -> list[_Trial]:
+        """This, and for matrices with so many rows that are tall the same as transposes of what is
+        contiguous."""
+        if rows == self.x.size(-2):
+            return [self]
+        x, z = (each.mT.contiguous().mT for each in (self.x, self.z))
+        return [self, _Trial(x, z, self.symmetric, self.power)]
+
+    def gram(self, products: Products) -> Tensor:
+        return products.gram(self.x, self._rooms())
+
+    def square(self, products: Products) -> Tensor:
+        return products.square(self.power, _WEIGHT, _FACTOR, self._rooms())
+
+    def left(self, products: Products) -> Tensor:
+        to = torch.empty_like(self.z.contiguous())
+        return products.left(self.symmetric, self.z, _WEIGHT, to, self._rooms())
+
+    def turned(self, products: Products) -> Tensor:
+        """The same as ``left``, by another way."""
+        to = torch.empty_like(self.z.mT.contiguous())
+        products.turned(self.symmetric, self.z, _WEIGHT, to, self._rooms())
+        return to.mT
+
+    def _rooms(self) -> Rooms:
+        return Rooms(self.x.device, self.x.dtype)
+
+
+def _cancelling(count: int, side: int, length: int) -> list[Tensor]:
+    """The factors of a trial in FP32, (count, side, length) and (count, side, side): one half of
+    the products that make an element takes away most of the other half."""
     noise = torch.Generator(device="cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -129,12 +163,14 @@ def _cancelling(count: int, rows: int, columns: int) -> list[Tensor]:
         a.narrow(dim, half, half).copy_(sign * a.narrow(dim, 0, half))
         return a
 
-    x = twice(random(side, length), 2, 1.0)
-    x[
-        :, side // 2 :, length // 2 :
-    ] *= -1  # its upper rows are orthogonal to the lower ones
+    def halves_opposed(a: Tensor) -> Tensor:
+        a[
+            :, side // 2 :, a.size(2) // 2 :
+        ] *= -1  # upper rows are orthogonal to lower ones
+        return a
+
+    x = halves_opposed(twice(random(side, length), 2, 1.0))
     z = twice(random(length, side).mT.contiguous(), 1, -1.0)
     symmetric = random(side, side)
     symmetric = twice(twice(symmetric + symmetric.mT, 1, 1.0), 2, 1.0)
-    square = twice(twice(random(side, side), 2, 1.0), 1, -1.0)
-    return [x, z, symmetric, square]
+    return [x, z, symmetric, halves_opposed(symmetric.clone())]

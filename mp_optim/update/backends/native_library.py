@@ -18,7 +18,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 11
+_ABI = 12
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -159,6 +159,17 @@ class Matrices(ctypes.Structure):
     ]
 
 
+class Product(ctypes.Structure):
+    """``MpProduct``: a batch of matrices, and what it is multiplied with."""
+
+    _fields_ = [
+        *zip(("factor", "x", "out", "room"), repeat(ctypes.c_void_p)),
+        *zip(("count", "rows", "columns", "chunk"), repeat(ctypes.c_int64)),
+        *zip(("alpha", "beta"), repeat(ctypes.c_float)),
+        *zip(("x_is_turned", "out_is_turned"), repeat(ctypes.c_int32)),
+    ]
+
+
 _T, _P, _I = ctypes.POINTER(Tensors), ctypes.c_void_p, ctypes.c_int32
 _M, _N, _F, _D = (
     ctypes.POINTER(Matrices),
@@ -184,6 +195,9 @@ _SIGNATURES = {
     "mp_turn_matrices": [_M, _P, _P, _F, _I],
     "mp_turn_by_variance": [_P, _P, _N, ctypes.POINTER(Adafactor), _I],
     "mp_descend": [_P, _P, _N, _F, _F, _I],
+    "mp_has_products": [],
+    "mp_product_room": [ctypes.POINTER(Product), _I],
+    "mp_product": [ctypes.POINTER(Product), _I],
     "mp_set_level": [ctypes.c_char_p],
     "mp_set_cores": [_P, _I],
     "mp_set_access": [_P],
@@ -274,6 +288,7 @@ def _load(path: Path) -> NativeLibrary:
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
+    handle.mp_product_room.restype = ctypes.c_int64
     handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = (
         [ctypes.c_void_p],
         None,

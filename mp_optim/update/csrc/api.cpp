@@ -427,4 +427,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 11; }
+int32_t mp_abi() { return 12; }

@@ -91,6 +91,20 @@ struct MpMatrices {
     int64_t matrices, rows, columns, matrix, row, column, all_matrices, all_rows, all_columns;
 };
 
+// Products of `count` bfloat16 matrices with symmetric ones, row-major, each matrix after the one before:
+// out = product * alpha + x * beta, rounded once, of sums in FP32. Without a factor the product is x x^T, which is
+// symmetric, so that half of it is computed, and beta is for an x that is symmetric itself.
+struct MpProduct {
+    const uint16_t* factor;  // (rows, rows), symmetric; or null
+    const uint16_t* x;       // (rows, columns); if turned, (columns, rows) in memory
+    uint16_t* out;           // factor: as x, or turned; else (rows, rows)
+    void* room;              // mp_product_room bytes that are written over
+    int64_t count, rows, columns;
+    int64_t chunk;  // products of a result that are added one after the other; the sums of chunks are added up after that
+    float alpha, beta;
+    int32_t x_is_turned, out_is_turned;
+};
+
 // How the kernels go through memory. No result depends on it, only the time.
 struct MpAccess {
     int32_t prefetch;          // elements from what an update uses to what it fetches; 0: the processor alone prefetches
@@ -131,6 +145,11 @@ MP_EXPORT int32_t mp_turn_matrices(const MpMatrices* box, const float* weights, 
                                    int32_t threads);
 MP_EXPORT int32_t mp_turn_by_variance(float* x, float* variance, int64_t n, const MpAdafactor* scalars, int32_t threads);
 MP_EXPORT int32_t mp_descend(float* main, const float* direction, int64_t n, float decay, float size, int32_t threads);
+
+// Whether there are products here: a CPU with AMX, and the level it belongs to.
+MP_EXPORT int32_t mp_has_products();
+MP_EXPORT int64_t mp_product_room(const MpProduct* product, int32_t threads);  // bytes
+MP_EXPORT int32_t mp_product(const MpProduct* product, int32_t threads);
 
 // "avx512", "avx2", "neon" or "baseline": the level in use. mp_set_level forces one that the CPU has.
 MP_EXPORT const char* mp_level();

@@ -191,6 +191,28 @@ std::vector<Kind> compact_kinds() {
     return kinds;
 }
 
+// The products of matrices, of sizes that fill tiles and that do not, over exactly sized memory.
+void run_products(int threads) {
+    if (!mp_has_products()) return;
+    for (int64_t rows : {32, 33, 70})
+        for (int64_t columns : {32, 45, 200})
+            for (int kind = 0; kind < 6; ++kind) {
+                const int64_t count = 3;
+                const bool has_factor = kind > 1;
+                std::vector<uint16_t> factor(size_t(count * rows * rows), 0x3f80), x(size_t(count * rows * columns), 0x3f80);
+                std::vector<uint16_t> out(size_t(count * rows * (has_factor ? columns : rows)), 0xffff);
+                MpProduct product{has_factor ? factor.data() : nullptr, x.data(), out.data(), nullptr, count, rows, columns, 64,
+                                  1.0f, has_factor ? 1.0f : 0.0f, kind % 2, has_factor && kind < 4};
+                std::vector<char> room(size_t(mp_product_room(&product, threads)));
+                product.room = room.data();
+                check(mp_product(&product, threads), MP_OK, "product");
+                const uint16_t value = out[0];
+                for (uint16_t other : out) check(other == value ? MP_OK : MP_FAILED, MP_OK, "ones give other sums");
+                product.chunk = 33;
+                check(mp_product(&product, threads), MP_BAD_ARGUMENT, "a chunk of parts of a step");
+            }
+}
+
 // A change to the arguments of a good call, after which they are bad.
 template <class Change>
 void bad_change(const Call& call, const char* what, Change change) {
@@ -267,6 +289,9 @@ int main() {
         check(hash == first ? MP_OK : MP_FAILED, MP_OK, "a level's bits differ");
         start = end + 1;
     }
+    check(mp_set_level(levels.substr(0, levels.find(',')).c_str()), MP_OK, "the best level");
+    run_products(1);
+    run_products(4);
     std::vector<std::thread> callers;
     const Kind plain{MP_BF16, MP_BF16, MP_F32, MP_F32, MP_NONE, false};
     for (int i = 0; i < 3; ++i) callers.emplace_back([&plain] { run_all({200000, 7}, plain, 3); });

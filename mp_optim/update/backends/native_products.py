@@ -1,0 +1,124 @@
+"""Products of bfloat16 matrices with symmetric ones by the compiled kernels of ``update/csrc``, on
+CPUs with AMX: half of a symmetric result is computed, and nothing is copied on the way.
+
+A result is a sum in FP32 in the order of the inner side, or the sum of such sums of chunks of it:
+:mod:`mp_optim.update.product_bits` finds the chunks that give the bits of torch's products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.backends.native import thread_count
+from mp_optim.update.backends.native_library import Product, native_library
+from mp_optim.update.matrix_rooms import Rooms
+
+_STEP, _MOST_CHUNKS = 32, 8
+_CACHED = 1 << 18
+"""Elements of matrices that one thread multiplies one after the other."""
+
+
+def has_native_products() -> bool:
+    """Whether this CPU has them, at the level in use."""
+    handle = native_library().handle
+    return handle is not None and bool(handle.mp_has_products())
+
+
+def chunk_choices(inner: int) -> list[int]:
+    """Sizes of the chunks that a library may cut an inner side into: one, or a few that are even
+    but for rounding up to the size of a step."""
+    counts = range(1, min(_MOST_CHUNKS, -(-inner // _STEP)) + 1)
+    sizes = [
+        -(-inner // (n * step)) * step for n in counts for step in (2 * _STEP, _STEP)
+    ]
+    return list(dict.fromkeys(sizes))
+
+
+class Chunks(NamedTuple):
+    """Elements of the inner side that are summed up by themselves, multiples of 32, in
+    :class:`~mp_optim.update.matrix_products.Products`' ``gram`` and ``left``."""
+
+    gram: int
+    left: int
+
+
+@dataclass(frozen=True)
+class NativeProducts:
+    """:class:`~mp_optim.update.matrix_products.Products`, with what each sums up at once. Every
+    matrix of a batch has the bits that it has alone, for any number of threads.
+
+    Attributes:
+        contiguous: for matrices that lie in rows; ``lying`` for transposes of such.
+        square_chunk: the same of ``square``.
+    """
+
+    contiguous: Chunks
+    lying: Chunks
+    square_chunk: int
+
+    turns = True
+
+    def most(self, elements: int) -> int:
+        """One for each thread, unless they are small: it stays in a cache from one product to the
+        next."""
+        return thread_count() * max(1, _CACHED // elements)
+
+    def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
+        to = rooms.take("gram", len(x), x.size(-2), x.size(-2))
+        return _multiply(None, x, to, self._chunks(x).gram, 1.0, 0.0, rooms)
+
+    def square(self, gram: Tensor, b: float, c: float, rooms: Rooms) -> Tensor:
+        to = rooms.like("square", gram)
+        return _multiply(None, gram, to, self.square_chunk, c, b, rooms)
+
+    def left(
+        self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms
+    ) -> Tensor:
+        return _multiply(factor, x, to, self._chunks(x).left, 1.0, a, rooms)
+
+    def turned(
+        self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms
+    ) -> Tensor:
+        self.left(factor, x, a, to.mT, rooms)
+        return to
+
+    def _chunks(self, x: Tensor) -> Chunks:
+        return self.lying if _lies_turned(x) else self.contiguous
+
+
+def _multiply(
+    factor: Tensor | None,
+    x: Tensor,
+    to: Tensor,
+    chunk: int,
+    alpha: float,
+    beta: float,
+    rooms: Rooms,
+) -> Tensor:
+    """product * alpha + x * beta, rounded once; the product is F x, or x x^T without a factor."""
+    count, rows, columns = x.shape
+    product = Product(
+        None if factor is None else factor.data_ptr(),
+        *(x.data_ptr(), to.data_ptr(), None),
+        *(count, rows, columns, chunk, alpha, beta),
+        *(_lies_turned(x), _lies_turned(to)),
+    )
+    library, threads = native_library(), thread_count()
+    assert library.handle is not None
+    size = library.handle.mp_product_room(ctypes.byref(product), threads)
+    product.room = rooms.take("packed", size // 2).data_ptr()
+    library.call("mp_product", ctypes.byref(product), threads)
+    return to
+
+
+def _lies_turned(x: Tensor) -> bool:
+    """Whether a batch lies in memory as its transposes would."""
+    if x.is_contiguous():
+        return False
+    assert x.mT.is_contiguous() and x.dtype == torch.bfloat16
+    return True
