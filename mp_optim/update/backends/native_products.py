@@ -18,7 +18,7 @@ from mp_optim.update.backends.native import thread_count
 from mp_optim.update.backends.native_library import Product, native_library
 from mp_optim.update.matrix_rooms import Rooms
 
-_STEP, _MOST_CHUNKS = 32, 8
+_STEP, _TRIED = 32, 8
 _CACHED = 1 << 18
 """Elements of matrices that one thread multiplies one after the other."""
 
@@ -30,11 +30,14 @@ def has_native_products() -> bool:
 
 
 def chunk_choices(inner: int) -> list[int]:
-    """Sizes of the chunks that a library may cut an inner side into: one, or a few that are even
-    but for rounding up to the size of a step."""
-    counts = range(1, min(_MOST_CHUNKS, -(-inner // _STEP)) + 1)
+    """Sizes of the chunks that a library may cut an inner side into, the likeliest first: a number
+    of them that are even but for rounding up to the size of a step, of about 1024."""
+    usual, most = inner / 1024, -(-inner // _STEP)
+    counts = sorted(range(1, most + 1), key=lambda count: abs(count - usual))
     sizes = [
-        -(-inner // (n * step)) * step for n in counts for step in (2 * _STEP, _STEP)
+        -(-inner // (count * step)) * step
+        for count in counts[:_TRIED]
+        for step in (2 * _STEP, _STEP)
     ]
     return list(dict.fromkeys(sizes))
 
