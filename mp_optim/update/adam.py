@@ -19,7 +19,10 @@ from mp_optim.update.state_format import StatePrecision
 def adam_unread_moments(group: Mapping[str, Any]) -> tuple[str, ...]:
     """What Adam does without under a group's settings: the first moment where ``betas[0]`` is 0, as
     it is the gradient then."""
-    return ("exp_avg",) if float(group["betas"][0]) == 0.0 else ()
+    match group["betas"]:
+        case (first, _) if first == 0.0:
+            return ("exp_avg",)
+    return ()  # also of what is no pair: check_settings says so
 
 
 def adam_moments(group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -193,6 +193,7 @@ def _kept(state: State, **values: Array) -> State:
     return {
         name: stored(value, state[name].form, state[name].second)
         for name, value in values.items()
+        if name in state
     }
 
 
@@ -200,7 +201,8 @@ def _moments(
     g: Array, state: State, h: Mapping[str, Any], weight: float
 ) -> tuple[Array, Array]:
     b1, b2 = h["betas"]
-    m, v = state["exp_avg"].values(), state["exp_avg_sq"].values()
+    v = state["exp_avg_sq"].values()
+    m = state["exp_avg"].values() if "exp_avg" in state else np.zeros_like(v)
     return m * F(b1) + g * F(weight), v * F(b2) + (g * F(1 - b2)) * g
 
 

@@ -205,8 +205,12 @@ class Oracle:
 
     def moment_names(self, slot: Slot) -> tuple[str, ...]:
         """Moments that a slot has under the settings of its group."""
-        momentum = self.group_of(slot.name).settings.get("momentum", 1.0)
-        return MOMENTS[self.rule] if momentum else ()
+        settings = self.group_of(slot.name).settings
+        if not settings.get("momentum", 1.0):
+            return ()
+        if self.rule == "adam" and settings["betas"][0] == 0.0:
+            return ("exp_avg_sq",)
+        return MOMENTS[self.rule]
 
     def converts_losslessly(self, place: Place) -> bool:
         """Whether all state can be kept in a place's form without losing a bit."""
