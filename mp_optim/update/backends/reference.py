@@ -96,8 +96,10 @@ def _adam_batch(
     sizes, decays = zip(*steps, strict=True)
     updates = torch._foreach_div(m, _denominators(v, s))
     torch._foreach_mul_(updates, sizes)
-    if any(decays):
-        torch._foreach_sub_(p, torch._foreach_mul(p, decays))
+    decayed = [(main, decay) for main, decay in zip(p, decays, strict=True) if decay]
+    if decayed:  # the others not, as 0 * inf is not 0
+        mains, rates = map(list, zip(*decayed, strict=True))
+        torch._foreach_sub_(mains, torch._foreach_mul(mains, rates))
     torch._foreach_sub_(p, updates)
     if "exp_avg" in batch.state:
         write_moment(batch, "exp_avg", m)

@@ -147,3 +147,16 @@ def test_what_it_refuses():
     described = str(get_megatron_optimizer(config, nn.Linear(2, 2)).describe())
     assert "torch has no kernels for stable_adamw" in described
     assert choose_backend("reference", torch.device("cpu"))[0].name in described
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("native", marks=NEED_KERNELS), "reference"]
+)
+def test_a_nan_gradient_leaves_other_parameters_alone(backend):
+    """At a rate of 0 nothing is decayed, whatever is in the parameters: 0 times inf is not 0."""
+    values = torch.tensor([torch.inf, -torch.inf, -0.0, 1.0])
+    broken, whole = values.clone(), values.clone()
+    broken.grad, whole.grad = torch.full_like(values, torch.nan), torch.ones(4)
+    Rule([broken, whole], lr=0.0, weight_decay=0.1, backend=backend).step()
+    assert broken.isnan().all()
+    assert torch.equal(whole.view(torch.int32), values.view(torch.int32))
