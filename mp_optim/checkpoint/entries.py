@@ -200,7 +200,11 @@ def _unallocated(param: Tensor, partition: Partition | None, saved: Saved) -> Te
 
 
 def in_saved_form(
-    tensors: Mapping[str, Tensor], saved: Mapping[str, Saved], *, convert: bool
+    tensors: Mapping[str, Tensor],
+    saved: Mapping[str, Saved],
+    *,
+    convert: bool,
+    has_copies: bool = False,
 ) -> dict[str, Tensor]:
     """The tensors to read a checkpoint into: the live ones. Where any state was saved in another
     form, new ones for all state, so that a load that is refused for losing bits has changed none.
@@ -209,6 +213,7 @@ def in_saved_form(
         tensors: of :func:`entries_of`.
         saved: the checkpoint's entries.
         convert: read tensors of the model of another dtype, too.
+        has_copies: some of the tensors are converted when they are loaded, whatever was saved.
     """
     result: dict[str, Tensor] = {}
     differ = {
@@ -217,7 +222,7 @@ def in_saved_form(
         if _dtype(saved.get(name), value.dtype) != value.dtype
         or not (name in saved or name.startswith(MODEL))
     }
-    state_differs = any(name.startswith(STATE) for name in differ)
+    state_differs = has_copies or any(name.startswith(STATE) for name in differ)
     for name, value in tensors.items():
         if name.startswith(STATE) and state_differs:
             result |= _as_saved(name, value, saved)
@@ -226,6 +231,13 @@ def in_saved_form(
         else:
             result[name] = value
     return result
+
+
+def has_copies(optimizer: SlotKeyedOptimizer | None) -> bool:
+    """Whether some of what :func:`entries_of` gives is converted when it is loaded."""
+    if optimizer is None:
+        return False
+    return any(optimizer.state_of(slot).loads_copies() for slot in optimizer.slots())
 
 
 def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ from mp_optim.checkpoint.entries import (
     as_read,
     check_entries,
     entries_of,
+    has_copies,
     in_saved_form,
     load_model,
     param_entries,
@@ -297,7 +298,8 @@ def load(
     own |= unallocated(stack, parallel, saved, own)
     if convert:
         saved = without_surplus(saved, ranks.union(set(own)))
-    tensors = in_saved_form(own, saved, convert=convert)
+    copied = has_copies(stack)
+    tensors = in_saved_form(own, saved, convert=convert, has_copies=copied)
     everybody = ranks.union(set(tensors))
 
     def checked() -> Reading:

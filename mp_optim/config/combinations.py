@@ -14,9 +14,12 @@ from mp_optim.config.field_checks import check_fields
 from mp_optim.config.fields import ConfigFields
 from mp_optim.config.muon import SCALAR_OPTIMIZERS, coefficients
 from mp_optim.config.rules import (
+    FIRST_MOMENT_DTYPES,
     RULE_FIELDS,
     RULES,
     SECOND_DTYPE,
+    SECOND_MOMENT_DTYPES,
+    UINT4,
     RuleSpec,
     fields_beside_muon,
     rules_of_field,
@@ -131,12 +134,11 @@ ROUNDS_AVERAGES = (
     "leave it at torch.float32"
 )
 """What is said of averages in bfloat16."""
-_MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _STATE_DTYPES = {
     "main_grads_dtype": (torch.float32,),
     "main_params_dtype": (torch.float32,),
-    "exp_avg_dtype": _MOMENT_DTYPES,
-    "exp_avg_sq_dtype": _MOMENT_DTYPES,
+    "exp_avg_dtype": FIRST_MOMENT_DTYPES,
+    "exp_avg_sq_dtype": SECOND_MOMENT_DTYPES,
     "ema_dtype": (torch.float32, torch.bfloat16),
 }
 
@@ -225,7 +227,7 @@ _SECOND_MOMENT = [rule.name for rule in RULES.values() if _has_second_moment(rul
 def _has_rounded_state(config: ConfigFields) -> bool:
     """Whether moments or remainders may be rounded stochastically."""
     dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
-    is_rounded = not dtypes.isdisjoint({torch.bfloat16, torch.uint8})
+    is_rounded = not dtypes.isdisjoint({torch.bfloat16, torch.uint8, UINT4})
     has_any = is_rounded or config.param_remainder_bits == 8
     return config.use_precision_aware_optimizer and has_any
 

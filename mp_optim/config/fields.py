@@ -46,17 +46,18 @@ class ConfigFields:
     """Dtype of the main params: float32."""
     exp_avg_dtype: torch.dtype | str = torch.float32
     """Dtype of the first moment, or sgd's momentum: float32, bfloat16, float16 (with a scale for
-    each block of 256), or uint8 (8-bit codes with a scale for each block of 256)."""
+    each block of 256), or uint8 or uint4 (codes of 8 or 4 bits with a scale for each block of
+    256)."""
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
-    """Dtype of the second moment; the same choices."""
+    """Dtype of the second moment; the same choices but uint4."""
     store_param_remainders: bool = True
     """With ``use_precision_aware_optimizer``, keep of a bfloat16 parameter's FP32 main param only
     what the parameter itself does not say: 2 bytes instead of 4, and the same bits."""
     param_remainder_bits: int = 16
     """Bits of a remainder: 16 for all of FP32, 8 for its upper 24 bits."""
     stochastic_rounding: bool = False
-    """Round bfloat16 and 8-bit state stochastically; reproducible for any placement and number of
-    threads."""
+    """Round bfloat16, 8-bit and 4-bit state stochastically; reproducible for any placement and
+    number of threads."""
     stochastic_rounding_seed: int = 0
     """Seed of the random bits."""
     ema_decay: float | None = None

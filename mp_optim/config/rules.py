@@ -32,6 +32,15 @@ from mp_optim.config.muon import (
 
 FIRST_DTYPE, SECOND_DTYPE = "exp_avg_dtype", "exp_avg_sq_dtype"
 
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # torch's stubs lack it
+
+SECOND_MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+"""What a second moment can be asked to be stored as; uint8 stands for 8-bit codes."""
+
+FIRST_MOMENT_DTYPES = (*SECOND_MOMENT_DTYPES, UINT4)
+"""What a first moment, or momentum, can be asked to be stored as; uint8 and uint4 stand for signed
+codes of 8 and 4 bits."""
+
 Shape = Callable[[torch.Size], torch.Size | None]
 """Shape of a moment, given that of the whole parameter; None if it is not kept for such a one."""
 

@@ -19,7 +19,8 @@ from mp_optim.checkpoint.blocks import BLOCK
 from mp_optim.process.host_memory import ALIGNMENT, Form, aligned_bytes
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import is_scale
-from mp_optim.update.codecs import blocks_of
+from mp_optim.update.chunking import part_of_state
+from mp_optim.update.codecs import is_packed, packed_bytes
 from mp_optim.update.kernel_args import MAIN, TensorLists
 from mp_optim.update.launches import PlannedLaunch
 
@@ -82,7 +83,9 @@ class WindowForm:
 
 def block_bytes(key: str, dtype: torch.dtype) -> int:
     """What 256 elements take in a tensor of this name."""
-    return dtype.itemsize * (1 if is_scale(key) else BLOCK)
+    if is_scale(key):
+        return dtype.itemsize
+    return packed_bytes(BLOCK) if is_packed(key, dtype) else dtype.itemsize * BLOCK
 
 
 def ring_sizes(total: int, whole: int, most: int) -> list[int]:
@@ -164,13 +167,9 @@ def _held(lists: TensorLists, index: int) -> dict[str, Tensor]:
 
 
 def _all_cut(tensors: Tensors, start: int, count: int) -> Tensors:
-    return {key: _cut(key, each, start, count) for key, each in tensors.items()}
-
-
-def _cut(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
-    if is_scale(key):
-        return tensor.narrow(0, start // BLOCK, blocks_of(count))
-    return tensor.view(-1).narrow(0, start, count)
+    return {
+        key: part_of_state(key, each, start, count) for key, each in tensors.items()
+    }
 
 
 def launches_of(
@@ -225,4 +224,8 @@ def _output_of(output: Tensor | None, piece: Piece) -> Tensor | None:
 
 
 def _of_piece(tensor: Tensor, piece: Piece) -> Tensor:
-    return tensor if piece.is_whole else _cut(MAIN, tensor, piece.start, piece.count)
+    return (
+        tensor
+        if piece.is_whole
+        else part_of_state(MAIN, tensor, piece.start, piece.count)
+    )

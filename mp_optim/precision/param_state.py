@@ -20,7 +20,7 @@ from mp_optim.slots.slot_state import LayeredState, SlotState, State
 from mp_optim.slots.state_keys import MASTER, REMAINDER
 from mp_optim.update.checksums import checksums_of
 from mp_optim.update.main_param_state import WithMainParam
-from mp_optim.update.state_format import joined
+from mp_optim.update.state_format import joined, unpacked
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,9 @@ class ParamState(LayeredState):
         super().__init__(stored)
 
     def tensors(self) -> State:
-        is_sharded = isinstance(self._bound.param, DTensor)
-        return self._in_layout(
-            self.without_blocks() if is_sharded else self.below.tensors()
-        )
+        if isinstance(self._bound.param, DTensor):
+            return self._in_layout(self.without_blocks())
+        return self._in_layout(unpacked(self.below.tensors(), self._bound.stepped))
 
     def takes_any(self) -> bool:
         """Not of a DTensor: how a tensor of another shape is split is not known."""

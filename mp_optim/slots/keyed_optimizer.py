@@ -66,7 +66,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- state ------------------------------------------------------------------------------------
 
     def slot_state(self, slot: Slot) -> State:
-        """The live state tensors of a slot, allocated if they did not exist. Never copies."""
+        """The live state tensors of a slot, allocated if they did not exist. 4-bit moments come as
+        FP32 copies: to change one, load the slot's state."""
         self.make_current(slot)
         state = self.state_of(slot).tensors()
         before_writing(state.values())
@@ -130,7 +131,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
         """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
-        State tensors are the live ones, as torch's are: clone (or save) before the next step.
+        State tensors are the live ones, as torch's are: clone (or save) before the next step. 4-bit
+        moments are FP32 copies.
         Settings are copies.
 
         Args:

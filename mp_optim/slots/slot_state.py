@@ -41,6 +41,11 @@ class SlotState(ABC):
         """Whether nothing is allocated yet, and whatever was saved would be taken as it is."""
         return False
 
+    def loads_copies(self) -> bool:
+        """Whether layers show FP32 copies of tensors whose form has not the parameter's shape: a
+        load that is refused must not have read into the others."""
+        return False
+
     # -- loading: fit, check, then load -----------------------------------------------------------
 
     def fit(self, saved: State, convert: bool) -> State:
@@ -98,6 +103,9 @@ class LayeredState(SlotState):
 
     def takes_any(self) -> bool:
         return self.below.takes_any()
+
+    def loads_copies(self) -> bool:
+        return self.below.loads_copies()
 
     def fit(self, saved: State, convert: bool) -> State:
         return self.below.fit(saved, convert)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mp_optim.checkpoint.blocks import BLOCK
-from mp_optim.slots.state_keys import scale_key
-from mp_optim.update.codecs import blocks_of
+from mp_optim.slots.state_keys import is_scale
+from mp_optim.update.codecs import blocks_of, is_packed, packed_bytes
 from mp_optim.update.kernel_args import TensorLists
 
 
@@ -58,6 +58,19 @@ def first_moments(batch: TensorLists) -> list[Tensor]:
     if "exp_avg" in batch.state:
         return batch.state["exp_avg"]
     return [torch.zeros_like(second) for second in batch.state["exp_avg_sq"]]
+
+
+def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
+    """What a state tensor of a slot holds for ``count`` elements from ``start`` on, 1-D.
+
+    Args:
+        start: a multiple of 256. count: that, too, or all elements that are left.
+    """
+    if is_scale(key):
+        return tensor.narrow(0, start // BLOCK, blocks_of(count))
+    if is_packed(key, tensor.dtype):
+        return tensor.narrow(0, start // 2, packed_bytes(count))
+    return tensor.view(-1).narrow(0, start, count)
 
 
 def publish(lists: TensorLists) -> None:
@@ -113,13 +126,8 @@ def _append(
     batch.lists.grad.append(cut(lists.grad[index]))
     assert isinstance(batch.lists.output, list)
     batch.lists.output.append(None if output is None else cut(output))
-    scales = {scale_key(name) for name in lists.state}
     for key, tensors in lists.state.items():
-        batch.lists.state[key].append(
-            tensors[index].narrow(0, start // BLOCK, blocks_of(count))
-            if key in scales
-            else cut(tensors[index])
-        )
+        batch.lists.state[key].append(part_of_state(key, tensors[index], start, count))
     if lists.noise is not None and batch.lists.noise is not None:
         batch.lists.noise.append(
             replace(lists.noise[index], start=lists.noise[index].start + start)

@@ -2,9 +2,9 @@
 "Compact states", is the same in words.
 
 A moment is stored as float32; as bfloat16; or, in blocks of 256 row-major elements with one FP32
-scale each, as float16 or as 8-bit codes. Block formats hold a second moment by its square root. A
-main param is stored as float32, or as the bfloat16 model parameter plus an integer remainder of 16
-bits (all of FP32) or 8 (24 bits of it).
+scale each, as float16, as 8-bit codes or, a first moment, as 4-bit codes of which a byte has two.
+Block formats hold a second moment by its square root. A main param is stored as float32, or as the
+bfloat16 model parameter plus an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it).
 """
 
 from __future__ import annotations
@@ -15,23 +15,39 @@ import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.blocks import BLOCK
-
-MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-"""What a moment can be asked to be stored as; uint8 stands for 8-bit codes, signed ones for a first
-moment."""
+from mp_optim.config.rules import UINT4
 
 SECOND = "exp_avg_sq"
 """Name of the second moment."""
 
+PACKED = 64
+"""4-bit codes that are packed together: byte ``i`` of 32 has code ``i`` in its lower half and code
+``i + 32`` in its upper one."""
+
 _TINY = 2.0**-100
+_FOUR_BITS = 7  # the largest code
 _QUIET_NAN = 0x7FC0
 _GOLDEN = 0x9E3779B9
 _MASK = 0xFFFFFFFF
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the stored tensor of a moment that was asked for as ``dtype``."""
-    return torch.int8 if dtype == torch.uint8 and name != SECOND else dtype
+    """Dtype of the stored tensor of a moment that was asked for as ``dtype``: a first moment's
+    uint8 tensor holds pairs of 4-bit codes."""
+    if name == SECOND:
+        return dtype
+    return {torch.uint8: torch.int8, UINT4: torch.uint8}.get(dtype, dtype)
+
+
+def is_packed(name: str, dtype: torch.dtype) -> bool:
+    """Whether the stored tensor of this name has 4-bit codes, two a byte: it is 1-D, whatever the
+    parameter's shape."""
+    return dtype == torch.uint8 and name != SECOND
+
+
+def packed_bytes(numel: int) -> int:
+    """Bytes that ``numel`` 4-bit codes take: whole runs of 64 codes."""
+    return -(-numel // PACKED) * (PACKED // 2)
 
 
 def is_blocked(dtype: torch.dtype) -> bool:
@@ -116,16 +132,22 @@ def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
 # -- moments --------------------------------------------------------------------------------------
 
 
-def decode(stored: Tensor, scale: Tensor | None, second: bool) -> Tensor:
-    """FP32 values of a stored moment, shape (n,); the tensor itself if it is FP32.
+def decode(
+    stored: Tensor, scale: Tensor | None, second: bool, numel: int | None = None
+) -> Tensor:
+    """FP32 values of a stored moment, shape (numel,); the tensor itself if it is FP32.
 
     Args:
-        stored: 1-D. scale: FP32, shape (ceil(n / 256),), for the block formats.
+        stored: 1-D. scale: FP32, shape (ceil(numel / 256),), for the block formats.
         second: whether it is the second moment, of which blocks hold the square root.
+        numel: elements of the moment; by default those of ``stored``, which may be more than 4-bit
+            codes stand for.
     """
     if scale is None:
         return stored.float()
-    values = stored.float() * scale.repeat_interleave(BLOCK)[: stored.numel()]
+    four = stored.dtype == torch.uint8 and not second
+    codes = _unpacked(stored)[:numel] if four else stored
+    values = codes.float() * scale.repeat_interleave(BLOCK)[: codes.numel()]
     return values * values if second else values
 
 
@@ -163,19 +185,27 @@ def _encode_blocks(
     blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     top = blocks.abs().amax(1)
     good = top.isfinite() & (top >= _TINY)
-    new_scale, inverse = (
-        _half_scale(top)
-        if stored.dtype == torch.float16
-        else _code_scale(top, 255 if roots else 127)
+    half, four = (
+        stored.dtype == torch.float16,
+        stored.dtype == torch.uint8 and not roots,
     )
+    if four:
+        new_scale, inverse = _four_bit_scale(top)
+    elif half:
+        new_scale, inverse = _half_scale(top)
+    else:
+        new_scale, inverse = _code_scale(top, 255 if roots else 127)
     scale.copy_(
         torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan))
     )
     scaled = torch.where(
         good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0
     ).view(-1)[: x.numel()]
-    half = stored.dtype == torch.float16
-    stored.copy_(scaled if half else _codes(scaled, roots, noise))
+    if four:
+        stored.copy_(_packed(_codes(scaled, -_FOUR_BITS, _FOUR_BITS, noise)))
+    else:
+        bounds = (0, 255) if roots else (-127, 127)
+        stored.copy_(scaled if half else _codes(scaled, *bounds, noise))
     if (
         roots
     ):  # a root is never stored as 0: dividing by it would be a step of any length
@@ -212,10 +242,36 @@ def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     return scale, 1.0 / scale
 
 
-def _codes(scaled: Tensor, roots: bool, noise: Noise | None) -> Tensor:
+def _four_bit_scale(top: Tensor) -> tuple[Tensor, Tensor]:
+    """top / 7, cut off to 16 significant bits, so that the largest value's code is 7 however it is
+    rounded, and what codes stand for is stored with the same scale; and 1 / it."""
+    quotient = top / torch.full_like(top, _FOUR_BITS)
+    scale = (quotient.view(torch.int32) & -0x100).view(torch.float32)
+    return scale, 1.0 / scale
+
+
+def _codes(scaled: Tensor, low: int, high: int, noise: Noise | None) -> Tensor:
+    """Whole numbers from ``low`` to ``high``; a second moment's are not negative."""
     if noise is not None:
-        scaled = (scaled + _sixteen(noise, scaled, roots).float() * 2.0**-16).floor_()
-    return scaled.round().clamp_(0 if roots else -127, 255 if roots else 127)
+        bits = _sixteen(noise, scaled, second=low == 0).float()
+        if high == _FOUR_BITS:  # never 0, so what a code stands for keeps that code
+            bits += 0.5
+        scaled = (scaled + bits * 2.0**-16).floor_()
+    return scaled.round().clamp_(low, high)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Whole numbers from -7 to 7, two a byte; the last run is filled up with zeros."""
+    runs = torch.nn.functional.pad(codes.int() & 15, (0, -codes.numel() % PACKED))
+    low, high = runs.view(-1, 2, PACKED // 2).unbind(1)
+    return (low | high << 4).reshape(-1)
+
+
+def _unpacked(stored: Tensor) -> Tensor:
+    """The codes of all bytes, with those that fill up the last run."""
+    pairs = stored.int().view(-1, 1, PACKED // 2)
+    halves = torch.cat([pairs & 15, pairs >> 4], 1)
+    return ((halves ^ 8) - 8).view(-1)
 
 
 # -- averages -------------------------------------------------------------------------------------

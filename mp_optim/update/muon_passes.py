@@ -44,7 +44,7 @@ def _averaged(
         lists.state[MOMENTUM][index].view(-1),
         None if scales is None else scales[index],
     )
-    momentum = decode(stored, scale, second=False)
+    momentum = decode(stored, scale, second=False, numel=grad.numel())
     _blend(momentum, grad, scalars.average, scalars.average_from_end, out=momentum)
     noise = None if lists.noise is None else lists.noise[index]
     encode_(momentum, stored, scale, second=False, noise=noise)

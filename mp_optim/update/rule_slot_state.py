@@ -10,8 +10,8 @@ from mp_optim.process.host_memory import as_tensor
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import ParamGroups, Slot
 from mp_optim.slots.slot_state import SlotState, State, check_fits, check_state
-from mp_optim.slots.state_keys import MASTER, REMAINDER
-from mp_optim.update.codecs import SECOND
+from mp_optim.slots.state_keys import MASTER, REMAINDER, scale_key
+from mp_optim.update.codecs import SECOND, is_packed
 from mp_optim.update.state_format import fitted, full_precision
 from mp_optim.update.unread_moments import without_unread
 
@@ -43,16 +43,23 @@ class RuleSlotState(SlotState):
     def full_precision(self) -> State:
         return full_precision(self.tensors(), self._rule.stepped(self._slot))
 
+    def loads_copies(self) -> bool:
+        tensors = self.tensors()
+        return any(is_packed(key, value.dtype) for key, value in tensors.items())
+
     def fit(self, saved: State, convert: bool) -> State:
         stepped = self._rule.stepped(self._slot)
         live, group = self.tensors(), self._rule.param_groups[self._slot.group]
         for moment in self._rule.unread_moments(group):
             decided = self._rule.deciding_setting(group)
-            saved = without_unread(self._name, moment, decided, live, saved, convert)
+            shape = stepped.shape
+            saved = without_unread(
+                self._name, moment, decided, live, shape, saved, convert
+            )
         return fitted(self._name, live, stepped, saved, convert)
 
     def check(self, state: State) -> None:
-        rest, main = self._without_main(state)
+        rest, main = self._without_main(self._packed(state))
         if main is not None:
             check_fits(
                 f"{self._name}.{MASTER}", self._rule.main_param(self._slot), main
@@ -69,6 +76,7 @@ class RuleSlotState(SlotState):
             )
 
     def load(self, state: State) -> None:
+        state = self._packed(state)
         self.check(state)
         rest, main = self._without_main(state)
         before_writing(self.tensors().values())
@@ -76,6 +84,15 @@ class RuleSlotState(SlotState):
             tensor.copy_(as_tensor(rest[key]))
         if main is not None:
             self._rule.set_main_param(self._slot, main)
+
+    def _packed(self, state: State) -> State:
+        """A state to load with 4-bit codes as codes, where it has the FP32 values they stand
+        for."""
+        for key, tensor in self.tensors().items():
+            is_unpacked = key in state and scale_key(key) not in state
+            if is_packed(key, tensor.dtype) and is_unpacked:
+                return self.fit(state, convert=False)
+        return state
 
     def _without_main(self, state: State) -> tuple[State, Tensor | None]:
         """A state to load, and the FP32 main param in it that stands for a remainder."""

@@ -39,8 +39,9 @@ from mp_optim.update.unread_moments import stepped_without
 
 class RuleState(SlotOptimizer):
     """What a rule keeps: per slot ``step`` (0-d FP32 on the CPU), its moments, with
-    ``<moment>_scale`` if they are stored in blocks, ``remainder`` if there is one, and
-    ``averaged_param`` if averages are kept (which begins with the first step).
+    ``<moment>_scale`` if they are stored in blocks (as 4-bit codes they are 1-D, two codes a byte),
+    ``remainder`` if there is one, and ``averaged_param`` if averages are kept (which begins with
+    the first step).
 
     Args:
         precision: how state is stored.
@@ -202,13 +203,13 @@ class RuleState(SlotOptimizer):
             shape = moment_of(name).local_shape(main_shape, whole)
             if shape is None:
                 continue
-            if name in state and state[name].shape != shape:
+            wanted = moment_forms(name, shape, self.precision.stored_dtype(name))
+            if name in state and state[name].shape != wanted[name][0]:
                 raise ValueError(
                     f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
                     "its "
                     f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape"
                 )
-            wanted = moment_forms(name, shape, self.precision.stored_dtype(name))
             forms |= wanted
         if self._is_split_dtype(dtype):
             forms[REMAINDER] = (main_shape, self.precision.remainder_dtype)

@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.combinations import ROUNDS_AVERAGES
-from mp_optim.config.rules import moment_of
+from mp_optim.config.rules import (
+    FIRST_MOMENT_DTYPES,
+    SECOND_MOMENT_DTYPES,
+    moment_of,
+)
 from mp_optim.process.host_memory import Form, zeros
 from mp_optim.slots.slot_state import State, check_fits
 from mp_optim.slots.state_keys import AVERAGE, MASTER, REMAINDER, is_scale, scale_key
 from mp_optim.update.codecs import (
-    MOMENT_DTYPES,
     SECOND,
     blocks_of,
     decode,
     encode_,
     is_blocked,
+    is_packed,
     join,
+    packed_bytes,
     split_,
     stored_dtype,
 )
@@ -34,13 +39,13 @@ class StatePrecision:
     """How a rule stores its state.
 
     Attributes:
-        exp_avg_dtype: of the first moment or momentum: float32, bfloat16, float16 or uint8 (see
-            ``formats``).
-        exp_avg_sq_dtype: of the second moment.
+        exp_avg_dtype: of the first moment or momentum: float32, bfloat16, float16, uint8 or uint4
+            (see ``codecs``).
+        exp_avg_sq_dtype: of the second moment; the same but uint4.
         store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes
             them FP32.
         param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits.
-        stochastic_rounding: of bfloat16 and 8-bit state.
+        stochastic_rounding: of bfloat16, 8-bit and 4-bit state.
         seed: of the random bits, 32 bits.
         ema_decay: of the averages of main params; None keeps none.
         ema_dtype: of these averages, float32 or bfloat16.
@@ -59,11 +64,8 @@ class StatePrecision:
     ema_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(self, name) not in MOMENT_DTYPES:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: must be one of {list(MOMENT_DTYPES)}"
-                )
+        _check_dtype("exp_avg_dtype", self.exp_avg_dtype, FIRST_MOMENT_DTYPES)
+        _check_dtype("exp_avg_sq_dtype", self.exp_avg_sq_dtype, SECOND_MOMENT_DTYPES)
         if self.param_remainder_bits not in (8, 16):
             raise ValueError(
                 f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8"
@@ -120,10 +122,20 @@ class StatePrecision:
         return torch.int16 if self.param_remainder_bits == 16 else torch.int8
 
 
+def _check_dtype(
+    name: str, dtype: torch.dtype, choices: tuple[torch.dtype, ...]
+) -> None:
+    if dtype not in choices:
+        raise ValueError(f"{name}={dtype}: must be one of {list(choices)}")
+
+
 def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
-    """What a moment of a shape is stored in: a tensor of that shape, and its scales if it has
-    some."""
-    forms = {name: (shape, dtype)}
+    """What a moment of a shape is stored in: a tensor of that shape, or of the bytes of its 4-bit
+    codes; and its scales if it has some."""
+    held = shape
+    if is_packed(name, dtype):
+        held = torch.Size([packed_bytes(shape.numel())])
+    forms = {name: (held, dtype)}
     if is_blocked(dtype):
         forms[scale_key(name)] = (torch.Size([blocks_of(shape.numel())]), torch.float32)
     return forms
@@ -141,10 +153,26 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
         if key == REMAINDER:
             full[MASTER] = join(main, value)
         elif scale_key(key) in state or value.dtype == torch.bfloat16:
-            full[key] = _decoded(state, key)
+            full[key] = _decoded(state, key, main)
         elif not is_scale(key):
             full[key] = value
     return full
+
+
+def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
+    """A slot's state with 4-bit moments in FP32, in the main param's shape and without their
+    scales: what leaves the optimizer has shapes that any layout can read."""
+    packed = {
+        key
+        for key, value in state.items()
+        if isinstance(value, Tensor) and is_packed(key, value.dtype)
+    }
+    scales = set(map(scale_key, packed))
+    return {
+        key: _decoded(state, key, main) if key in packed else value
+        for key, value in state.items()
+        if key not in scales
+    }
 
 
 def fitted(
@@ -176,11 +204,11 @@ def fitted(
             saved.get(scale), mine.get(scale)
         ):
             result |= {scale: saved[scale]} if scale in mine else {}
-        elif theirs.shape == own.shape and _can_be_read(
+        elif _shape(key, theirs, main) == _shape(key, own, main) and _can_be_read(
             theirs, saved.get(scale), convert
         ):
             result |= _converted(
-                f"{label}.{key}", key, mine, _decoded(saved, key), convert
+                f"{label}.{key}", key, mine, _decoded(saved, key, main), convert
             )
     if REMAINDER in saved and (
         REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype
@@ -251,21 +279,33 @@ def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:
     return saved is own if saved is None or own is None else saved.shape == own.shape
 
 
-def _decoded(state: Mapping[str, Any], key: str) -> Tensor:
-    """FP32 values of a saved moment. It has a scale for each block; or, where it is a part cut out
-    of a larger tensor and so of that one's blocks, for each element, in a last dimension of 1."""
+def _shape(key: str, stored: Tensor, main: Tensor) -> torch.Size:
+    """The shape of a stored moment's FP32 form. Bytes of 4-bit codes have the main param's if they
+    are as many as that needs."""
+    fits = is_packed(key, stored.dtype) and stored.shape == (
+        packed_bytes(main.numel()),
+    )
+    return main.shape if fits else stored.shape
+
+
+def _decoded(state: Mapping[str, Any], key: str, main: Tensor) -> Tensor:
+    """FP32 values of a saved moment of a main param. It has a scale for each block; or, where it is
+    a part cut out of a larger tensor and so of that one's blocks, for each element, in a last
+    dimension of 1."""
     stored, scale = state[key], state.get(scale_key(key))
+    shape = _shape(key, stored, main)
     if scale is not None and scale.dim() > 1:
         values: Tensor = stored.float() * scale[..., 0]
         return values * values if key == SECOND else values
-    if scale is not None and scale.numel() != blocks_of(stored.numel()):
+    numel = shape.numel()
+    if scale is not None and scale.numel() != blocks_of(numel):
         raise ValueError(
             f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, "
             "expected "
-            f"{blocks_of(stored.numel())}; was it saved in another layout? Save with "
+            f"{blocks_of(numel)}; was it saved in another layout? Save with "
             "full_precision=True"
         )
-    return decode(stored.reshape(-1), scale, key == SECOND).view(stored.shape)
+    return decode(stored.reshape(-1), scale, key == SECOND, numel).view(shape)
 
 
 def _converted(
@@ -279,14 +319,19 @@ def _converted(
         value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND
     )
     if not convert and not torch.equal(
-        _decoded(fresh, key).nan_to_num(0.5), value.nan_to_num(0.5)
+        _decoded(fresh, key, value).nan_to_num(0.5), value.nan_to_num(0.5)
     ):
         raise ValueError(
-            f"{label}: saved with values that {mine[key].dtype} cannot hold without loss; load "
-            "with "
+            f"{label}: saved with values that {_said(key, mine[key])} cannot hold without loss; "
+            "load with "
             "convert=True, or configure this state as it was saved"
         )
     return fresh
+
+
+def _said(key: str, own: Tensor) -> str:
+    """What a moment is stored as, in words."""
+    return "4-bit codes" if is_packed(key, own.dtype) else str(own.dtype)
 
 
 def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:

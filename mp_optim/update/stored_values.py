@@ -27,8 +27,10 @@ def read_moment(batch: TensorLists, name: str) -> Lists:
     """FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
     scales = batch.state.get(scale_key(name), [None] * len(batch.main))
     return [
-        decode(stored, scale, name == SECOND)
-        for stored, scale in zip(batch.state[name], scales, strict=True)
+        decode(stored, scale, name == SECOND, main.numel())
+        for stored, scale, main in zip(
+            batch.state[name], scales, batch.main, strict=True
+        )
     ]
 
 

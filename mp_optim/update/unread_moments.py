@@ -10,7 +10,13 @@ from mp_optim.slots.state_keys import scale_key
 
 
 def without_unread(
-    label: str, moment: str, decided: str, live: State, saved: State, convert: bool
+    label: str,
+    moment: str,
+    decided: str,
+    live: State,
+    shape: torch.Size,
+    saved: State,
+    convert: bool,
 ) -> State:
     """A saved state with a moment that nothing reads here as it is here: dropped where none is
     kept, zeros where one is.
@@ -18,6 +24,7 @@ def without_unread(
     Args:
         label: names the slot in messages.
         decided: the setting that makes it needless, for messages.
+        shape: the moment's.
         convert: drop it.
 
     Raises:
@@ -32,7 +39,8 @@ def without_unread(
         dropped = (moment, scale_key(moment))
         return {key: value for key, value in saved.items() if key not in dropped}
     if saved and moment in live and moment not in saved:
-        zeros = torch.zeros_like(live[moment], dtype=torch.float32)
+        device = live[moment].device
+        zeros = torch.zeros(shape, dtype=torch.float32, device=device)
         return {**saved, moment: zeros}
     return saved
 

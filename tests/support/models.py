@@ -69,6 +69,7 @@ COMPACT: dict[str, dict[str, Any]] = {
         "param_remainder_bits": 8,
         "stochastic_rounding": True,
     },
+    "4bit": {"exp_avg_dtype": "uint4", "exp_avg_sq_dtype": "uint8"},
     "remainder": {},
     "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }

@@ -165,6 +165,11 @@ def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
             scale = np.ldexp(F(1), int(exponent) - 15 + int(carry)).astype(np.float32)
             code = (block * (F(1) / scale)).astype(np.float16)
             code = np.maximum(code, np.float16(2.0**-24)) if second else code
+        elif kind == "four":
+            rough = np.float64(top / F(7))
+            unit = 2.0 ** (math.floor(math.log2(rough)) - 15)  # 16 significant bits
+            scale = F(math.floor(rough / unit) * unit)
+            code = np.rint(block * (F(1) / scale)).astype(np.int8)
         else:
             rough = top / F(255 if second else 127)
             unit = np.float64(2.0) ** (
@@ -180,6 +185,14 @@ def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
         codes.append(code)
         scales.append(scale)
     return np.concatenate(codes), np.array(scales, dtype=np.float32)
+
+
+def packed(codes: Any) -> Any:
+    """4-bit codes as bytes: the first and the last 32 of every 64 in lower and upper halves."""
+    runs = np.zeros(-(-codes.size // 64) * 64, np.int64)
+    runs[: codes.size] = codes
+    halves = runs.reshape(-1, 2, 32) % 16
+    return (halves[:, 0] + 16 * halves[:, 1]).astype(np.uint8).reshape(-1)
 
 
 def dequantised(x: Array, kind: str, second: bool) -> Array:

@@ -18,6 +18,7 @@ FORMS = {
     "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
     "fp16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
     "8-bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+    "4-bit": {"exp_avg_dtype": "uint4", "exp_avg_sq_dtype": "uint8"},
 }
 KEEPS = {
     "adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
@@ -102,7 +103,7 @@ def stepped(draw):
         fields["store_param_remainders"] = bits is not None
     if bits == 8:
         fields["param_remainder_bits"] = 8
-    if bits == 8 or form.get("exp_avg_dtype") in ("bfloat16", "uint8"):
+    if bits == 8 or form.get("exp_avg_dtype") in ("bfloat16", "uint8", "uint4"):
         fields["stochastic_rounding"] = draw(st.booleans())
     return fields | {"ema_decay": draw(st.sampled_from([None, 0.9]))}
 

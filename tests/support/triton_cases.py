@@ -22,6 +22,7 @@ from mp_optim.update.kernel_args import (
     TensorLists,
     fp32,
 )
+from mp_optim.update.state_format import moment_forms
 
 ODD = [
     0.0,
@@ -117,12 +118,13 @@ def lists_of(
             split_(value, param, rest)
     kept = [pair for pair in zip(keys, case.moments, strict=False) if pair[0]]
     for key, dtype in kept:
-        state[key] = [put(torch.zeros(n), dtype) for n in sizes]
+        forms = [moment_forms(key, torch.Size([n]), dtype)[key] for n in sizes]
+        state[key] = [put(torch.zeros(shape), kind) for shape, kind in forms]
         if is_blocked(dtype):
             state[scale_key(key)] = [torch.zeros(blocks_of(n)) for n in sizes]
         scales = state.get(scale_key(key), [None] * len(sizes))
-        for stored, scale in zip(state[key], scales, strict=True):
-            value = values(generator, len(stored), case.odd)
+        for stored, scale, n in zip(state[key], scales, sizes, strict=True):
+            value = values(generator, n, case.odd)
             second = key == "exp_avg_sq"
             encode_(value.abs_() if second else value, stored, scale, second)
     grads = random(case.grad)

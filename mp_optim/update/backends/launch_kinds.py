@@ -43,7 +43,7 @@ class Kind(NamedTuple):
         """Whether there are kernels for it."""
         return (
             self.grad in FLOATS
-            and self.moment1 in (None, *FLOATS, torch.int8)
+            and self.moment1 in (None, *FLOATS, torch.int8, torch.uint8)
             and self.moment2 in (None, *FLOATS, torch.uint8)
             and self.output in _OUTPUTS.get((self.main, self.remainder), ())
             and self.average in (None, torch.float32, torch.bfloat16)

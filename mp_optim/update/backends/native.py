@@ -176,6 +176,8 @@ _CODES = {
     torch.uint8: 5,
     torch.int16: 6,
 }
+_PACKED_CODE = 7
+"""Of first moments in 4-bit codes."""
 
 
 class _Table:
@@ -190,7 +192,7 @@ class _Table:
     ) -> None:
         steady = {name: CachedTensorList.of(tensors) for name, tensors in lists.items()}
         self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
-        sized = steady.get("moment1") or steady.get("grad") or steady["main"]
+        sized = steady.get("main") or steady["grad"]
         self._arrays["numel"] = sized.sizes
         if noise is not None:
             self._arrays["stream"] = array("I", [item.own_stream for item in noise])
@@ -200,6 +202,8 @@ class _Table:
         dtypes = {
             f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()
         }
+        if kind.moment1 == torch.uint8:
+            dtypes["moment1_dtype"] = _PACKED_CODE
         seed = noise[0].seed if noise else 0
         count = len(steady.get("grad") or steady["main"])
         self.tensors = lib.Tensors(

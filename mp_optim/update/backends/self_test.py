@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.capabilities import CAPABILITIES, Capability
-from mp_optim.config.rules import RULES
+from mp_optim.config.rules import RULES, UINT4
+from mp_optim.process.host_memory import zeros
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.backends.interface import Backend, step_with
 from mp_optim.update.backends.muon_trial import MuonTensors
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.codecs import Noise, blocks_of
+from mp_optim.update.codecs import SECOND, Noise, stored_dtype
 from mp_optim.update.kernel_args import TensorLists, fp32
+from mp_optim.update.state_format import moment_forms
 
 MOST_ULPS, MOST_LR = 4.0, 1e-4
 """How far a usable backend's parameters may be from reference's after the two steps: ulps, plus
@@ -271,11 +273,12 @@ class _Trial:
             for stepped, expected in zip(mine, others, strict=True):
                 self.found.others(stepped, expected, 2.0**-7)
 
-    def eight_bits(self) -> None:
-        """Adam with every part of its state in 8 bits, rounded stochastically."""
+    def few_bits(self, first: torch.dtype) -> None:
+        """Adam with the first moment in 8 or 4 bits and the rest of its state in 8, rounded
+        stochastically."""
         case = _Case("adam", torch.bfloat16, None, _MULTIPLIER)
         ours, theirs = (
-            _in_eight_bits(case.lists(self.device, self.sizes)) for _ in range(2)
+            _in_few_bits(case.lists(self.device, self.sizes), first) for _ in range(2)
         )
         self.steps(case, ours, theirs)
         difference(ours, theirs, _LR, self.found)
@@ -304,19 +307,20 @@ def compare(
             trial.denormals(rule)
     trial.muon()
     if "adam" in rules and CAPABILITIES.get(backend.name, Capability()).compact:
-        trial.eight_bits()
+        for first in (torch.uint8, UINT4):
+            trial.few_bits(first)
     return found
 
 
-def _in_eight_bits(lists: TensorLists) -> TensorLists:
-    """The same with main params as bfloat16 beside 8-bit remainders, moments as 8-bit codes, and
-    averages in bfloat16, all with noise."""
+def _in_few_bits(lists: TensorLists, first: torch.dtype) -> TensorLists:
+    """The same with main params as bfloat16 beside 8-bit remainders, moments as codes, and averages
+    in bfloat16, all with noise."""
     state: dict[str, Any] = {}
-    for key, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
-        state[key] = [main.to(dtype).zero_() for main in lists.main]
-        state[scale_key(key)] = [
-            main.new_zeros(blocks_of(main.numel())) for main in lists.main
-        ]
+    for key, asked in (("exp_avg", first), (SECOND, torch.uint8)):
+        dtype = stored_dtype(key, asked)
+        forms = [moment_forms(key, main.shape, dtype) for main in lists.main]
+        for name in (key, scale_key(key)):
+            state[name] = [zeros(*each[name], lists.main[0].device) for each in forms]
     state[REMAINDER] = [torch.zeros_like(main, dtype=torch.int8) for main in lists.main]
     mains = [main.bfloat16() for main in lists.main]
     state[AVERAGE] = [main.flip(0).contiguous() for main in mains]

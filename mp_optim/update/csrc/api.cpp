@@ -68,7 +68,7 @@ bool valid_dtypes(const MpTensors& t) {
     return grads && is_one_of(t.average_dtype, {MP_NONE, MP_F32, MP_BF16}) &&
            is_one_of(t.main_dtype, {MP_NONE, compact ? MP_BF16 : MP_F32}) &&
            is_one_of(t.remainder_dtype, {MP_NONE, MP_I16, MP_I8}) &&
-           is_one_of(t.moment1_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_I8}) &&
+           is_one_of(t.moment1_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_I8, MP_I4}) &&
            is_one_of(t.moment2_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_U8}) &&
            is_one_of(t.output_dtype, {MP_NONE, MP_BF16, compact ? MP_BF16 : MP_F32, compact ? MP_BF16 : MP_F16});
 }
@@ -111,7 +111,7 @@ void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
         if (from) std::memcpy((char*)to[index] + first, (const char*)from[index] + first, size_t(bytes));
     };
     auto elements = [&](const void* const* from, void* const* to, int32_t dtype) {
-        copy(from, to, start * size_of(dtype), count * size_of(dtype));
+        copy(from, to, bytes_of(dtype, start), bytes_of(dtype, count));
     };
     int64_t scale = start / kScaled * int64_t(sizeof(float));
     int64_t scales = (count + kScaled - 1) / kScaled * int64_t(sizeof(float));
@@ -127,7 +127,7 @@ void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
 // A part of a tensor. Present values are where new ones go, or if `apart` where the call says.
 Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream, bool apart) {
     auto at = [&](auto table, int32_t dtype) {
-        return Stream{table ? (char*)table[index] + start * size_of(dtype) : nullptr, dtype};
+        return Stream{table ? (char*)table[index] + bytes_of(dtype, start) : nullptr, dtype};
     };
     auto scale_at = [&](auto table) { return table ? table[index] + start / kScaled : nullptr; };
     Run run;
@@ -427,4 +427,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 12; }
+int32_t mp_abi() { return 13; }

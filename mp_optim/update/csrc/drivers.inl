@@ -36,8 +36,8 @@ struct Tail {
         for (int k = 0; k < kStreamCount; ++k) {
             Stream& mine = run.*kStreams[k];
             if (!mine.data) continue;
-            __builtin_memset(memory[k], 0, run.numel * size_of(mine.dtype));
-            __builtin_memcpy(memory[k], mine.data, numel * size_of(mine.dtype));
+            __builtin_memset(memory[k], 0, bytes_of(mine.dtype, run.numel));
+            __builtin_memcpy(memory[k], mine.data, bytes_of(mine.dtype, numel));
             mine.data = memory[k];
         }
     }
@@ -46,7 +46,7 @@ struct Tail {
         for (int k = kFirstWritten; k < kStreamCount; ++k) {
             Stream theirs = whole.*kStreams[k];
             if (theirs.data)
-                __builtin_memcpy(theirs.at(start), memory[k], numel * size_of(theirs.dtype));
+                __builtin_memcpy(theirs.at(start), memory[k], bytes_of(theirs.dtype, numel));
         }
     }
 };
@@ -70,8 +70,8 @@ MP_INLINE void for_whole_chunks(const Run& run, Body body) {
 // With four or five streams the processor's own prefetching falls behind, on some makes.
 template <bool to_write>
 MP_INLINE void fetch_ahead(const Stream& stream, int32_t dtype, int64_t i) {
-    const char* from = stream.data + i * size_of(dtype);
-    for (int64_t line = 0; line < kChunk * size_of(dtype); line += 64) __builtin_prefetch(from + line, to_write, 3);
+    const char* from = stream.data + bytes_of(dtype, i);
+    for (int64_t line = 0; line < bytes_of(dtype, kChunk); line += 64) __builtin_prefetch(from + line, to_write, 3);
 }
 
 template <class F, bool has_main>
@@ -98,11 +98,13 @@ MP_INLINE const float* scale_at(const float* scales, int64_t start) {
 template <bool second, class F>
 MP_INLINE void write_codes_here(const Run& run, Scale scale, const float* from, int64_t i) {
     const int32_t dtype = F::template moment<second>(run);
-    char* to = (second ? run.moment2 : run.moment1).data + i * size_of(dtype);
+    char* to = (second ? run.moment2 : run.moment1).data + bytes_of(dtype, i);
     if (!scale.good)
-        __builtin_memset(to, 0, kChunk * size_of(dtype));
+        __builtin_memset(to, 0, bytes_of(dtype, kChunk));
     else if (dtype == MP_F16)
         write_halves<second>(from, scale.inverse, to);
+    else if (!second && dtype == MP_I4)
+        write_pairs(from, scale.inverse, to, run.noisy, run.key, run.start + uint32_t(i));
     else if (run.noisy)
         write_bytes_randomly<second>(from, scale.inverse, to, run.key, run.start + uint32_t(i));
     else

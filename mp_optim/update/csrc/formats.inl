@@ -79,6 +79,15 @@ MP_INLINE void read_block(const char* from, float scale, float* to) {
     }
 }
 
+// The lower and the upper halves of bytes as whole numbers from -8 to 7.
+MP_INLINE void read_pairs(const char* from, float scale, float* to) {
+    for (int i = 0; i < kChunk / 2; i += kLanes) {
+        i32x16 both = read_u8(from + i), low = ((both & 15) ^ 8) - 8, high = ((both >> 4) ^ 8) - 8;
+        store(to + i, to_float(low) * scale);
+        store(to + kChunk / 2 + i, to_float(high) * scale);
+    }
+}
+
 static void square(float* x) {
     for (int i = 0; i < kChunk; i += kLanes) store(x + i, load<f32x16>(x + i) * load<f32x16>(x + i));
 }
@@ -87,11 +96,12 @@ static void square(float* x) {
 template <bool second, class F>
 MP_INLINE const float* read_moment_here(const Run& r, int64_t i, const float* scale, float* buffer) {
     const int32_t dtype = F::template moment<second>(r);
-    const char* from = (second ? r.old_moment2 : r.old_moment1).data + i * size_of(dtype);
+    const char* from = (second ? r.old_moment2 : r.old_moment1).data + bytes_of(dtype, i);
     switch (dtype) {
         case MP_F32: return (const float*)from;
         case MP_BF16: read_floats<MP_BF16>(from, buffer); return buffer;
         case MP_F16: read_block<MP_F16>(from, *scale, buffer); break;
+        case MP_I4: read_pairs(from, *scale, buffer); break;
         default: read_block<second ? MP_U8 : MP_I8>(from, *scale, buffer);
     }
     if (second) square(buffer);
@@ -187,7 +197,7 @@ static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint3
 template <bool second, class F>
 MP_INLINE void write_moment_here(const Run& r, int64_t i, const float* values) {
     const int32_t dtype = F::template moment<second>(r);
-    char* to = (second ? r.moment2 : r.moment1).data + i * size_of(dtype);
+    char* to = (second ? r.moment2 : r.moment1).data + bytes_of(dtype, i);
     if (dtype == MP_F32 && r.past) write_past_caches(values, to);
     if (dtype != MP_BF16) return;  // FP32 is there already
     if (r.noisy)
@@ -295,6 +305,10 @@ MP_INLINE Scale scale_of(uint32_t top, int32_t dtype) {
         uint32_t exponent = ((top + 0x1000) & 0x7f800000) - (14u << 23);
         return {as<float>(exponent), as<float>((254u << 23) - exponent), true};
     }
+    if (dtype == MP_I4) {
+        float cut = as<float>(as<uint32_t>(as<float>(top) / 7.0f) & 0xffffff00);
+        return {cut, 1.0f / cut, true};
+    }
     float exact = as<float>(top) / (dtype == MP_U8 ? 255.0f : 127.0f);
     float scale = as<float>((as<uint32_t>(exact) + 0xff) & 0xffffff00);
     return {scale, 1.0f / scale, true};
@@ -317,6 +331,25 @@ static void write_bytes_randomly(const float* from, float inverse, char* to, uin
         codes[k] = within(code, roots ? 1 : -127, roots ? 255 : 127);
     }
     store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
+}
+
+// Codes of 4 bits, from -7 to 7.
+static void write_pairs(const float* from, float inverse, char* to, bool noisy, uint32_t key, uint32_t index) {
+    i32x16 codes[kChunk / kLanes];
+    for (int k = 0; k < kChunk / kLanes; ++k) {
+        f32x16 scaled = load<f32x16>(from + kLanes * k) * inverse;
+        if (noisy) {
+            u32x16 bits = sixteen_bits<false>(key, index + kLanes * k);
+            f32x16 fraction = (to_float(as<i32x16>(bits)) + 0.5f) * 0x1p-16f;  // never 0: codes stay what they are
+            codes[k] = within(to_floor(scaled + fraction), -7, 7);
+        } else {
+            codes[k] = to_nearest(scaled);
+        }
+    }
+    alignas(64) char bytes[kChunk];
+    i32x16 first = (codes[0] & 15) | (codes[2] << 4), last = (codes[1] & 15) | (codes[3] << 4);
+    store_bytes<true>(bytes, first, last, first, last);
+    __builtin_memcpy(to, bytes, kChunk / 2);
 }
 
 template <bool roots>

@@ -23,7 +23,8 @@ static void adam(const Run& run, const MpAdam& s) {
     }
     const AdamRule<true> rule(s);
     if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special_moments<MP_BF16, MP_BF16>(run, rule) &&
-        !run_special_moments<MP_F16, MP_F16>(run, rule) && !run_special_moments<MP_I8, MP_U8>(run, rule))
+        !run_special_moments<MP_F16, MP_F16>(run, rule) && !run_special_moments<MP_I8, MP_U8>(run, rule) &&
+        !run_special_moments<MP_I4, MP_U8>(run, rule))
         run_rule(run, rule);
 }
 

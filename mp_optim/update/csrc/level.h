@@ -12,18 +12,29 @@ constexpr int64_t kBlock = 1024;          // elements that are summed together, 
 constexpr int64_t kPiece = 128 * kBlock;  // elements whose block sums are added by one thread
 constexpr int64_t kScaled = 256;          // elements of a moment that share a scale; a run starts at a multiple of both
 
+constexpr int64_t kPacked = 64;           // elements of MP_I4 that are packed together
+
+// Bytes of an element, but for MP_I4.
 constexpr int64_t size_of(int32_t dtype) {
     return dtype == MP_NONE ? 0 : dtype == MP_F32 ? 4 : dtype == MP_I8 || dtype == MP_U8 ? 1 : 2;
 }
 
-constexpr bool is_blocked(int32_t dtype) { return dtype == MP_F16 || dtype == MP_I8 || dtype == MP_U8; }
+// Bytes of so many elements from a multiple of kPacked on.
+constexpr int64_t bytes_of(int32_t dtype, int64_t n) {
+    return dtype == MP_I4 ? (n + kPacked - 1) / kPacked * (kPacked / 2) : n * size_of(dtype);
+}
+
+constexpr bool is_blocked(int32_t dtype) {
+    return dtype == MP_F16 || dtype == MP_I8 || dtype == MP_U8 || dtype == MP_I4;
+}
 
 // Elements in memory; null where a call has none.
 struct Stream {
     char* data;
     int32_t dtype;
 
-    char* at(int64_t i) const { return data + i * size_of(dtype); }
+    // Of MP_I4, at multiples of kPacked only.
+    char* at(int64_t i) const { return data + bytes_of(dtype, i); }
 };
 
 // One tensor, its pointers moved to the first element of the run.

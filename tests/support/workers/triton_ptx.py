@@ -72,6 +72,17 @@ VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "plain adam": ("plain adam", PLAIN, {"betas": (0.0, 0.999)}),
     "stable_adamw": ("stable_adamw", PLAIN, {}),
     "stable_adamw, 8 bits": ("stable_adamw", SMALL, {}),
+    "adam, 4-bit first moments": (
+        "adam",
+        Case(
+            rest=torch.int16,
+            moments=(torch.uint8, torch.uint8),
+            output=None,
+            noisy=True,
+            aligned=True,
+        ),
+        {},
+    ),
     "adam, averages": ("adam", replace(PLAIN, average=torch.float32), {}),
     "adam, 8 bits, averages in 16": (
         "adam",
@@ -163,6 +174,10 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     average = [] if case.average is None else [case.average]
     read = [case.grad, *main, *moments, *average]
     written = [*main, *moments, case.output, *average]
+    if moments[0] == torch.uint8:
+        # 4-bit codes: the masked tile, too, reads runs, and a thread writes four bytes
+        read.append(moments[0])
+        written.remove(moments[0])
     if kernel == "lamb_moments":
         written = moments
     elif kernel == "lamb_apply":

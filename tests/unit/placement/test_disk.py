@@ -87,7 +87,7 @@ def build(
 @st.composite
 def programs(draw):
     fields = draw(stepped())
-    has_scales = fields.get("exp_avg_dtype") in ("float16", "uint8")
+    has_scales = fields.get("exp_avg_dtype") in ("float16", "uint8", "uint4")
     whole = fields["optimizer"] in WHOLE or has_scales
     windows = [LARGEST, 1 << 20] if whole else [65_536, 70_000, LARGEST, 1 << 20]
     return {

@@ -66,7 +66,7 @@ def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
         moment = st.sampled_from(["float32", "bfloat16", "float16", "uint8"])
         settings_of |= {
             "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": draw(moment),
+            "exp_avg_dtype": draw(st.one_of(moment, st.just("uint4"))),
         }
         if rule in ("adam", "lamb"):
             settings_of["exp_avg_sq_dtype"] = draw(moment)

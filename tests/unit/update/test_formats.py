@@ -8,24 +8,25 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim.checkpoint.blocks import BLOCK
+from mp_optim.config.rules import UINT4
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion
 from mp_optim.update import chunking as batching
 from mp_optim.update.codecs import (
+    SECOND,
     Noise,
-    blocks_of,
     decode,
     encode_,
     join,
     keep_valid,
     split_,
 )
-from mp_optim.update.state_format import StatePrecision
+from mp_optim.update.state_format import StatePrecision, moment_forms
 from support import numpy_rules as oracle
 
 BLOCKED = [
@@ -33,6 +34,7 @@ BLOCKED = [
     (torch.float16, True),
     (torch.int8, False),
     (torch.uint8, True),
+    (torch.uint8, False),  # two codes of 4 bits
 ]
 BITS = [torch.int16, torch.int8]
 seeds = st.integers(0, 2**20)
@@ -67,10 +69,9 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def stored(
     value: Tensor, dtype: torch.dtype, second: bool, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
-    codes, scale = (
-        torch.empty_like(value, dtype=dtype),
-        torch.empty(blocks_of(value.numel())),
-    )
+    name = SECOND if second else "exp_avg"
+    forms = moment_forms(name, value.shape, dtype)
+    codes, scale = (torch.empty(shape, dtype=kind) for shape, kind in forms.values())
     encode_(value, codes, scale, second, noise)
     return codes, scale
 
@@ -156,7 +157,7 @@ def test_what_was_decoded_is_stored_as_the_same_bits(
     codes, scale = stored(
         value.square().clamp(max=1e30) if second else value, dtype, second
     )
-    decoded = decode(codes, scale, second)
+    decoded = decode(codes, scale, second, n)
     if not second or bool((decoded >= 2.0**-126).all()):
         again, scale_again = stored(decoded, dtype, second)
         assert torch.equal(again, codes) and same(scale_again, scale)
@@ -182,15 +183,16 @@ def test_codes_equal_numpy_and_err_by_half_a_step(
 ) -> None:
     value = values(seed, n).square() if second else values(seed, n)
     codes, scale = stored(value, dtype, second)
-    theirs, their_scale = oracle.quantise(
-        value.numpy(), "half" if dtype == torch.float16 else "codes", second
-    )
+    four = dtype == torch.uint8 and not second
+    kind = "half" if dtype == torch.float16 else "four" if four else "codes"
+    theirs, their_scale = oracle.quantise(value.numpy(), kind, second)
+    theirs = oracle.packed(theirs) if four else theirs
     assert np.array_equal(scale.numpy(), their_scale) and np.array_equal(
         codes.numpy(), theirs
     )
     x = value.sqrt() if second else value
     steps = scale.repeat_interleave(BLOCK)[:n]
-    decoded = decode(codes, scale, second)
+    decoded = decode(codes, scale, second, n)
     error = ((decoded.sqrt() if second else decoded) - x).abs()
     if dtype == torch.float16:  # 11 bits, or half of the smallest step
         assert bool(
@@ -208,12 +210,11 @@ def test_blocks_that_are_not_ordinary(dtype: torch.dtype, second: bool) -> None:
     value[3 * BLOCK : 4 * BLOCK] = 0.0 if second else 1e-33
     value[4 * BLOCK + 1 :] = 1e-25 if second else 1e-12
     codes, scale = stored(value, dtype, second)
-    decoded = decode(codes, scale, second)
-    assert bool(decoded[: 2 * BLOCK].isnan().all()) and not codes[: 2 * BLOCK].any()
-    assert (
-        not decoded[2 * BLOCK : 4 * BLOCK].any()
-        and not codes[2 * BLOCK : 4 * BLOCK].any()
-    )
+    decoded = decode(codes, scale, second, value.numel())
+    assert bool(decoded[: 2 * BLOCK].isnan().all())
+    assert not decoded[2 * BLOCK : 4 * BLOCK].any()
+    four = dtype == torch.uint8 and not second
+    assert not codes[: 4 * BLOCK // (2 if four else 1)].any()
     assert float(decoded[4 * BLOCK]) == pytest.approx(1.0, rel=2.0**-13)
     if second:  # a root far below its block's largest is small, but not zero
         assert bool((decoded[4 * BLOCK + 1 :] > 0.0).all())
@@ -253,6 +254,24 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     )
 
 
+@given(
+    seed=seeds,
+    n=st.integers(1, 1500),
+    decades=st.floats(0.0, 2.0),
+)
+@settings(max_examples=20, deadline=None)
+@example(seed=0, n=1 << 20, decades=0.0)
+def test_stochastic_four_bit_codes_stand_for_values_that_are_stored_as_the_same_codes(
+    seed: int, n: int, decades: float
+) -> None:
+    """In a million elements the random bits that are added are all 0 for sixteen."""
+    codes, scale = stored(values(seed, n, decades), torch.uint8, False, Noise(1, seed))
+    decoded = decode(codes, scale, False, n)
+    for noise in (None, Noise(2, seed)):
+        again, scale_again = stored(decoded, torch.uint8, False, noise)
+        assert torch.equal(again, codes) and same(scale_again, scale)
+
+
 def test_stochastic_remainders_are_unbiased() -> None:
     value = (
         torch.full((200_000,), 1.0).view(torch.int32).add_(64).view(torch.float32)
@@ -283,6 +302,7 @@ PRECISIONS = [
     StatePrecision(torch.uint8, torch.bfloat16, True, 8),
     StatePrecision(torch.uint8, torch.uint8, True, 8, stochastic_rounding=True, seed=3),
     StatePrecision(torch.bfloat16, torch.float16, False, stochastic_rounding=True),
+    StatePrecision(UINT4, torch.uint8, True, stochastic_rounding=True),
 ]
 
 
@@ -371,6 +391,10 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
         (
             {"exp_avg_dtype": torch.float64},
             "exp_avg_dtype=torch.float64: must be one of",
+        ),
+        (
+            {"exp_avg_sq_dtype": UINT4},
+            "exp_avg_sq_dtype=torch.uint4: must be one of",
         ),
         ({"param_remainder_bits": 12}, "param_remainder_bits=12: must be 16 or 8"),
         ({"seed": -1}, "seed=-1"),

@@ -256,7 +256,8 @@ def test_a_vector_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("form", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05)]
+    ("form", "error"),
+    [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05), ("uint4", 0.5)],
 )
 def test_compact_momentum_is_near_the_full_one(form, error):
     grads = [random(16, 24, seed=step) for step in range(10)]
@@ -269,12 +270,8 @@ def test_compact_momentum_is_near_the_full_one(form, error):
     )
     assert (compact - full).norm() < error * (full - random(16, 24)).norm()
     kept = next(iter(optimizer.state.values()))["momentum_buffer"].dtype
-    assert (
-        kept
-        == {"bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.int8}[
-            form
-        ]
-    )
+    codes = {"uint8": torch.int8, "uint4": torch.uint8}
+    assert kept == codes.get(form, getattr(torch, form))
 
 
 def test_full_precision_is_not_the_processs_choice():

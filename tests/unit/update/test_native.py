@@ -22,6 +22,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.config.rules import (
+    FIRST_MOMENT_DTYPES,
+    SECOND_MOMENT_DTYPES,
+    UINT4,
+)
 from mp_optim.process.host_share import host_share
 from mp_optim.slots.state_keys import REMAINDER, scale_key
 from mp_optim.update.backends.native import (
@@ -36,12 +41,10 @@ from mp_optim.update.backends.native_library import (
 )
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.codecs import (
-    MOMENT_DTYPES,
     SECOND,
     Noise,
     blocks_of,
     encode_,
-    is_blocked,
     split_,
     stored_dtype,
 )
@@ -54,6 +57,7 @@ from mp_optim.update.kernel_args import (
     StableScalars,
     TensorLists,
 )
+from mp_optim.update.state_format import moment_forms
 
 LIBRARY = native_library()
 STATUS = Path("/proc/self/status")
@@ -134,7 +138,7 @@ class Maker:
         """A stored moment and its scales: of random values; every third block is small, every third
         odd."""
         value = self.new(n, torch.float32)
-        if is_blocked(dtype) and self.odd:
+        if dtype in (torch.float16, torch.uint8, UINT4) and self.odd:
             mild = values(self.generator, n, torch.float32, False, 0)
             kinds = torch.randint(
                 0, 3, (blocks_of(n),), generator=self.generator
@@ -146,9 +150,8 @@ class Maker:
             )
         if name == SECOND:
             value.abs_()
-        state = {name: self.empty(n, stored_dtype(name, dtype))}
-        if is_blocked(dtype):
-            state[scale_key(name)] = self.empty(blocks_of(n), torch.float32)
+        forms = moment_forms(name, torch.Size([n]), stored_dtype(name, dtype))
+        state = {key: self.empty(*shape, kind) for key, (shape, kind) in forms.items()}
         encode_(value, state[name], state.get(scale_key(name)), name == SECOND)
         return state
 
@@ -174,7 +177,7 @@ def lists_of(
     remainder: torch.dtype | None = None,
     noisy: bool = False,
 ) -> TensorLists:
-    """Lists with moments of the given dtypes (uint8 stands for 8-bit codes)."""
+    """Lists with moments of the given dtypes (uint8 and uint4 stand for codes)."""
     maker, mains, states = Maker(seed, odd), [], []
     for n in sizes:
         main, state = maker.main(n, remainder)
@@ -312,7 +315,11 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
     multiplier = float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6]))))
     step = data.draw(st.sampled_from([1, 2, 1000]))
     set_host_threads(data.draw(st.integers(1, 8)))
-    moments = data.draw(st.tuples(*[st.sampled_from(MOMENT_DTYPES)] * 2))
+    moments = data.draw(
+        st.tuples(
+            st.sampled_from(FIRST_MOMENT_DTYPES), st.sampled_from(SECOND_MOMENT_DTYPES)
+        )
+    )
     remainder, noisy = data.draw(st.sampled_from(REMAINDERS)), data.draw(st.booleans())
     if remainder is not None and output is not None:
         output = torch.bfloat16
@@ -528,10 +535,11 @@ GROUP = {
 
 
 @pytest.mark.parametrize("remainder", REMAINDERS)
-@pytest.mark.parametrize("dtype", MOMENT_DTYPES)
+@pytest.mark.parametrize("dtype", FIRST_MOMENT_DTYPES)
 def test_compact_states_do_not_depend_on_threads(
     dtype: torch.dtype, remainder: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    second = torch.uint8 if dtype == UINT4 else dtype
     theirs = lists_of(
         9,
         [150_000, 1],
@@ -539,7 +547,7 @@ def test_compact_states_do_not_depend_on_threads(
         None,
         KEYS["adam"],
         False,
-        (dtype, dtype),
+        (dtype, second),
         remainder,
         True,
     )
@@ -554,7 +562,7 @@ def test_compact_states_do_not_depend_on_threads(
             None,
             KEYS["adam"],
             False,
-            (dtype, dtype),
+            (dtype, second),
             remainder,
             True,
         )
@@ -568,7 +576,7 @@ def test_scales_at_the_edges() -> None:
     tops = torch.tensor(
         [2.0**-100, 2.0**-100 * (1 - 2**-24), 2.0**-99, 3.4e38, 1.0, 127.0, 255.0, 0.0]
     )
-    for dtype in (torch.float16, torch.uint8):
+    for dtype in (torch.float16, torch.uint8, UINT4):
         both = []
         for backend in (NativeBackend(LIBRARY), REFERENCE):
             n = 256 * len(tops)

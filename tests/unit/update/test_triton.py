@@ -4,6 +4,7 @@ interpreter."""
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import os
@@ -46,7 +47,7 @@ FOUND, WHY = triton_backend()
 REFERENCE = ReferenceBackend()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-FIRST = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+FIRST = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8]
 SECOND = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 MAINS: list[torch.dtype | None] = [None, torch.int16, torch.int8]
 SIZES = [
@@ -198,8 +199,10 @@ def test_dtypes_of_gradient_main_param_and_output(
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("second", SECOND)
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*itertools.product(FIRST[:-1], SECOND), (torch.uint8, torch.uint8)],
+)
 def test_dtypes_of_moments(
     first: torch.dtype, second: torch.dtype, noisy: bool
 ) -> None:
@@ -312,7 +315,7 @@ def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers() -> None:
     ) * torch.linspace(-1, 1, BLOCK)
     x = torch.cat([rows.flatten(), torch.tensor(ODD)])
     group = {**GROUP, "momentum": 0.5, "betas": (0.5, 0.5), "weight_decay": 0.0}
-    for first, second in zip(FIRST, SECOND, strict=True):
+    for first, second in zip(FIRST, [*SECOND, torch.uint8], strict=True):
         for noisy in (False, True):
             ours, theirs = (
                 lists_of(

@@ -154,7 +154,11 @@ def read_moment(moment, tile, ROOT: tl.constexpr):
     scale = None
     if moment.scales is not None:
         scale = fetch(moment.scales, tile.blocks, tl.cdiv(tile.count, BLOCK), tile.masked)
-    return decoded(fetch(moment.stored, tile.offsets, tile.count, tile.masked), scale, ROOT)
+    if moment.stored.dtype.element_ty == tl.uint8 and not ROOT:
+        raw = fetch_pairs(moment.stored, tile)
+    else:
+        raw = fetch(moment.stored, tile.offsets, tile.count, tile.masked)
+    return decoded(raw, scale, ROOT)
 
 
 @triton.jit
@@ -171,8 +175,38 @@ def write_moment(value, moment, tile, ROOT: tl.constexpr):
         raw = dithered(value, sixteen_bits(tile.words, ROOT))
     else:
         raw = narrowed(value, TYPE)
-    put(moment.stored, raw, tile.offsets, tile.count, tile.masked)
+    if TYPE == tl.uint8 and not ROOT:
+        put_pairs(moment.stored, raw, tile)
+    else:
+        put(moment.stored, raw, tile.offsets, tile.count, tile.masked)
     return decoded(raw, scale, ROOT)
+
+
+@triton.jit
+def fetch_pairs(pointer, tile):
+    """4-bit codes, int32: of every 64 the first 32 are the lower halves of bytes, the others the
+    upper ones."""
+    places = (tile.offsets >> 6 << 5) + (tile.offsets & 31)
+    places = tl.max_contiguous(tl.multiple_of(places, (1, 32)), (1, 32))
+    both = fetch(pointer, places, bytes_of_pairs(tile.count), tile.masked).to(tl.int32)
+    return (((both >> ((tile.offsets & 32) >> 3)) & 15) ^ 8) - 8
+
+
+@triton.jit
+def put_pairs(pointer, codes, tile):
+    """Store 4-bit codes, shape (blocks, 256)."""
+    ROWS: tl.constexpr = codes.shape[0]
+    halves = tl.permute(tl.reshape(codes & 15, (ROWS, 4, 2, 32)), (0, 1, 3, 2))
+    low, high = tl.split(halves)
+    both = tl.reshape(low | (high << 4), (ROWS, 128)).to(tl.uint8)
+    places = tile.blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
+    put(pointer, both, places, bytes_of_pairs(tile.count), tile.masked)
+
+
+@triton.jit
+def bytes_of_pairs(count):
+    """Bytes that so many 4-bit codes take: whole runs of 64 codes."""
+    return tl.cdiv(count, 64) * 32
 
 
 @triton.jit
@@ -197,6 +231,10 @@ def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
         exponent = ((top + 0x1000) & INFINITY) - (14 << 23)
         scale = exponent.to(tl.float32, bitcast=True)
         inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    elif TYPE == tl.uint8 and not ROOT:
+        step = tl.div_rn(top.to(tl.float32, bitcast=True), 7.0)
+        scale = (step.to(tl.int32, bitcast=True) & -0x100).to(tl.float32, bitcast=True)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     else:
         if ROOT:
             step = tl.div_rn(top.to(tl.float32, bitcast=True), 255.0)
@@ -228,16 +266,21 @@ def half_codes(scaled, good, ROOT: tl.constexpr):
 def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
     """Integers nearest to the scaled values, or random neighbours; roots at least 1, as above."""
     if words is not None:
-        scaled = scaled + sixteen_bits(words, ROOT).to(tl.float32) * 2.0**-16
+        bits = sixteen_bits(words, ROOT).to(tl.float32)
+        if TYPE == tl.uint8 and not ROOT:
+            bits = bits + 0.5
+        scaled = scaled + bits * 2.0**-16
         codes = scaled.to(tl.int32)  # not tl.floor: a GPU's takes denormals for 0
         codes = tl.where(codes.to(tl.float32) > scaled, codes - 1, codes)
     else:
         codes = ((scaled + ROUNDER) - ROUNDER).to(tl.int32)
     if ROOT:
-        codes = tl.minimum(tl.maximum(codes, tl.where(good, 1, 0)[:, None]), 255)
+        codes = tl.minimum(tl.maximum(codes, tl.where(good, 1, 0)[:, None]), 255).to(TYPE)
+    elif TYPE == tl.uint8:  # two codes a byte, put together where they are stored
+        codes = tl.minimum(tl.maximum(codes, -7), 7)
     else:
-        codes = tl.minimum(tl.maximum(codes, -127), 127)
-    return codes.to(TYPE)
+        codes = tl.minimum(tl.maximum(codes, -127), 127).to(TYPE)
+    return codes
 
 
 # -- main params ----------------------------------------------------------------------------------

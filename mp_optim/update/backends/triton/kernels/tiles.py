@@ -166,7 +166,10 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     grad = place(grads, tensor, start, KIND.grad, ALIGNED)
     main = place(mains, tensor, start, KIND.main, ALIGNED)
     rest = place(rests, tensor, start, KIND.remainder, ALIGNED)
-    values1 = place(moments1, tensor, start, KIND.moment1, ALIGNED)
+    start1 = start
+    if KIND.moment1 == tl.uint8:  # two codes a byte
+        start1 = start // 2
+    values1 = place(moments1, tensor, start1, KIND.moment1, ALIGNED)
     values2 = place(moments2, tensor, start, KIND.moment2, ALIGNED)
     first = Moment(values1, place(scales1, tensor, start // BLOCK, tl.float32, False))
     second = Moment(values2, place(scales2, tensor, start // BLOCK, tl.float32, False))

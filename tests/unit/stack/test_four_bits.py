@@ -1,0 +1,116 @@
+"""First moments as 4-bit codes: shown and saved in FP32, without losing a bit, in any placement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mp_optim import OptimizerConfig, checkpoint
+from mp_optim.slots import Slot
+from support.models import build, same_bits, train
+
+FORM = "bf16-4bit"
+
+
+def state_of(optimizer: Any) -> dict[str, Any]:
+    return {
+        f"{slot}.{key}": value.clone()
+        for slot in optimizer.slots()
+        for key, value in optimizer.slot_state(slot).items()
+    }
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("other", ["float32", "uint4"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_what_is_saved_is_loaded_without_losing_a_bit(
+    tmp_path: Path, stochastic: bool, other: str
+) -> None:
+    """Stochastic rounding, too, keeps the code of a block's largest value, so what codes stand for
+    is stored as the same codes."""
+    settings = {"stochastic_rounding": stochastic}
+    model, optimizer = build(FORM, 0.5, **settings)
+    train(model, optimizer, 6)
+    checkpoint.save(tmp_path, model, optimizer)
+    again_model, again = build(FORM, 0.0, seed=7, **settings, exp_avg_dtype=other)
+    checkpoint.load(tmp_path, again_model, again)
+    assert_same(state_of(again), state_of(optimizer))
+    if other == "uint4":
+        losses = train(model, optimizer, 3, start=6)
+        assert train(again_model, again, 3, start=6) == losses
+        assert_same(state_of(again), state_of(optimizer))
+
+
+def test_it_takes_half_a_byte_and_is_shown_in_float32() -> None:
+    model, optimizer = build(FORM)
+    train(model, optimizer, 2)
+    param = model.experts["up"]
+    state = optimizer.state[param]
+    assert set(state) == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_avg_sq_scale",
+        "remainder",
+    }
+    assert state["exp_avg"].shape == param.shape and state["exp_avg"].any()
+    wide_model, wide = build("bf16-8bit")
+    train(wide_model, wide, 2)
+    sizes = [
+        sum(row.bytes for row in each.describe().rows) for each in (optimizer, wide)
+    ]
+    params = [p.numel() for p in model.parameters()]
+    saved = sum(size - -(-size // 64) * 32 for size in params)
+    assert sizes[1] - sizes[0] == saved
+
+
+def test_a_state_that_was_read_can_be_written_back() -> None:
+    model, optimizer = build(FORM, 1.0)
+    train(model, optimizer, 2)
+    before = state_of(optimizer)
+    read = {
+        key: value.clone() for key, value in optimizer.slot_state(Slot(0, 0)).items()
+    }
+    optimizer.load_slot_state(Slot(0, 0), read)
+    assert_same(state_of(optimizer), before)
+    read["exp_avg"] = torch.randn_like(read["exp_avg"])
+    with pytest.raises(ValueError, match=r"exp_avg: .* 4-bit codes cannot hold"):
+        optimizer.load_slot_state(Slot(0, 0), read)
+    assert_same(state_of(optimizer), before)
+
+
+def test_float32_moments_become_codes_only_on_request(tmp_path: Path) -> None:
+    model, optimizer = build("bf16-remainder")
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path, model, optimizer)
+    settings = {"exp_avg_sq_dtype": "float32"}
+    other_model, other = build(FORM, 0.5, seed=7, **settings)
+    before = state_of(other)
+    with pytest.raises(ValueError, match="4-bit codes cannot hold without loss"):
+        checkpoint.load(tmp_path, other_model, other)
+    assert_same(state_of(other), before)
+    checkpoint.load(tmp_path, other_model, other, convert=True)
+    slot = Slot(0, 0)
+    values, exact = (
+        each.slot_state(slot)["exp_avg"].flatten() for each in (other, optimizer)
+    )
+    assert float((values - exact).abs().max()) <= float(exact.abs().max()) / 14 * 1.001
+
+
+def test_a_second_moment_has_no_such_form() -> None:
+    with pytest.raises(
+        ValueError, match=r"exp_avg_sq_dtype=torch\.uint4: must be one of"
+    ):
+        OptimizerConfig(
+            lr=1e-3,
+            bf16=True,
+            use_precision_aware_optimizer=True,
+            exp_avg_sq_dtype="uint4",
+        )
