@@ -56,6 +56,10 @@ FORMS: dict[str, dict[str, Any]] = {
     ),
     "fp16 moments, 16-bit remainder": _compact("float16"),
     "8-bit moments, 16-bit remainder": _compact("uint8"),
+    "4-bit and 8-bit moments, 16-bit remainder": {
+        **_compact("uint8"),
+        "exp_avg_dtype": "uint4",
+    },
     "8-bit moments, 8-bit remainder": _compact("uint8", 8),
     "8-bit moments, 8-bit remainder, stochastic": _compact(
         "uint8", 8, stochastic_rounding=True
