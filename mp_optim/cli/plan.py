@@ -90,6 +90,7 @@ def table(rows: list[SweepRow], options: Options) -> Table:
     shown.add_column("state")
     disk = ["disk"] if has_disk(rows) else []
     heads = ["fraction", "accelerator", "pinned host", "pageable host", *disk, "host"]
+    heads.append("saving")  # in the background: more host memory
     for head in heads:
         shown.add_column(head, justify="right")
     for row in rows:
@@ -97,9 +98,9 @@ def table(rows: list[SweepRow], options: Options) -> Table:
         held, limit = row.plan.accelerator.total, options.gpu_memory
         if limit is not None and held > limit * GIB:
             accelerator = f"[red]{accelerator}[/red]"
-        shown.add_row(
-            form, fraction, accelerator, *host, f"{row.plan.host_total / GIB:.2f}"
-        )
+        of_host = row.plan.host_total, row.plan.background_save
+        ends = [f"{size / GIB:.2f}" for size in of_host]
+        shown.add_row(form, fraction, accelerator, *host, *ends)
     return shown
 
 

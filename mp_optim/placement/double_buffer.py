@@ -1,7 +1,8 @@
 """The back buffer of main params and moments: a step is written there, present values stay.
 
 Tensors stay the same objects. Publishing a step gives them the memory of the back buffer, and the
-memory they had becomes the back buffer; taking a step back is doing nothing.
+memory they had becomes the back buffer; taking a step back is doing nothing. While a background
+save reads one of the two, there is a third.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from functools import partial
 from torch import Tensor
 
 from mp_optim.placement.host_bytes import back_buffer_bytes
+from mp_optim.placement.third_half import MemoryMaker, ThirdHalf
 from mp_optim.process.host_memory import Block
+from mp_optim.process.leases import before_writing, is_borrowed, is_lending
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
@@ -24,14 +27,28 @@ Key = tuple[int, int, str]
 """Group, position, and which of the slot's tensors: a key of its state, or ``MAIN``."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pair:
-    """A tensor in use, the memory it has, and as much again."""
+    """A tensor in use, the memory it has, and as much again.
+
+    NOTE: while a background save reads what would be the back, it lies aside and a third memory is
+    in its place. Which of the three goes when the save has read is known by :attr:`third`; none
+    goes while the tensor is in it.
+
+    Attributes:
+        home: the memory that the tensor had at first.
+        coming: has room for a third, should the next step need it.
+        third: the memory that came in addition.
+        aside: which of the three is neither written nor in use; None as long as there are two.
+    """
 
     live: Tensor
     front: Tensor
     back: Tensor
-    is_swapped: bool = False
+    home: Tensor
+    coming: ThirdHalf | None = None
+    third: Tensor | None = None
+    aside: Tensor | None = None
 
     def fits(self, live: Tensor) -> bool:
         memory = live.data_ptr(), live.shape
@@ -40,12 +57,40 @@ class _Pair:
     def swap(self) -> None:
         self.front, self.back = self.back, self.front
         self.live.data = self.front
-        self.is_swapped = not self.is_swapped
+
+    def avoid_borrowed(self) -> None:
+        """Have the back be memory that no save reads, if there is some; let go of the third as soon
+        as no save reads the other two."""
+        if is_borrowed(self.back):
+            if self.aside is None and self.coming is not None:
+                self.aside = self.third = self.coming.like(self.back)
+            if self.aside is not None:
+                self.back, self.aside = self.aside, self.back
+        if self.aside is not None and not is_borrowed(self.aside):
+            if self.back is self.third:
+                self.back, self.aside = self.aside, self.back
+            if self.aside is self.third:
+                self.aside = self.third = None
+
+    @property
+    def has_third(self) -> bool:
+        """Whether there is a third memory, or may be at the next step."""
+        return self.third is not None or self.coming is not None
+
+    @property
+    def needs_third(self) -> bool:
+        """Whether the step after the next would write what a save reads now."""
+        return not self.has_third and is_borrowed(self.front)
 
     def come_home(self) -> None:
-        if self.is_swapped and self.live.data_ptr() == self.front.data_ptr():
-            self.back.copy_(self.front)
-            self.swap()
+        """Have the tensor be where it was at first."""
+        if self.front is self.home or self.live.data_ptr() != self.front.data_ptr():
+            return
+        if self.aside is self.home:
+            self.back, self.aside = self.aside, self.back
+        before_writing([self.home])
+        self.home.copy_(self.front)
+        self.swap()
 
 
 @dataclass(frozen=True)
@@ -84,13 +129,16 @@ class DoubleBuffer:
 
     Args:
         pin: page-lock that of main params.
+        maker: makes more of it while a save reads one half.
     """
 
-    def __init__(self, transfer: Transfer, pin: bool) -> None:
+    def __init__(self, transfer: Transfer, pin: bool, maker: MemoryMaker) -> None:
         self._transfer = transfer
         self._pin = pin
+        self._maker = maker
         self._pairs: dict[Key, _Pair] = {}
         self._blocks: dict[bool, Block] = {}
+        self._has_thirds = False
 
     def reserve(self, live: Mapping[Key, Tensor]) -> None:
         """Plan room for as much again as these tensors have, if there is none yet."""
@@ -117,9 +165,11 @@ class DoubleBuffer:
 
     def _launch(self, rule: RuleOptimizer, planned: PlannedLaunch) -> BackLaunch:
         keys, live = _keys(planned), _stepped(planned)
-        backs = [
-            self._pair(key, tensor).back for key, tensor in zip(keys, live, strict=True)
-        ]
+        pairs = {
+            key: self._pair(key, live) for key, live in zip(keys, live, strict=True)
+        }
+        self._avoid_borrowed(pairs)
+        backs = [pair.back for pair in pairs.values()]
         count = len(planned.positions)
         main = CachedTensorList(backs[:count])
         state: dict[str, list[Tensor]] = {
@@ -143,8 +193,32 @@ class DoubleBuffer:
         else:
             block = self._blocks[_is_main(key)]
             back = block.with_room(back_buffer_bytes([live])).take(*form)
-        self._pairs[key] = _Pair(live, live.data, back)
+        front = live.data
+        self._pairs[key] = _Pair(live, front, back, home=front)
         return self._pairs[key]
+
+    def _avoid_borrowed(self, pairs: Mapping[Key, _Pair]) -> None:
+        """See to it that a step into the backs writes nothing that a save reads, nor the step after
+        that one."""
+        if not (is_lending() or self._has_thirds):
+            return
+        for pair in pairs.values():
+            pair.avoid_borrowed()
+        if is_lending():
+            for is_main in (True, False):
+                same = [pairs[key] for key in pairs if _is_main(key) == is_main]
+                self._ask_third([pair for pair in same if pair.needs_third], is_main)
+        else:
+            for pair in self._pairs.values():
+                pair.coming = None
+        self._has_thirds = any(pair.has_third for pair in self._pairs.values())
+
+    def _ask_third(self, pairs: Sequence[_Pair], is_main: bool) -> None:
+        if pairs:
+            fronts = [pair.front for pair in pairs]
+            third = ThirdHalf(self._maker, fronts, self._pin and is_main)
+            for pair in pairs:
+                pair.coming = third
 
     def come_home(self) -> None:
         """Have all tensors be in the memory that they had at first; nothing of the back buffer is

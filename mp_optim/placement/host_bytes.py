@@ -18,6 +18,9 @@ A bucket holds gradients and parameters in the model's dtype, each tensor rounde
                                                                                moments once more
 ================  =======================  ==================================  =====================
 
+A background save adds, for as long as it lasts, at most one more back buffer
+(:mod:`~mp_optim.placement.third_half`).
+
 With ``offload_place="streamed"`` there is no staging; with ``optimizer_state_path`` there are only
 windows, :func:`~mp_optim.placement.disk_windows.windows_held` of them.
 

@@ -17,6 +17,7 @@ from mp_optim.placement.host_bytes import HostBytes, HostSlot, OffloadMode
 from mp_optim.placement.host_step import BucketStep
 from mp_optim.placement.overlap_step import OverlappedHostStepper
 from mp_optim.placement.speculation import speculates_next
+from mp_optim.placement.third_half import MemoryMaker
 from mp_optim.slots import SlotUpdates, param_at
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch
@@ -36,7 +37,8 @@ class SpeculativeHostStepper(OverlappedHostStepper):
     def _cut(self, slots: Sequence[HostSlot]) -> None:
         super()._cut(slots)
         pin = self.settings.pin_mains
-        self._back = [DoubleBuffer(self.transfer, pin) for _ in self.buckets]
+        maker = MemoryMaker(self.transfer.empty_host)
+        self._back = [DoubleBuffer(self.transfer, pin, maker) for _ in self.buckets]
 
     def come_home(self) -> None:
         for back in self._back:

@@ -75,6 +75,16 @@ class MemoryPlan:
         """Host bytes, page-locked or not."""
         return self.pinned_host.total + self.pageable_host.total
 
+    @property
+    def background_save(self) -> int:
+        """Host bytes beside these that ``save(asynchronous=True)`` may hold while it lasts: at most
+        one copy of what it writes."""
+        places = (self.accelerator, self.pinned_host, self.pageable_host, self.disk)
+        return sum(
+            place.model_params + place.main_params + place.moments + place.averages
+            for place in places
+        )
+
     def rows(self) -> list[tuple[str, int, int, int, int]]:
         """(what for, accelerator, pinned host, pageable host, disk) in bytes, and the totals."""
         places = (self.accelerator, self.pinned_host, self.pageable_host, self.disk)
@@ -90,7 +100,10 @@ class MemoryPlan:
         for name, a, p, h, d in self.rows():
             text += f"\n{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}"
             text += f"{d / 2**30:10.3f}" if self.disk.total else ""
-        return text
+        saving = self.background_save / 2**30
+        return (
+            f"{text}\na save in the background: at most {saving:.3f} more on the host"
+        )
 
 
 class _Held(nn.Module):

@@ -65,6 +65,19 @@ by side at the same offsets of their pages meet in the same cache sets and memor
 _allocations = itertools.count()
 
 
+def touch(memory: Tensor) -> None:
+    """Have the system give all pages of 1-D uint8 memory now, not when they are first used.
+
+    One write a page, in pieces that torch does not share among threads.
+    """
+    for piece in torch.split(memory, _TOUCHED_AT_ONCE):
+        piece[::_PAGE].zero_()
+
+
+_PAGE = 4096
+_TOUCHED_AT_ONCE = 64 << 20
+
+
 def as_tensor(value: Any) -> Tensor:
     """A tensor itself, where it lies; a number, or several, as a tensor on the host.
 

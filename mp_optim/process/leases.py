@@ -73,6 +73,11 @@ class Lease:
         self._is_lost = False
         self._lock = threading.Lock()
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether the tensor's own memory still has to be read; once it has not, it never has."""
+        return self._tensor is not None
+
     def read_into(self, to: Tensor) -> None:
         """Read the next bytes, as many as ``to`` has, which lies on the host, too.
 
@@ -186,6 +191,16 @@ def give_back(lent: Lent) -> None:
 def is_lending() -> bool:
     """Whether :func:`before_writing` has anything to do."""
     return bool(_lent)
+
+
+def is_borrowed(memory: Tensor) -> bool:
+    """Whether a save still has to read of a contiguous plain tensor's memory on the host, so that
+    who writes there pays for a copy."""
+    begin = memory.data_ptr()
+    end = begin + memory.nbytes
+    return any(
+        lease.is_unread for lent in tuple(_lent) for lease in lent.between(begin, end)
+    )
 
 
 def before_writing(*lists: Iterable[Tensor | None]) -> None:

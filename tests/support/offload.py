@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.placement.backward_jobs import BackwardJob
@@ -27,6 +28,22 @@ from support.models import (
 )
 
 MODES = ("sync", "overlap", "speculative")
+
+
+class CountingTransfer(ImmediateTransfer):
+    """Knows which host buffers are alive, and their bytes."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[StorageWeakRef, int]] = []
+
+    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
+        buffer = super().empty_host(num_bytes, pin)
+        self._buffers.append((StorageWeakRef(buffer.untyped_storage()), num_bytes))
+        return buffer
+
+    @property
+    def held(self) -> int:
+        return sum(size for storage, size in self._buffers if not storage.expired())
 
 
 def hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:

@@ -14,8 +14,16 @@ from mp_optim.checkpoint import background, data_files, save_load, writing
 from mp_optim.checkpoint.contents import compare, open_checkpoint
 from mp_optim.process import leases
 from mp_optim.process.host_share import HostShare
+from mp_optim.process.transfer import ImmediateTransfer
 from support.models import build
-from support.offload import build_mode, differing, run, snapshot
+from support.offload import (
+    CountingTransfer,
+    build_mode,
+    differing,
+    hybrids,
+    run,
+    snapshot,
+)
 
 ADAM_FORMS = ("bf16", "fp16", "fp32", "bf16-8bit8", "bf16-bf16")
 
@@ -250,22 +258,83 @@ def test_a_write_that_nobody_announced_fails_the_save(tmp_path, reader):
     assert not (tmp_path / "later" / "latest").exists()
 
 
-def test_the_first_step_of_speculative_mode_copies_nothing(
-    tmp_path, reader, monkeypatch
-):
+@pytest.fixture
+def copied(monkeypatch):
+    """How many bytes were copied for the save that was begun last."""
     lent, lend = [], writing.lend
     monkeypatch.setattr(
         writing, "lend", lambda *some: lent.append(lend(*some)) or lent[-1]
     )
-    model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=0.0)
+    return lambda: sum(lease.copied for lease in lent[-1].leases)
+
+
+@pytest.mark.parametrize("form", ["bf16", "bf16-8bit8"])
+def test_steps_in_speculative_mode_copy_nothing(tmp_path, reader, copied, form):
+    model, optimizer = build_mode("speculative", form, 1.0, clip_grad=0.0)
+    transfer = CountingTransfer()
+    for hybrid in hybrids(optimizer):
+        hybrid.stepper.use_transfer(transfer)
     run(model, optimizer, 3)
+    held, start = transfer.held, 3
+    for share in (0.0, 0.4):
+        both = begin_both(tmp_path, model, optimizer, reader, share)
+        for number in range(5):
+            run(model, optimizer, 1, start=start + number)
+            assert copied() == 0
+            assert held <= transfer.held <= 2 * held
+        assert transfer.held > held
+        assert_same_moment(*both, reader)
+        run(model, optimizer, 3, start=start + 5)
+        assert transfer.held == held  # the third half is gone
+        start += 8
+
+
+def test_a_third_half_that_the_system_refuses_is_copied_instead(
+    tmp_path, reader, copied
+):
+    class Refusing(ImmediateTransfer):
+        refuses = False
+
+        def empty_host(self, num_bytes, pin):
+            if self.refuses:
+                raise MemoryError(num_bytes)
+            return super().empty_host(num_bytes, pin)
+
+    model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=0.0)
+    transfer = Refusing()
+    for hybrid in hybrids(optimizer):
+        hybrid.stepper.use_transfer(transfer)
+    run(model, optimizer, 3)
+    transfer.refuses = True
     both = begin_both(tmp_path, model, optimizer, reader)
-    copied = []
-    for step in (3, 4):
-        run(model, optimizer, 1, start=step)
-        copied.append(sum(lease.copied for lease in lent[0].leases))
-    assert copied[0] == 0 < copied[1] <= sum(lease.nbytes for lease in lent[0].leases)
+    run(model, optimizer, 1, start=3)
+    assert copied() == 0
+    run(model, optimizer, 2, start=4)
+    assert copied() > 0
     assert_same_moment(*both, reader)
+
+
+def stream(optimizer, share):
+    for hybrid in hybrids(optimizer):
+        hybrid.stepper.stream(share)
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_halves_come_home_while_a_save_reads(tmp_path, reader, steps):
+    both_places = {"offload_place": "auto", "clip_grad": 0.0}
+    alone, saving = (
+        build_mode("speculative", "bf16", 1.0, **both_places) for _ in range(2)
+    )
+    for pair in (alone, saving):
+        stream(pair[1], 0.0)
+        run(*pair, 5)
+    both = begin_both(tmp_path, *saving, reader)
+    for pair in (alone, saving):
+        run(*pair, steps, start=5)
+        stream(pair[1], 0.5)
+        run(*pair, 2, start=5 + steps)
+    assert_same_moment(*both, reader)
+    assert differing(snapshot(*saving), snapshot(*alone)) == []
 
 
 def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(

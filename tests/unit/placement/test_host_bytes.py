@@ -6,30 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.planner import plan
 from mp_optim.process.page_locked import page_locked_bytes
-from mp_optim.process.transfer import ImmediateTransfer
-from support.offload import MODES, hybrids
-
-
-class CountingTransfer(ImmediateTransfer):
-    """Knows which host buffers are alive, and their bytes."""
-
-    def __init__(self) -> None:
-        self._buffers: list[tuple[StorageWeakRef, int]] = []
-
-    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        buffer = super().empty_host(num_bytes, pin)
-        self._buffers.append((StorageWeakRef(buffer.untyped_storage()), num_bytes))
-        return buffer
-
-    @property
-    def held(self) -> int:
-        return sum(size for storage, size in self._buffers if not storage.expired())
+from support.offload import MODES, CountingTransfer, hybrids
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:

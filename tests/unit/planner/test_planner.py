@@ -187,6 +187,23 @@ def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
         smallest_fraction(specs, config, gpu_memory=limit, host_memory=1000)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_save_in_the_background_may_hold_a_copy_of_what_it_writes(
+    fraction: float,
+) -> None:
+    model = nn.Linear(1000, 500, bias=False, dtype=torch.bfloat16)
+    for decay, each in ((None, 2 + 4 + 8), (0.9, 2 + 4 + 8 + 4)):
+        config = OptimizerConfig(
+            lr=1e-3,
+            bf16=True,
+            ema_decay=decay,
+            optimizer_cpu_offload=fraction > 0,
+            optimizer_offload_fraction=fraction,
+        )
+        assert plan(model, config).background_save // 500_000 == each
+        assert "a save in the background: at most 0.00" in str(plan(model, config))
+
+
 def test_a_sweep_is_in_order_and_falls_with_the_fraction() -> None:
     specs = [ParamSpec(f"layer{index}.weight", (64, 64)) for index in range(8)]
     rows = sweep(specs, OptimizerConfig(lr=1e-3, bf16=True), fractions=(0.0, 0.5, 1.0))
