@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tyro
+from measuring.kernels import require_kernels
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -166,6 +167,7 @@ def main(options: Options) -> None:
     if options.planning:
         plan(options, console)
         return
+    require_kernels()
     folder = options.folder or Path(tempfile.mkdtemp())
     try:
         measure(options, folder, console)

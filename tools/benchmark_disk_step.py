@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 import tyro
 from benchmark_disk import Raw
+from measuring.kernels import require_kernels
 from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
@@ -62,6 +63,7 @@ class Options:
 
 def main(options: Options) -> None:
     """Print what was asked for."""
+    require_kernels()
     ways = {"speed": speed, "limit": limit, "run": run}
     ways[options.what](options)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from measuring.kernels import require_kernels
 from rich.console import Console
 
 from benchmarks import allocator, probe, report, sections
@@ -31,6 +32,7 @@ class Options:
 
 
 def main(options: Options) -> None:
+    require_kernels()
     console = Console()
     allocator.keep_freed()
     numel = int(options.params)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import tyro
 from benchmark_quality import run_config
+from measuring.kernels import require_kernels
 from rich.progress import track
 
 from mp_optim.update import set_host_threads
@@ -130,6 +131,7 @@ def report(runs: Sequence[Run], best: dict[str, float], steps: int) -> str:
 
 
 def main(options: Options) -> None:
+    require_kernels()
     first = 1000
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         jobs = [

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import tyro
+from measuring.kernels import require_kernels
 from torch import nn
 
 from benchmarks import allocator
@@ -172,6 +173,7 @@ def measure(name: str, shapes: list[tuple[int, int]], rounds: int) -> Measured:
 
 
 def main(options: Options) -> None:
+    require_kernels()
     allocator.keep_freed()
     torch.set_num_threads(options.threads)
     found = [

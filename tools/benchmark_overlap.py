@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 import tyro
+from measuring.kernels import require_kernels
 from rich.console import Console
 
 from benchmarks import overlap, report
@@ -44,6 +45,7 @@ class Options:
 
 
 def main(options: Options) -> None:
+    require_kernels()
     console = Console()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import tyro
+from measuring.kernels import require_kernels
 from rich.progress import track
 
 from benchmarks.quality_report import write
@@ -156,6 +157,7 @@ def run_one(job: tuple[str, int, int]) -> Run:
 
 
 def main(options: Options) -> None:
+    require_kernels()
     known = {(run.form, run.seed): run for run in _found(options)}
     jobs = [
         (form, 1000 + seed, options.steps)

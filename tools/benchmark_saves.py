@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from measuring.kernels import require_kernels
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -249,6 +250,7 @@ def report(
 
 
 def main(options: Options) -> None:
+    require_kernels()
     root = options.folder or Path(tempfile.mkdtemp())
     try:
         with one_rank():

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.timing import alternate, ratio
+from measuring.kernels import require_kernels
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 
 TENSOR = 2_000_000
@@ -53,6 +54,7 @@ def compare_steps(
         params: parameters of each model.
         rounds: steps of each, after one that is not counted.
     """
+    require_kernels()
     steps = {name: stack(params, form.settings).step for name, form in forms.items()}
     timings = alternate(steps, rounds, heading)
     first = next(iter(forms))

@@ -4,6 +4,8 @@ import benchmark_disk
 import benchmark_disk_step
 from benchmark_disk import Options
 
+from support.kernels import needs_kernels
+
 
 def test_every_pattern_is_compared_and_nothing_is_left(tmp_path, capsys):
     benchmark_disk.main(Options(tmp_path, size=32, window=8, rounds=1, threads=2))
@@ -15,6 +17,7 @@ def test_every_pattern_is_compared_and_nothing_is_left(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@needs_kernels
 def test_steps_are_compared_with_dd(tmp_path, capsys):
     options = {"folder": tmp_path, "state": 50, "window": 8}
     benchmark_disk_step.main(benchmark_disk_step.Options("speed", rounds=1, **options))
@@ -23,6 +26,7 @@ def test_steps_are_compared_with_dd(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@needs_kernels
 def test_a_run_under_a_limit_has_the_parameters_of_one_in_memory(tmp_path, capsys):
     """The state is larger than the limit."""
     options = {"folder": tmp_path, "state": 150, "window": 4, "memory": 120, "steps": 1}

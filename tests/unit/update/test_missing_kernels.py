@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from support.launch import ROOT, TOOLS, run
+from support.installed import copy_package
+from support.launch import TOOLS, run
 
 PROGRAM = """
 import sys, warnings
@@ -34,10 +34,7 @@ CLASS = "mp_optim.AdamW(model.parameters(), lr=0.1)"
 @pytest.fixture(scope="module")
 def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package as it is installed where there is no compiler."""
-    folder = tmp_path_factory.mktemp("installed")
-    hidden = shutil.ignore_patterns("_native*", "__pycache__")
-    shutil.copytree(ROOT / "mp_optim", folder / "mp_optim", ignore=hidden)
-    return folder
+    return copy_package(tmp_path_factory.mktemp("installed"), "_native*")
 
 
 def said_by(folder: Path, how: str, **environment: str) -> str:

@@ -1,0 +1,59 @@
+"""Benchmarks of the host where its compiled kernels are of another version than the package."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.installed import copy_package, make_kernels_stale
+from support.kernels import needs_kernels
+from support.launch import TOOLS, run
+
+BENCHMARKS = {path.stem for path in TOOLS.glob("benchmark_*.py")}
+FILES_ALONE = {"benchmark_disk"}
+"""Steps nothing."""
+
+PROGRAM = """
+import runpy, sys
+sys.path.remove("")  # the checkout
+import mp_optim
+from mp_optim.cli import doctor
+_, folder, tools, *names = sys.argv
+assert mp_optim.__file__.startswith(folder), mp_optim.__file__
+for name in names:
+    sys.argv[1:] = ["limit", "--folder", folder] if name == "benchmark_disk_step" else []
+    try:
+        runpy.run_path(f"{tools}/{name}.py", run_name="__main__")
+    except SystemExit as refused:
+        print(name, refused.code)
+doctor.main([])
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Lines of every benchmark, and of the doctor."""
+    folder = copy_package(tmp_path_factory.mktemp("stale"))
+    make_kernels_stale(folder)
+    names = sorted(BENCHMARKS - FILES_ALONE)
+    variables = {"PYTHONPATH": f"{folder}:{TOOLS}", "TRITON_INTERPRET": "0"}
+    return run(
+        "-c", PROGRAM, str(folder), str(TOOLS), *names, MP_OPTIM_NATIVE="", **variables
+    ).splitlines()
+
+
+@needs_kernels
+def test_every_benchmark_refuses_kernels_that_do_not_fit(said: list[str]) -> None:
+    refused = [line for line in said if "nothing was measured" in line]
+    assert {line.split()[0] for line in refused} == BENCHMARKS - FILES_ALONE
+    for line in refused:
+        assert "fused_backend='auto' takes 'reference'" in line
+        assert "has interface" in line and "this version needs" in line
+        assert "pip install -e ." in line
+
+
+@needs_kernels
+def test_the_doctor_names_kernels_that_do_not_fit(said: list[str]) -> None:
+    (row,) = (line for line in said if line.startswith("native kernels"))
+    assert "none: _native" in row and "has interface" in row
+    (chosen,) = (line for line in said if line.startswith("cpu  reference"))
+    assert "no native kernels" in chosen and "this version needs" in chosen
