@@ -16,7 +16,12 @@ from torch import Tensor
 from mp_optim.placement.host_bytes import back_buffer_bytes
 from mp_optim.placement.third_half import MemoryMaker, ThirdHalf
 from mp_optim.process.host_memory import Block
-from mp_optim.process.leases import before_writing, is_borrowed, is_lending
+from mp_optim.process.leases import (
+    before_moving,
+    before_writing,
+    is_borrowed,
+    is_lending,
+)
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
@@ -55,6 +60,7 @@ class _Pair:
         return live is self.live and memory == (self.front.data_ptr(), self.front.shape)
 
     def swap(self) -> None:
+        before_moving(self.front)
         self.front, self.back = self.back, self.front
         self.live.data = self.front
 

@@ -66,6 +66,7 @@ class Lease:
         self.address = tensor.data_ptr()
         self.end = self.address + tensor.nbytes
         self._tensor: Tensor | None = tensor
+        self._watched: Tensor | None = tensor
         self._what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
         self._version = version_of(tensor)
         self._source = tensor.detach().view(-1).view(torch.uint8)
@@ -107,13 +108,23 @@ class Lease:
             self.copied = rest.numel()
             self._keep(self._copies.take(rest.numel()).copy_(rest), self._read)
 
+    def stop_watching(self) -> None:
+        """The tensor gets other memory: what torch counts from here on are no writes to this one.
+
+        NOTE: what is lent may be a view that shares the tensor's count of writes and not its moves.
+        """
+        with self._lock:
+            self._look()
+            self._watched = None
+
     def _keep(self, source: Tensor, first: int) -> None:
         """Read from this memory from now on, which begins with the byte ``first``."""
         self._source, self._first, self._tensor = source, first, None
+        self._watched = None
 
     def _look(self) -> None:
         """Notice writes that were not announced, where torch counts them."""
-        live = self._tensor  # if it has other memory now, this is only the save's
+        live = self._watched  # if it has other memory now, this is only the save's
         if live is not None and live.data_ptr() == self.address:
             self._is_lost = version_of(live) != self._version
 
@@ -201,6 +212,15 @@ def is_borrowed(memory: Tensor) -> bool:
     return any(
         lease.is_unread for lent in tuple(_lent) for lease in lent.between(begin, end)
     )
+
+
+def before_moving(memory: Tensor) -> None:
+    """The tensor whose contiguous memory on the host this is will have other memory; what a save
+    reads stays here."""
+    begin = memory.data_ptr()
+    for lent in tuple(_lent):
+        for lease in lent.between(begin, begin + memory.nbytes):
+            lease.stop_watching()
 
 
 def before_writing(*lists: Iterable[Tensor | None]) -> None:

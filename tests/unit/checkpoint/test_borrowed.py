@@ -107,7 +107,8 @@ def drawn(seed, folder):
             ["adam", "sgd", "lion", "adafactor", "lamb", "stable_adamw"]
         )
     if mode in ("streamed", "auto"):
-        mode, settings["offload_place"] = "sync", mode
+        settings["offload_place"] = mode
+        mode = chance.choice(["sync", "speculative"] if mode == "auto" else ["sync"])
     if mode == "disk":
         mode, settings["optimizer_state_path"] = "sync", str(folder)
     if chance.random() < 0.5:
@@ -311,6 +312,16 @@ def test_a_third_half_that_the_system_refuses_is_copied_instead(
     assert copied() == 0
     run(model, optimizer, 2, start=4)
     assert copied() > 0
+    assert_same_moment(*both, reader)
+
+
+def test_steps_in_place_of_what_left_the_memory_that_is_read(tmp_path, reader):
+    """Clipping makes every prediction wrong, so speculation pauses while the save reads."""
+    model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=1e-6)
+    run(model, optimizer, 2)
+    both = begin_both(tmp_path, model, optimizer, reader)
+    run(model, optimizer, 10, start=2)
+    assert optimizer.metrics()["speculation_paused"] > 0
     assert_same_moment(*both, reader)
 
 
