@@ -10,8 +10,8 @@ from mp_optim.update.backends.native_library import NativeLibrary, Tensors
 from support.accelerator.memory import Deed, Memory, Span
 from support.accelerator.simulation import Simulation
 
-_ITEMSIZES = {0: 4, 1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 2}
-"""Bytes of an element, by the kernels' code of its dtype."""
+_HALF_BYTES = {0: 8, 1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 4, 7: 1}
+"""Units of 4 bits of an element, by the kernels' code of its dtype."""
 _STATE = ("main", "remainder", "moment1", "moment2")
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "mp_adam": (*_STATE, "output"),
@@ -53,7 +53,8 @@ class _Table:
                 if region is not None:
                     count = 1 if "scale" in name else numel
                     start = address - region.base
-                    span = Span(region, start, start + count * _ITEMSIZES[dtype])
+                    size = -(-count * _HALF_BYTES[dtype] // 2)
+                    span = Span(region, start, start + size)
                     yield span, name in written
 
 
