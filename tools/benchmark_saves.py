@@ -48,8 +48,9 @@ class Options:
     rounds: int = 3
     steps: int = 3
     """Steps right after the call."""
-    opponents: bool = True
-    """Measure ``torch.distributed.checkpoint.async_save``, too."""
+    opponents: Literal["all", "uncached", "none"] = "all"
+    """Measure ``torch.distributed.checkpoint.async_save``, too: also with a stager that keeps its
+    memory, as much as is saved, for the whole run; or only without."""
     folder: Path | None = None
     """Where to write; a temporary folder by default. What is written is deleted."""
 
@@ -198,8 +199,9 @@ def measure(
         "background": background,
         "background, steps": background_with_steps,
     }
-    if options.opponents:
+    if options.opponents != "none":
         ways["async_save"] = Torch(None)
+    if options.opponents == "all":
         cached = StagingOptions(False, False, False, False)
         ways["async_save, cached"] = Torch(cached)
     found: dict[str, list[Measured]] = {name: [] for name in ways}
