@@ -49,7 +49,7 @@ class MemoryMaker:
             try:
                 memory = self._empty_host(num_bytes, pin)
                 touch(memory)
-            except Exception as error:
+            except BaseException as error:  # whoever waits for it copies instead
                 made.set_exception(error)
             else:
                 made.set_result(memory)
