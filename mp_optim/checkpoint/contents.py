@@ -50,8 +50,8 @@ class Contents:
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         reading = plan_reading({name: tensor}, self.version, self.index)
-        reading.check()
-        reading.read()
+        reading.check({})
+        reading.read({name})
         return tensor
 
 

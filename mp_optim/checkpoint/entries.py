@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Saved
 from mp_optim.checkpoint.partitioned import (
@@ -24,7 +23,7 @@ from mp_optim.slots.names import canonical_names, prefixed
 from mp_optim.slots.partition import Partition
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import with_params
-from mp_optim.slots.state_keys import AVERAGE, SCALE, is_scale, scale_key
+from mp_optim.slots.state_keys import AVERAGE, scale_key
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
@@ -34,17 +33,17 @@ STATE = "optimizer.state."
 follow."""
 
 _SHOWN = 40
-_OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
-"""Keys under which the same thing may have been saved."""
 
 Models = nn.Module | Sequence[nn.Module]
 
 
-def _entry(key: str, name: str) -> str:
+def entry_name(key: str, name: str) -> str:
+    """Name of a parameter's state under a key."""
     return f"{STATE}{key}.{name}"
 
 
-def _key_and_fqn(entry: str) -> tuple[str, str]:
+def key_and_fqn(entry: str) -> tuple[str, str]:
+    """What :func:`entry_name` made a name of."""
     key, _, fqn = entry.removeprefix(STATE).partition(".")
     return key, fqn
 
@@ -150,7 +149,7 @@ def entries_of(
             for key, value in _slot_state(
                 optimizer, slot, partition, full_precision
             ).items():
-                entries[_entry(key, parallel.names[name])] = value
+                entries[entry_name(key, parallel.names[name])] = value
     return entries
 
 
@@ -182,7 +181,7 @@ def unallocated(
     slot_of = {parallel.names[optimizer.slot_name(slot)]: slot for slot in slots}
     new: dict[str, Tensor] = {}
     for name, entry in saved.items():
-        slot = slot_of.get(_key_and_fqn(name)[1])
+        slot = slot_of.get(key_and_fqn(name)[1])
         if slot is not None and name.startswith(STATE) and name not in present:
             partition = parallel.partitions.get(optimizer.slot_name(slot))
             param = param_at(optimizer.param_groups, slot)
@@ -199,94 +198,8 @@ def _unallocated(param: Tensor, partition: Partition | None, saved: Saved) -> Te
     return PartitionShard(local, partition)
 
 
-def in_saved_form(
-    tensors: Mapping[str, Tensor],
-    saved: Mapping[str, Saved],
-    *,
-    convert: bool,
-    has_copies: bool = False,
-) -> dict[str, Tensor]:
-    """The tensors to read a checkpoint into: the live ones. Where any state was saved in another
-    form, new ones for all state, so that a load that is refused for losing bits has changed none.
-
-    Args:
-        tensors: of :func:`entries_of`.
-        saved: the checkpoint's entries.
-        convert: read tensors of the model of another dtype, too.
-        has_copies: some of the tensors are converted when they are loaded, whatever was saved.
-    """
-    result: dict[str, Tensor] = {}
-    differ = {
-        name
-        for name, value in tensors.items()
-        if _dtype(saved.get(name), value.dtype) != value.dtype
-        or not (name in saved or name.startswith(MODEL))
-    }
-    state_differs = has_copies or any(name.startswith(STATE) for name in differ)
-    for name, value in tensors.items():
-        if name.startswith(STATE) and state_differs:
-            result |= _as_saved(name, value, saved)
-        elif name.startswith(MODEL) and name in differ and convert:
-            result[name] = _new_like(value, saved[name])
-        else:
-            result[name] = value
-    return result
-
-
-def has_copies(optimizer: SlotKeyedOptimizer | None) -> bool:
-    """Whether some of what :func:`entries_of` gives is converted when it is loaded."""
-    if optimizer is None:
-        return False
-    return any(optimizer.state_of(slot).loads_copies() for slot in optimizer.slots())
-
-
-def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
-    """New tensors to read one state tensor into, under the names and of the dtypes it was saved
-    with."""
-    key, fqn = _key_and_fqn(name)
-    if name not in saved:
-        other = _entry(_OTHER_FORMS.get(key, ""), fqn)
-        if other in saved:
-            return {other: _new_like(own, saved[other])}
-        if is_scale(key) and _entry(key.removesuffix(SCALE), fqn) in saved:
-            return {}
-        if key == AVERAGE:  # it starts from the main param
-            return {}
-    form = {name: _new_like(own, saved.get(name))}
-    scale = _entry(scale_key(key), fqn)
-    if scale in saved and saved[name].dtype != own.dtype:
-        form[scale] = _new(saved[scale])
-    return form
-
-
 def _new(saved: Saved) -> Tensor:
     return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-
-
-def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Entries after reading, as the model and the optimizer take them, with the scales of a tensor
-    of which this rank has a part cut to that part."""
-    result = dict(tensors)
-    for name, value in tensors.items():
-        key, fqn = _key_and_fqn(name)
-        scale = _entry(scale_key(key), fqn)
-        if name.startswith(STATE) and is_cut(value) and scale in tensors:
-            result[scale] = scales_of_elements(value, tensors[scale])
-        if isinstance(value, PartitionShard):
-            result[name] = value.local
-    return result
-
-
-def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
-    """A tensor to read an entry into, of the layout of ``own`` and the dtype that was saved."""
-    dtype = _dtype(saved, own.dtype)
-    if isinstance(own, PartitionShard):
-        return own.with_held(torch.empty_like(own.held, dtype=dtype))
-    return torch.empty_like(own, dtype=dtype)
-
-
-def _dtype(saved: Saved | None, default: torch.dtype) -> torch.dtype:
-    return default if saved is None else saved.dtype
 
 
 # -- the optimizer's state as its state dict wants it ---------------------------------------------
@@ -313,7 +226,7 @@ def state_by_index(
         index_of.update(zip(group["param_names"], group["params"], strict=True))
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        key, fqn = _key_and_fqn(name)
+        key, fqn = key_and_fqn(name)
         if name.startswith(STATE) and fqn in index_of:
             state.setdefault(index_of[fqn], {})[key] = value
     return state
@@ -387,17 +300,17 @@ def without_surplus(
 def _is_unread(name: str, others: Collection[str]) -> bool:
     """Whether this is a first moment, or its scales, of a parameter that has but a second one
     among other entries: at ``betas[0]`` = 0 Adam keeps no first one."""
-    key, fqn = _key_and_fqn(name)
+    key, fqn = key_and_fqn(name)
     return (
         name.startswith(STATE)
         and key in ("exp_avg", scale_key("exp_avg"))
-        and _entry("exp_avg", fqn) not in others
-        and _entry("exp_avg_sq", fqn) in others
+        and entry_name("exp_avg", fqn) not in others
+        and entry_name("exp_avg_sq", fqn) in others
     )
 
 
 def _is_average(name: str) -> bool:
-    return name.startswith(STATE) and _key_and_fqn(name)[0] == AVERAGE
+    return name.startswith(STATE) and key_and_fqn(name)[0] == AVERAGE
 
 
 def _is_of_each_rank(name: str, there: Saved, here: Tensor) -> bool:

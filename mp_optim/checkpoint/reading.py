@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, sub
 from pathlib import Path
@@ -33,9 +33,15 @@ _STAGING_BYTES = 64 << 20
 row."""
 
 
-class _Copy(NamedTuple):
-    """Elements ``[begin, begin + sizes)`` of a saved box, and the memory they belong in."""
+Look = Callable[[Tensor], None]
+"""Raises ValueError if elements of a tensor may not have the values that they have."""
 
+
+class _Copy(NamedTuple):
+    """Elements ``[begin, begin + sizes)`` of a saved box of an entry, and the memory they belong
+    in."""
+
+    name: str
     box: SavedBox
     begin: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -66,23 +72,34 @@ class Reading:
     index: Index
     copies: Sequence[_Copy]
 
-    def check(self) -> None:
+    def check(self, looks: Mapping[str, Look]) -> None:
         """Read it and compare checksums; nothing is written.
 
+        Args:
+            looks: by names of entries, what looks at their elements while they go by: some at a
+                time, in a tensor of one dimension. Of a part they may be neighbours' elements, too.
+
         Raises:
-            ValueError: bytes are not those that were written, naming the file.
+            ValueError: bytes are not those that were written, naming the file; or what a look
+                raises.
         """
         if self.index.sums is None:
-            self._each(lambda file, copy: _unpickled(file, copy, self.version))
+            for file, copy in self._in_order():
+                values = _unpickled(file, copy, self.version)
+                looks.get(copy.name, _look_away)(values.reshape(-1))
             return
         for name, copies in self._by_file().items():
             with inside(self.version, name, INDEX).open("rb") as file:
-                _check_blocks(file, copies, self.index.sums[name], self.version / name)
+                blocks = _Blocks(file, self.index.sums[name], self.version / name)
+                for copy in sorted(copies, key=_Copy.rows):
+                    blocks.check(copy, looks.get(copy.name))
 
-    def read(self) -> None:
-        """Copy the elements to where they belong."""
+    def read(self, names: Collection[str]) -> None:
+        """Copy the elements of these entries to where they belong."""
         read = _read if self.index.sums is not None else _read_unpickled
-        self._each(lambda file, copy: read(file, copy, self.version))
+        for file, copy in self._in_order():
+            if copy.name in names:
+                read(file, copy, self.version)
 
     def _by_file(self) -> dict[str, list[_Copy]]:
         copies: dict[str, list[_Copy]] = {}
@@ -90,13 +107,14 @@ class Reading:
             copies.setdefault(copy.box.file, []).append(copy)
         return copies
 
-    def _each(self, work: Callable[[BinaryIO, _Copy], object]) -> None:
+    def _in_order(self) -> Iterator[tuple[BinaryIO, _Copy]]:
+        """Every copy with its open file, in the order of the bytes."""
         for name, copies in self._by_file().items():
             with inside(self.version, name, INDEX).open(
                 "rb", buffering=BLOCK_BYTES
             ) as file:
                 for copy in sorted(copies, key=lambda one: one.box.start):
-                    work(file, copy)
+                    yield file, copy
 
 
 @uncollected()
@@ -147,7 +165,7 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
         if all(size > 0 for size in sizes):
             view = narrowed(target, map(sub, begins, place.offsets), sizes)
             inner = tuple(map(sub, begins, box.offsets))
-            result.append(_Copy(box, inner, sizes, view))
+            result.append(_Copy(name, box, inner, sizes, view))
     if sum(math.prod(copy.sizes) for copy in result) != target.numel():
         raise ValueError(
             f"{name}: the checkpoint does not hold each element of the box of {place.sizes} at "
@@ -160,20 +178,45 @@ def _ends(box: Place | SavedBox) -> Iterable[int]:
     return map(add, box.offsets, box.sizes)
 
 
-def _check_blocks(
-    file: BinaryIO, copies: Iterable[_Copy], sums: Sequence[int], path: Path
-) -> None:
-    wanted: set[int] = set()
-    for copy in copies:
+def _look_away(values: Tensor) -> None:
+    """At elements that may have any value."""
+
+
+class _Blocks:
+    """Blocks of a file, whose checksums are compared as they are read.
+
+    Args:
+        sums: of the file's blocks, in order.
+    """
+
+    def __init__(self, file: BinaryIO, sums: Sequence[int], path: Path) -> None:
+        self._file, self._sums, self._path = file, sums, path
+        self._number, self._block = -1, b""
+
+    def check(self, copy: _Copy, look: Look | None) -> None:
+        """Read the blocks that a copy needs, and look at their elements if somebody wants to."""
         begin, end = copy.rows()
-        wanted.update(range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
-    for number in sorted(wanted):
-        file.seek(number * BLOCK_BYTES)
-        if zlib.crc32(file.read(BLOCK_BYTES)) != sums[number]:
-            raise ValueError(
-                f"{path} is damaged: bytes from {number * BLOCK_BYTES} on are not those that were "
-                "written; nothing was loaded"
-            )
+        cut = b""
+        for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            block, start = self._read(number), number * BLOCK_BYTES
+            if look is not None:
+                part = bytearray(cut + block[max(0, begin - start) : end - start])
+                count = len(part) // copy.target.itemsize
+                if count:
+                    look(torch.frombuffer(part, dtype=copy.target.dtype, count=count))
+                cut = bytes(part[count * copy.target.itemsize :])
+
+    def _read(self, number: int) -> bytes:
+        if number != self._number:
+            self._file.seek(number * BLOCK_BYTES)
+            block = self._file.read(BLOCK_BYTES)
+            if zlib.crc32(block) != self._sums[number]:
+                raise ValueError(
+                    f"{self._path} is damaged: bytes from {number * BLOCK_BYTES} on are not those "
+                    "that were written; nothing was loaded"
+                )
+            self._number, self._block = number, block
+        return self._block
 
 
 def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:

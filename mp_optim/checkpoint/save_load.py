@@ -14,14 +14,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint import background
 from mp_optim.checkpoint.background import SaveHandle
+from mp_optim.checkpoint.checked_load import CheckedLoad, Receiver
 from mp_optim.checkpoint.commit import (
     begin,
     complete_versions,
@@ -32,23 +32,12 @@ from mp_optim.checkpoint.commit import (
 from mp_optim.checkpoint.common import COMMON, packed, read_common
 from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.entries import (
-    MODEL,
     Models,
-    as_read,
-    check_entries,
     entries_of,
-    has_copies,
-    in_saved_form,
-    load_model,
     param_entries,
     params_of,
     plain_of,
-    state_by_index,
-    unallocated,
-    wanted_groups,
-    without_surplus,
 )
-from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Index
 from mp_optim.checkpoint.manifest import (
     Manifest,
@@ -58,19 +47,17 @@ from mp_optim.checkpoint.manifest import (
     write_manifest,
 )
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.reading import Reading, plan_reading, read_index
+from mp_optim.checkpoint.reading import read_index
 from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entries
 from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.shared_model import (
     parallel_of,
     saved_elsewhere,
     settings_of,
-    without_checksums,
 )
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
-from mp_optim.slots.loading import check_plain
 from mp_optim.slots.model_parallel import ModelParallel
 
 StrPath = str | os.PathLike[str]
@@ -290,32 +277,11 @@ def load(
     own = entries_of(model, stack, parallel)
     renamed = renamed_entries(index.entries, own)
     index, common = index_under(renamed, index), common_under(renamed, common)
-    saved = {
-        name: entry
-        for name, entry in index.entries.items()
-        if stack is not None or name.startswith(MODEL)
-    }
-    own |= unallocated(stack, parallel, saved, own)
-    if convert:
-        saved = without_surplus(saved, ranks.union(set(own)))
-    copied = has_copies(stack)
-    tensors = in_saved_form(own, saved, convert=convert, has_copies=copied)
-    everybody = ranks.union(set(tensors))
-
-    def checked() -> Reading:
-        check_entries(version, saved, tensors, everybody)
-        _check_scheduler(version, scheduler, common)
-        _check_groups(version, stack, parallel, common, convert)
-        reading = plan_reading(tensors, version, index)
-        reading.check()
-        return reading
-
-    def hand_over() -> None:
-        _hand_over(as_read(tensors), common, model, stack, parallel, convert)
-
-    reading = ranks.each(loading, checked)
-    ranks.agree(loading, reading.read)
-    ranks.agree(loading, hand_over)
+    receiver = Receiver(model, stack, parallel, own)
+    load = CheckedLoad(version, index, common, receiver, ranks, convert=convert)
+    ranks.agree(loading, lambda: load.check_files(scheduler))
+    ranks.agree(loading, load.check_values)
+    ranks.agree(loading, load.write)
     if scheduler is not None:
         scheduler.load_state_dict(common["scheduler"])
     extra: dict[str, Any] = common["extra"]
@@ -329,68 +295,3 @@ def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, A
     if verify or index.sums is None:
         verify_files(version, list(manifest.files.items())[ranks.rank :: ranks.size])
     return index, common
-
-
-@runtime_checkable
-class CheckedScheduler(Protocol):
-    """A scheduler that says what is wrong with saved state before any of it is loaded, as
-    :class:`mp_optim.OptimizerParamScheduler` does; torch's do not."""
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -> None:
-    if scheduler is None:
-        return
-    if common["scheduler"] is None:
-        raise ValueError(
-            f"{version} holds no scheduler state; load it with scheduler=None"
-        )
-    if isinstance(scheduler, CheckedScheduler):
-        scheduler.check_state_dict(common["scheduler"])
-
-
-def _check_groups(
-    version: Path,
-    optimizer: SlotKeyedOptimizer | None,
-    parallel: ModelParallel,
-    common: Mapping[str, Any],
-    convert: bool,
-) -> None:
-    """What can be said of the optimizer's state before the tensors are replaced."""
-    if optimizer is None:
-        return
-    if common["optimizer"] is None:
-        raise ValueError(
-            f"{version} holds a model and no optimizer; load it with optimizer=None"
-        )
-    check_plain(optimizer, _own_groups(optimizer, parallel, common), convert=convert)
-
-
-def _own_groups(
-    optimizer: SlotKeyedOptimizer, parallel: ModelParallel, common: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The saved state dict without state, and without parameters that this rank does not have."""
-    names = {parallel.names[optimizer.slot_name(slot)] for slot in optimizer.slots()}
-    groups = wanted_groups(common["optimizer"]["param_groups"], names)
-    return {
-        **common["optimizer"],
-        "param_groups": without_checksums(groups, parallel),
-    }
-
-
-@uncollected()
-def _hand_over(
-    tensors: dict[str, Tensor],
-    common: dict[str, Any],
-    model: Models,
-    optimizer: SlotKeyedOptimizer | None,
-    parallel: ModelParallel,
-    convert: bool,
-) -> None:
-    load_model(model, tensors, common["model"], parallel)
-    if optimizer is None:
-        return
-    state_dict = _own_groups(optimizer, parallel, common)
-    state_dict["state"] = state_by_index(state_dict["param_groups"], tensors)
-    optimizer.load_state_dict(state_dict, convert=convert)

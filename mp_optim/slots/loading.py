@@ -68,10 +68,10 @@ def restore(
     load.check()
     optimizer.step_mark.touch()
     load.write()
-    load.tell_of_averages()
     optimizer.load_beside(state_dict)
     written = load.write_model()
     optimizer.step_mark.clear()
+    load.tell_of_averages()  # where warnings are errors, after everything
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
     return written

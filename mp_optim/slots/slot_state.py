@@ -41,10 +41,10 @@ class SlotState(ABC):
         """Whether nothing is allocated yet, and whatever was saved would be taken as it is."""
         return False
 
-    def loads_copies(self) -> bool:
-        """Whether layers show FP32 copies of tensors whose form has not the parameter's shape: a
-        load that is refused must not have read into the others."""
-        return False
+    def in_blocks(self) -> set[str]:
+        """Keys of what is stored in blocks. A layer that shows no scales for them shows FP32 copies
+        of them, and what is loaded for those may be refused."""
+        return set()
 
     # -- loading: fit, check, then load -----------------------------------------------------------
 
@@ -60,6 +60,10 @@ class SlotState(ABC):
     def check(self, state: State) -> None:
         """Raise ValueError if a fitted state lacks a key, or has an unknown or mis-shaped one;
         writes nothing."""
+
+    def check_values(self, key: str, values: Tensor) -> None:  # noqa: B027
+        """Raise ValueError if this may not be some of what is saved under a key; :meth:`check` does
+        so for all."""
 
     @abstractmethod
     def load(self, state: State) -> None:
@@ -104,14 +108,17 @@ class LayeredState(SlotState):
     def takes_any(self) -> bool:
         return self.below.takes_any()
 
-    def loads_copies(self) -> bool:
-        return self.below.loads_copies()
+    def in_blocks(self) -> set[str]:
+        return self.below.in_blocks()
 
     def fit(self, saved: State, convert: bool) -> State:
         return self.below.fit(saved, convert)
 
     def check(self, state: State) -> None:
         self.below.check(state)
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        self.below.check_values(key, values)
 
     def load(self, state: State) -> None:
         self.below.load(state)

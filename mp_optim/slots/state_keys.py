@@ -1,10 +1,16 @@
 """Keys of a slot's state that mean the same in every layer."""
 
+STEP = "step"
+"""The number of steps."""
+
 MASTER = "master_param"
 """The FP32 main param."""
 
 REMAINDER = "remainder"
 """The lower bits of a main param whose upper ones are the bfloat16 parameter."""
+
+SECOND = "exp_avg_sq"
+"""The second moment."""
 
 AVERAGE = "averaged_param"
 """The moving average of the main param."""

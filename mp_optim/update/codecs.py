@@ -16,9 +16,7 @@ from torch import Tensor
 
 from mp_optim.checkpoint.blocks import BLOCK
 from mp_optim.config.rules import UINT4
-
-SECOND = "exp_avg_sq"
-"""Name of the second moment."""
+from mp_optim.slots.state_keys import SECOND
 
 PACKED = 64
 """4-bit codes that are packed together: byte ``i`` of 32 has code ``i`` in its lower half and code

@@ -17,6 +17,7 @@ from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
 from mp_optim.slots.keyed_optimizer import Closure
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState, State, check_state, check_step
+from mp_optim.slots.state_keys import STEP
 
 
 class ForeignOptimizer(SlotOptimizer):
@@ -157,6 +158,10 @@ class ForeignSlotState(SlotState):
             check_state(self._name, live, state)
         elif "step" in state:
             check_step(self._name, state["step"])
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        if key == STEP:
+            check_step(self._name, values)
 
     def load(self, state: State) -> None:
         self.check(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -9,9 +10,15 @@ from torch import Tensor
 from mp_optim.process.host_memory import as_tensor
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import ParamGroups, Slot
-from mp_optim.slots.slot_state import SlotState, State, check_fits, check_state
-from mp_optim.slots.state_keys import MASTER, REMAINDER, scale_key
-from mp_optim.update.codecs import SECOND, is_packed
+from mp_optim.slots.slot_state import (
+    SlotState,
+    State,
+    check_fits,
+    check_state,
+    check_step,
+)
+from mp_optim.slots.state_keys import MASTER, REMAINDER, SECOND, STEP, scale_key
+from mp_optim.update.codecs import is_packed
 from mp_optim.update.state_format import fitted, full_precision
 from mp_optim.update.unread_moments import without_unread
 
@@ -37,19 +44,23 @@ class RuleSlotState(SlotState):
         self._rule, self._slot = rule, slot
         self._name = rule.slot_name(slot)
 
-    def tensors(self) -> State:
+    @cached_property
+    def _live(self) -> State:
         return self._rule.live_state(self._slot)
 
-    def full_precision(self) -> State:
-        return full_precision(self.tensors(), self._rule.stepped(self._slot))
+    def tensors(self) -> State:
+        return dict(self._live)
 
-    def loads_copies(self) -> bool:
-        tensors = self.tensors()
-        return any(is_packed(key, value.dtype) for key, value in tensors.items())
+    def full_precision(self) -> State:
+        return full_precision(self._live, self._rule.stepped(self._slot))
+
+    def in_blocks(self) -> set[str]:
+        tensors = self._live
+        return {key for key in tensors if scale_key(key) in tensors}
 
     def fit(self, saved: State, convert: bool) -> State:
         stepped = self._rule.stepped(self._slot)
-        live, group = self.tensors(), self._rule.param_groups[self._slot.group]
+        live, group = self._live, self._rule.param_groups[self._slot.group]
         for moment in self._rule.unread_moments(group):
             decided = self._rule.deciding_setting(group)
             shape = stepped.shape
@@ -64,13 +75,14 @@ class RuleSlotState(SlotState):
             check_fits(
                 f"{self._name}.{MASTER}", self._rule.main_param(self._slot), main
             )
-        check_state(self._name, self.tensors(), rest)
-        second = rest.get(SECOND)
-        if (
-            second is not None
-            and second.is_floating_point()
-            and bool((second < 0).any())
-        ):
+        check_state(self._name, self._live, rest)
+        if SECOND in rest:
+            self.check_values(SECOND, rest[SECOND])
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        if key == STEP:
+            check_step(self._name, values)
+        if key == SECOND and values.is_floating_point() and bool((values < 0).any()):
             raise ValueError(
                 f"{self._name}.{SECOND}: has negative elements; it is a mean of squares"
             )
@@ -79,8 +91,8 @@ class RuleSlotState(SlotState):
         state = self._packed(state)
         self.check(state)
         rest, main = self._without_main(state)
-        before_writing(self.tensors().values())
-        for key, tensor in self.tensors().items():
+        before_writing(self._live.values())
+        for key, tensor in self._live.items():
             tensor.copy_(as_tensor(rest[key]))
         if main is not None:
             self._rule.set_main_param(self._slot, main)
@@ -88,7 +100,7 @@ class RuleSlotState(SlotState):
     def _packed(self, state: State) -> State:
         """A state to load with 4-bit codes as codes, where it has the FP32 values they stand
         for."""
-        for key, tensor in self.tensors().items():
+        for key, tensor in self._live.items():
             is_unpacked = key in state and scale_key(key) not in state
             if is_packed(key, tensor.dtype) and is_unpacked:
                 return self.fit(state, convert=False)
@@ -96,7 +108,7 @@ class RuleSlotState(SlotState):
 
     def _without_main(self, state: State) -> tuple[State, Tensor | None]:
         """A state to load, and the FP32 main param in it that stands for a remainder."""
-        live = self.tensors()
+        live = self._live
         if MASTER not in state or REMAINDER not in live:
             return state, None
         rest = {key: value for key, value in state.items() if key != MASTER}

@@ -18,9 +18,15 @@ from mp_optim.config.rules import (
 )
 from mp_optim.process.host_memory import Form, zeros
 from mp_optim.slots.slot_state import State, check_fits
-from mp_optim.slots.state_keys import AVERAGE, MASTER, REMAINDER, is_scale, scale_key
-from mp_optim.update.codecs import (
+from mp_optim.slots.state_keys import (
+    AVERAGE,
+    MASTER,
+    REMAINDER,
     SECOND,
+    is_scale,
+    scale_key,
+)
+from mp_optim.update.codecs import (
     blocks_of,
     decode,
     encode_,

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, SECOND, scale_key
 from mp_optim.update.chunking import publish
 from mp_optim.update.codecs import (
-    SECOND,
     Noise,
     decode,
     encode_,

@@ -41,6 +41,11 @@ FORMS: dict[str, dict[str, Any]] = {
         "exp_avg_dtype": "uint8",
         "exp_avg_sq_dtype": "uint8",
     },
+    "4bit": {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "uint4",
+        "exp_avg_sq_dtype": "uint8",
+    },
 }
 
 

@@ -14,11 +14,11 @@ from mp_optim.config.capabilities import CAPABILITIES, Capability
 from mp_optim.config.rules import RULES, UINT4
 from mp_optim.process.host_memory import zeros
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
+from mp_optim.slots.state_keys import AVERAGE, REMAINDER, SECOND, scale_key
 from mp_optim.update.backends.interface import Backend, step_with
 from mp_optim.update.backends.muon_trial import MuonTensors
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.codecs import SECOND, Noise, stored_dtype
+from mp_optim.update.codecs import Noise, stored_dtype
 from mp_optim.update.kernel_args import TensorLists, fp32
 from mp_optim.update.state_format import moment_forms
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mp_optim.checkpoint.blocks import BLOCK, is_cut, scales_of_elements
-from mp_optim.checkpoint.entries import STATE, as_read
+from mp_optim.checkpoint.entries import STATE
 from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.checkpoint.targets import as_read
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 

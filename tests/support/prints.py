@@ -1,0 +1,35 @@
+"""Everything that a model and its optimizer hold, as bits to compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support.layouts import local
+
+
+def _bits(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    held = local(value).contiguous()
+    return held.dtype, tuple(held.shape), held.view(-1).view(torch.uint8).tolist()
+
+
+def print_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Parameters, buffers, state, settings and loss scale by name, of what this rank holds."""
+    saved = optimizer.state_dict()
+    found = {
+        f"model.{name}": _bits(value) for name, value in model.state_dict().items()
+    }
+    for index, state in saved["state"].items():
+        found |= {f"{index}.{key}": _bits(value) for key, value in state.items()}
+    return {**found, "settings": repr({**saved, "state": None})}
+
+
+def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of what is not the same."""
+    return [
+        key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
+    ]

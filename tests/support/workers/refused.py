@@ -1,0 +1,74 @@
+"""Two gloo processes that load FP32 state into blocks, which lose bits on the second one alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mp_optim import checkpoint
+from mp_optim.checkpoint import FlatShard
+from support.layouts import Layout, fsdp, local, train, zero
+from support.prints import differing, print_of
+
+warnings.filterwarnings("ignore")
+
+
+def layouts() -> list[tuple[Layout, Layout]]:
+    """Each with FP32 state, and with state in blocks."""
+    place, ranks = fsdp(DeviceMesh("cpu", [0, 1])), dist.group.WORLD
+    blocks = Layout("fsdp, 8bit", 2, place, form="8bit", fraction=0.5)
+    return [
+        (Layout("fsdp", 2, place), blocks),
+        (zero("zero1", 2, ranks), zero("zero1, 4bit", 2, ranks, form="4bit")),
+    ]
+
+
+def clear_moments(optimizer: Any, rank: int) -> None:
+    """Zeros, which fit into any form, but in what the second rank alone has."""
+    for slot in optimizer.slots():
+        state = optimizer.slot_state(slot)
+        for moment in (state["exp_avg"], state["exp_avg_sq"]):
+            if rank == 0 or not isinstance(moment, (DTensor, FlatShard)):
+                local(moment).zero_()
+
+
+def refused(
+    source: Layout, target: Layout, folder: Path, rank: int
+) -> tuple[str, list[str]]:
+    """What was said, and what has changed."""
+    model, optimizer = source.build(1)
+    train(model, optimizer, range(2))
+    clear_moments(optimizer, rank)
+    checkpoint.save(folder, model, optimizer)
+    model, optimizer = target.build(2)
+    train(model, optimizer, range(1))
+    before = print_of(model, optimizer)
+    try:
+        checkpoint.load(folder, model, optimizer)
+    except ValueError as error:
+        return str(error), differing(before, print_of(model, optimizer))
+    return "", []
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    found = {}
+    for number, (source, target) in enumerate(layouts()):
+        found[target.name] = refused(source, target, folder / str(number), rank)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
