@@ -267,7 +267,7 @@ def _tensors(
         if on_device and part.has_separate_main(slot):
             main = param_at(part.inner.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes
-        for key, value in part.inner.slot_state(slot).items():
+        for key, value in part.inner.state_of(slot).tensors().items():
             if is_reserved and key != "step":
                 continue
             is_here = on_device and key != "step"

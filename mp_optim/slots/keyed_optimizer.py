@@ -69,7 +69,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """The live state tensors of a slot, allocated if they did not exist. 4-bit moments come as
         FP32 copies: to change one, load the slot's state."""
         self.make_current(slot)
-        state = self.state_of(slot).tensors()
+        state = self.state_of(slot).shown()
         before_writing(state.values())
         return state
 

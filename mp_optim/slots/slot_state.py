@@ -29,6 +29,11 @@ class SlotState(ABC):
     def tensors(self) -> State:
         """The live tensors, allocated if they did not exist. Never copies."""
 
+    def shown(self) -> State:
+        """The state as it leaves the optimizer: the live tensors, and 4-bit codes as FP32 copies of
+        the parameter's shape."""
+        return self.tensors()
+
     def full_precision(self) -> State:
         """The state with everything in FP32, copied where it is stored in fewer bits."""
         return self.tensors()

@@ -11,13 +11,14 @@ import torch
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.field_kinds import nearest
 from mp_optim.config.other_names import elsewhere
-from mp_optim.config.rules import RULES
+from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE, UINT4
 
 _STATES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "8bit": torch.uint8,
+    "4bit": UINT4,
 }
 _AVERAGES = {name: _STATES[name] for name in ("fp32", "bf16")}
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8}
@@ -36,11 +37,12 @@ class StackSettings(TypedDict, total=False):
 
     Attributes:
         state: how moments are kept: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` with a scale
-            for each block of 256, or ``"8bit"``.
+            for each block of 256, ``"8bit"``, or ``"4bit"``: first moments and momenta in 4 bits,
+            second moments in 8.
         main_params: what is kept beside a 16-bit parameter: ``"fp32"`` (the default), or of a
             bfloat16 one only what it does not say itself, ``"remainder16"`` (the same bits as
             ``"fp32"``) or ``"remainder8"`` (the upper 24 bits of FP32).
-        stochastic_rounding: round bfloat16 and 8-bit state stochastically.
+        stochastic_rounding: round bfloat16, 8-bit and 4-bit state stochastically.
         ema_decay: keep a moving average of every parameter, with this decay a step; None (the
             default) keeps none. ``averaged_weights()`` evaluates with them.
         ema_dtype: of these averages: ``"fp32"`` (the default), or ``"bf16"`` with
@@ -197,9 +199,11 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     fields = {moment.dtype_field for moment in moments if moment.dtype_field}
     if dtype != torch.float32 and not fields:
         raise ValueError(f"state={chosen['state']!r}: {rule} keeps its state in FP32")
+    second = torch.uint8 if dtype == UINT4 else dtype  # which has no 4-bit form
+    forms = {FIRST_DTYPE: dtype, SECOND_DTYPE: second}
     return {
         "use_precision_aware_optimizer": True,
-        **dict.fromkeys(fields, dtype),
+        **{field: forms[field] for field in fields},
         "store_param_remainders": bits is not None,
         **({} if bits is None else {"param_remainder_bits": bits}),
         **stochastic,

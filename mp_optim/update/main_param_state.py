@@ -29,6 +29,9 @@ class WithMainParam(LayeredState):
     def tensors(self) -> State:
         return {**self.below.tensors(), MASTER: self._main}
 
+    def shown(self) -> State:
+        return {**self.below.shown(), MASTER: self._main}
+
     def full_precision(self) -> State:
         return {**self.below.full_precision(), MASTER: self._main}
 

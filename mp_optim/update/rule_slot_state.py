@@ -19,7 +19,7 @@ from mp_optim.slots.slot_state import (
 )
 from mp_optim.slots.state_keys import MASTER, REMAINDER, SECOND, STEP, scale_key
 from mp_optim.update.codecs import is_packed
-from mp_optim.update.state_format import fitted, full_precision
+from mp_optim.update.state_format import fitted, full_precision, unpacked
 from mp_optim.update.unread_moments import without_unread
 
 
@@ -50,6 +50,9 @@ class RuleSlotState(SlotState):
 
     def tensors(self) -> State:
         return dict(self._live)
+
+    def shown(self) -> State:
+        return unpacked(self._live, self._rule.stepped(self._slot))
 
     def full_precision(self) -> State:
         return full_precision(self._live, self._rule.stepped(self._slot))

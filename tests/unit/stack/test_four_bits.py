@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from mp_optim import OptimizerConfig, checkpoint
+from mp_optim import HybridDeviceOptimizer, OptimizerConfig, checkpoint
+from mp_optim.config.rules import UINT4
 from mp_optim.slots import Slot
+from mp_optim.update import FusedAdam
 from support.models import build, same_bits, train
 
 FORM = "bf16-4bit"
@@ -84,6 +86,49 @@ def test_a_state_that_was_read_can_be_written_back() -> None:
     with pytest.raises(ValueError, match=r"exp_avg: .* 4-bit codes cannot hold"):
         optimizer.load_slot_state(Slot(0, 0), read)
     assert_same(state_of(optimizer), before)
+
+
+def alone() -> list[torch.optim.Optimizer]:
+    """Optimizers that nothing is around, over the same matrix."""
+    form = {"exp_avg_dtype": UINT4, "exp_avg_sq_dtype": torch.uint8}
+    found: list[torch.optim.Optimizer] = []
+    for fraction in (None, 0.0, 1.0):
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(5, 130))
+        if fraction is None:
+            found.append(FusedAdam([param], lr=1e-2, **form))
+        else:
+            hybrid = HybridDeviceOptimizer(
+                [param], fraction, lr=1e-2, sub_optimizer_kwargs=form
+            )
+            found.append(hybrid)
+    return found
+
+
+def test_an_optimizer_alone_shows_float32_and_takes_it_back() -> None:
+    """As the stack does: shapes that are the parameter's, no scales, and no bit lost."""
+    shown = []
+    for optimizer, again in zip(alone(), alone(), strict=True):
+        param, other = (
+            each.param_groups[0]["params"][0] for each in (optimizer, again)
+        )
+        param.grad = torch.randn(5, 130, generator=torch.Generator().manual_seed(1))
+        optimizer.step()
+        state = optimizer.state[param]
+        assert state["exp_avg"].dtype == torch.float32
+        assert state["exp_avg"].shape == param.shape and state["exp_avg"].any()
+        assert "exp_avg_scale" not in state and "exp_avg_sq_scale" in state
+        saved = optimizer.state_dict()
+        assert_same(saved["state"][0], dict(state))
+        other.data.copy_(param.data)
+        again.load_state_dict(saved)
+        assert_same(dict(again.state[other]), dict(state))
+        other.grad = param.grad
+        optimizer.step()
+        again.step()
+        assert torch.equal(param, other)
+        shown.append(param.detach())
+    assert all(torch.equal(param, shown[0]) for param in shown)
 
 
 def test_float32_moments_become_codes_only_on_request(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
     "8bit": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+    "4bit": {"exp_avg_dtype": torch.uint4, "exp_avg_sq_dtype": torch.uint8},
 }
 MAINS: dict[str, dict[str, Any]] = {
     "fp32": {"store_param_remainders": False},

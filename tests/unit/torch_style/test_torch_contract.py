@@ -379,7 +379,7 @@ def test_what_a_grad_scaler_found_on_another_rank_skips_the_step_here() -> None:
     ("settings", "message"),
     [
         ({"lr": -1.0}, "lr=-1.0"),
-        ({"state": "4bit"}, "state='4bit': must be one of"),
+        ({"state": "2bit"}, "state='2bit': must be one of"),
         ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
         ({"offload": 2.0}, "offload=2.0: must be between 0 and 1"),
         ({"offload_mode": "overlap"}, "offload_mode='overlap': .*offload > 0"),
