@@ -59,8 +59,8 @@ def _no_state_of_accelerates() -> Iterator[None]:
 def _no_threads_are_left_set() -> Iterator[None]:
     """``host_threads`` of a config holds for the process; the next test finds its share."""
     yield
-    if native := sys.modules.get("mp_optim.update.backends.native"):
-        native.set_host_threads(None)
+    if threads := sys.modules.get("mp_optim.update.backends.host_threads"):
+        threads.set_host_threads(None)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from mp_optim.config.capabilities import BACKENDS, CAPABILITIES, Capability
 from mp_optim.precision.description import columns
 from mp_optim.process.host_share import use_accelerator
 from mp_optim.update import choose_backend, proof_of
-from mp_optim.update.backends.native import access_choice, describe_threads
+from mp_optim.update.backends.host_threads import describe_threads
+from mp_optim.update.backends.native import access_choice
 from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
 
 __all__ = ["Report", "examine", "main"]

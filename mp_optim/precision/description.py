@@ -13,7 +13,8 @@ from mp_optim.precision.slot_table import SlotTable
 from mp_optim.slots import ParamGroups, iter_slots, param_at
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import SlotOptimizer
-from mp_optim.update.backends.native import describe_access, describe_threads
+from mp_optim.update.backends.host_threads import describe_threads
+from mp_optim.update.backends.native import describe_access
 from mp_optim.update.foreign import ForeignOptimizer
 
 

@@ -3,7 +3,7 @@ carry them out."""
 
 from mp_optim.update.adam import FusedAdam
 from mp_optim.update.backends import Backend, check_serves, choose_backend, proof_of
-from mp_optim.update.backends.native import (
+from mp_optim.update.backends.host_threads import (
     set_host_cores,
     set_host_threads,
     set_thread_share,

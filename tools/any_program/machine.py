@@ -3,22 +3,16 @@ oracle."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize
-from torch import nn
 
-from any_program import gradients, leaving, nonsense, stepping, writes
+from any_program import gradients, leaving, nonsense, writes
 from any_program.operations import operation
-from any_program.oracle import Group, Oracle, Slot
+from any_program.oracle import Group, Slot
+from any_program.program import Program
 from any_program.setups import (
     PARAMS,
     REMAINDERS,
@@ -26,19 +20,13 @@ from any_program.setups import (
     Param,
     Place,
     Settings,
-    Setup,
     places,
-    setups,
 )
-from any_program.starting import predicted, settings_of
+from any_program.starting import settings_of
 from any_program.subject import (
-    Model,
-    Subject,
     as_tensor,
-    dtype_of,
     name_of,
     need,
-    random_values,
 )
 from mp_optim import OptimizerParamScheduler
 from mp_optim.update import set_host_threads
@@ -47,83 +35,8 @@ INDEX = st.integers(0, 5)
 SEED = st.integers(0, 99)
 
 
-class AnyProgram(RuleBasedStateMachine):
-    """A program over the public API.
-
-    Attributes:
-        without: operations that are left out, or ``operation:kind``.
-        counts: operations carried out by all programs, and programs.
-        on_failure: called with the error and the program so far, when a program fails.
-    """
-
-    without: ClassVar[frozenset[str]] = frozenset()
-    counts: ClassVar[Counter[str]] = Counter()
-    on_failure: ClassVar[Callable[[Exception, list[str]], None] | None] = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self.failed = False
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Take note of a failure; warnings are not what is looked for."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        except Exception as error:
-            self.failed = True
-            if type(self).on_failure is not None:
-                type(self).on_failure(error, self.lines)
-            raise
-
-    @initialize(setup=setups())
-    def begin(self, setup: Setup) -> None:
-        """Build the model and its optimizer."""
-        self.counts["programs"] += 1
-        self.lines.append(f"state.begin(setup={setup!r})")
-        first, *rest = setup.params  # something has to be trainable
-        setup = replace(setup, params=(replace(first, frozen=False), *rest))
-        self.setup, self.transposed = setup, {}
-        self.threads = torch.get_num_threads()
-        self.serial = len(setup.params)
-        self.remembered: tuple[Any, Any, Oracle] | None = None
-        self.scheduler: OptimizerParamScheduler | None = None
-        model, slots = Model(), {}
-        for index, param in enumerate(setup.params):
-            name = name_of(index, param)
-            slots[name] = self.new_param(model, name, param, setup.seed + index)
-        self.oracle = predicted(setup, slots)
-        explicit = self.oracle.groups if setup.groups else None
-        with self.watched():
-            self.subject = Subject(setup, setup.place, model, explicit)
-
-    def new_param(self, model: Model, name: str, param: Param, seed: int) -> Slot:
-        """A parameter of the model, and the same for the oracle."""
-        dtype = dtype_of(param, self.setup.precision)
-        values = random_values(seed, param.shape, dtype).reshape(-1)
-        self.transposed[name] = param.transposed
-        tensor = as_tensor(values, param.shape, dtype, param.transposed)
-        model.add(name, nn.Parameter(tensor, requires_grad=not param.frozen))
-        return Slot(name, param.shape, dtype, values, bound=not param.frozen)
-
-    # -- who is meant -----------------------------------------------------------------------------
-
-    def pick(self, index: int) -> Slot:
-        slots = [slot for _, slot in self.oracle.order()]
-        need(slots)
-        return slots[index % len(slots)]
-
-    def leave(self) -> None:
-        """State is about to leave; the oracle follows the model as the optimizer has to."""
-        if "pending" in self.without:
-            need(not any(slot.touched for slot in self.oracle.slots.values()))
-        self.oracle.follow()
-
-    def only(self, kind: str) -> None:
-        """Leave out a kind of an operation that the program is to be without."""
-        need(kind not in self.without)
+class AnyProgram(Program):
+    """A program of any of these operations."""
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -150,11 +63,6 @@ class AnyProgram(RuleBasedStateMachine):
     def backward(self, seed: int, unused: set[int], size: str) -> None:
         """Gradients that are added to those that are there."""
         self.go_backward(seed, 1, unused, False, size)
-
-    def go_backward(
-        self, seed: int, micro: int, unused: set[int], hold: bool, size: str
-    ) -> None:
-        stepping.go_backward(self.subject, seed, micro, unused, hold, size)
 
     @operation(
         kinds=st.lists(st.sampled_from(gradients.KINDS), min_size=1, max_size=6),
@@ -189,9 +97,6 @@ class AnyProgram(RuleBasedStateMachine):
     @operation(closure=st.booleans())
     def step(self, closure: bool) -> None:
         self.take_step(closure)
-
-    def take_step(self, closure: bool) -> None:
-        stepping.take_step(self.subject, self.oracle, closure)
 
     # -- outside writes ---------------------------------------------------------------------------
 
@@ -402,30 +307,3 @@ class AnyProgram(RuleBasedStateMachine):
         self.only(f"load_nonsense:{kind}")
         self.leave()
         nonsense.load(self.subject, self.oracle, kind, self.pick(index))
-
-    def teardown(self) -> None:
-        """Every program ends with a step, and with a look at all state."""
-        if self.failed or not self.lines:
-            return
-        torch.set_num_threads(self.threads)
-        set_host_threads(None)
-        with self.watched():
-            if self.setup.seed % 2:
-                self.check_state()
-            self.go_backward(self.setup.seed, 1, set(), False, "normal")
-            self.take_step(closure=False)
-            self.subject.check_model(self.oracle)
-            self.check_state()
-
-    def check_state(self) -> None:
-        if "pending" in self.without and any(
-            slot.touched for slot in self.oracle.slots.values()
-        ):
-            return
-        self.oracle.follow()
-        leaving.look(
-            self.subject,
-            self.oracle,
-            "state_dict" if "look:torch.save" in self.without else "torch.save",
-        )
-        self.subject.check_main_params(self.oracle)

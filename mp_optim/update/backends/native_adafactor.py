@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.adafactor_passes import Averages, ElementPasses
-from mp_optim.update.backends.native import thread_count
+from mp_optim.update.backends.host_threads import thread_count
 from mp_optim.update.backends.native_library import Adafactor, Matrices, NativeLibrary
 from mp_optim.update.chunking import tell_autograd
 from mp_optim.update.exact_sums import Block, MatricesShape

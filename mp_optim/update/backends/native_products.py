@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.update.backends.native import thread_count
+from mp_optim.update.backends.host_threads import thread_count
 from mp_optim.update.backends.native_library import Product, native_library
 from mp_optim.update.matrix_rooms import Rooms
 

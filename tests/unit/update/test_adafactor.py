@@ -13,7 +13,7 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import FusedAdam
 from mp_optim.update.adafactor import Adafactor
-from mp_optim.update.backends.native import set_host_threads
+from mp_optim.update.backends.host_threads import set_host_threads
 from mp_optim.update.backends.native_library import native_library
 from support.models import same_bits
 

@@ -29,11 +29,8 @@ from mp_optim.config.rules import (
 )
 from mp_optim.process.host_share import host_share
 from mp_optim.slots.state_keys import REMAINDER, scale_key
-from mp_optim.update.backends.native import (
-    NativeBackend,
-    set_host_cores,
-    set_host_threads,
-)
+from mp_optim.update.backends.host_threads import set_host_cores, set_host_threads
+from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import (
     NativeLibrary,
     Tensors,
