@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from mp_optim.update.backends.launch_kinds import Kind
-from mp_optim.update.backends.triton import backend, piece_sums
+from mp_optim.update.backends.triton import backend, launches, piece_sums
 from mp_optim.update.backends.triton.launcher import shape_of
 from support.triton_cases import GROUP, KEYS, Case, lists_of, step_with
 
@@ -207,7 +207,7 @@ def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> i
     main = torch.float32 if case.rest is None else torch.bfloat16
     kind = Kind(case.grad, main, case.rest, *moments, average=case.average)
     shape = shape_of(kernel, kind)
-    rows = backend.CHUNK // 1024 if kernel == "lamb_moments" else shape["ROWS"]
+    rows = launches.CHUNK // 1024 if kernel == "lamb_moments" else shape["ROWS"]
     return int(rows * 256 // (32 * shape["num_warps"]))
 
 

@@ -19,9 +19,9 @@ from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.slots.state_keys import REMAINDER
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
 from mp_optim.update.backends import Backend
+from mp_optim.update.backends.differences import Difference, difference
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.self_test import Difference, difference
 from mp_optim.update.codecs import join
 from mp_optim.update.kernel_args import (
     AdamScalars,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mp_optim.update.backends.self_test import (
+from mp_optim.update.backends.differences import (
     MOST_LR,
     MOST_RELATIVE,
     MOST_ULPS,

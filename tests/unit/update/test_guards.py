@@ -23,6 +23,7 @@ from mp_optim.update import chunking as batching
 from mp_optim.update.backends import apex as apex_module
 from mp_optim.update.backends import launch_kinds, multi_tensor
 from mp_optim.update.backends.apex import ApexBackend
+from mp_optim.update.backends.differences import Difference
 from mp_optim.update.backends.multi_tensor import (
     CHUNK,
     MOST_ELEMENTS,
@@ -30,7 +31,6 @@ from mp_optim.update.backends.multi_tensor import (
     check_launch,
 )
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.self_test import Difference
 from mp_optim.update.backends.transformer_engine import TransformerEngineBackend
 from mp_optim.update.codecs import join
 from mp_optim.update.kernel_args import (

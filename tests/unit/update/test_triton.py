@@ -34,8 +34,9 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import SIZES as PROOF_SIZES
 from mp_optim.update.backends.self_test import compare
 from mp_optim.update.backends.triton import triton_backend
-from mp_optim.update.backends.triton.backend import CHUNK, TritonBackend
+from mp_optim.update.backends.triton.backend import TritonBackend
 from mp_optim.update.backends.triton.launcher import ROWS, WIDTH
+from mp_optim.update.backends.triton.launches import CHUNK
 from mp_optim.update.backends.triton.piece_sums import SUM_CHUNK
 from mp_optim.update.backends.triton.tables import Column, Plan, Tables
 from mp_optim.update.codecs import Noise
@@ -413,7 +414,7 @@ def test_sums_of_squares_equal_reference(
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     """Sums of few thousand elements take several rounds."""
-    monkeypatch.setattr("mp_optim.update.backends.triton.backend.CHUNK", 2048)
+    monkeypatch.setattr("mp_optim.update.backends.triton.launches.CHUNK", 2048)
     monkeypatch.setattr("mp_optim.update.backends.triton.piece_sums.SUM_CHUNK", 1024)
     monkeypatch.setattr("mp_optim.update.backends.triton.piece_sums.RUN", 4)
     monkeypatch.setattr("mp_optim.update.backends.triton.tables.RUN", 4)

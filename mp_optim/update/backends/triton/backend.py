@@ -8,8 +8,7 @@ to it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,34 +16,28 @@ from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends.launch_kinds import (
-    Kind,
     Part,
-    current_device,
     kept_moments,
-    parts_of,
 )
-from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.triton.kernels import (
     lamb,
     muon,
     rules,
     stable_adamw,
-    tiles,
 )
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launcher import (
     RATE,
-    TYPES,
-    Launcher,
-    Recording,
-    Rehearsal,
     row_of,
-    shape_of,
-    using,
+)
+from mp_optim.update.backends.triton.launches import (
+    KernelLaunches,
+    Launch,
+    Multiplier,
+    on_host,
 )
 from mp_optim.update.backends.triton.piece_sums import added, joined, sum_alike
 from mp_optim.update.backends.triton.steps import clipped_steps
-from mp_optim.update.backends.triton.tables import Plan, Tables
 from mp_optim.update.chunking import mark_written
 from mp_optim.update.kernel_args import (
     AdamScalars,
@@ -58,34 +51,15 @@ from mp_optim.update.kernel_args import (
 from mp_optim.update.muon_passes import MOMENTUM
 from mp_optim.update.sums import root
 
-CHUNK = 8192
-"""Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of
-``sums``."""
 OLDEST = (3, 6)
 """The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
 ``div.rn.ftz.f32``."""
-
-Multiplier = float | Tensor
-"""A number; or FP32 on the tensors' device, shape (1,) or (2,): what gradients are multiplied with,
-and a flag that is not 0 if nothing is to be written. What is on the device can be formed there,
-without the host waiting for it."""
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 _SECOND = ("", "exp_avg_sq")
 
 
-class _Launch(NamedTuple):
-    """What a launch is of: a rule, and the programs of a part with the columns they read."""
-
-    rule: Any
-    flags: Flags
-    part: Part
-    plan: Plan
-    aligned: bool
-    columns: list[Tensor | None]
-
-
-class TritonBackend(ReferenceBackend):
+class TritonBackend(KernelLaunches):
     """Launches the kernels; ``reference`` does what they cannot.
 
     Attributes:
@@ -119,28 +93,14 @@ class TritonBackend(ReferenceBackend):
         self.runs_on = f"Triton {triton.__version__}" + (
             ", interpreted" if self.interpreted else ""
         )
-        self._tables = Tables()
-        self.launcher = Launcher(self._tables)
-
-    def rehearse(self, work: Callable[[], object], device: torch.device) -> Rehearsal:
-        """Let ``work`` run without a launch, and note what it would launch."""
-        rehearsal = Rehearsal(self._tables, device)
-        with using(self, rehearsal):
-            work()
-        return rehearsal
-
-    def record(self, work: Callable[[], object], table: Tensor) -> None:
-        """Let ``work`` run with numbers from the rows of a table, as a graph has to that is
-        replayed."""
-        with using(self, Recording(self._tables, table)):
-            work()
+        super().__init__()
 
     def adam(
         self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier
     ) -> None:
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
         moments = kept_moments(lists, _ADAM)
-        self._step(rules.adam, lists, moments, scalars, multiplier, flags)
+        self.step_parts(rules.adam, lists, moments, scalars, multiplier, flags)
 
     def sgd(
         self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
@@ -149,49 +109,13 @@ class TritonBackend(ReferenceBackend):
         flags = Flags(
             scalars.decay != 0.0, nesterov=scalars.nesterov, first=scalars.first
         )
-        self._step(rules.sgd, lists, moments, scalars, multiplier, flags)
+        self.step_parts(rules.sgd, lists, moments, scalars, multiplier, flags)
 
     def lion(
         self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier
     ) -> None:
         flags = Flags(scalars.decay != 0.0)
-        self._step(rules.lion, lists, _ADAM[:1], scalars, multiplier, flags)
-
-    def _step(
-        self,
-        rule: Any,
-        lists: TensorLists,
-        moments: tuple[str, ...],
-        scalars: Any,
-        multiplier: Multiplier,
-        flags: Flags,
-    ) -> None:
-        """Carry out a rule, whose kernel is called like the method of ``reference``."""
-        for part, numbers in self._parts(lists, moments, scalars):
-            if numbers is not None:
-                self._launches(rule, part, moments, flags, numbers, multiplier)
-                mark_written(part.lists)
-            elif (value := _on_host(multiplier)) is not None:
-                by_reference = getattr(ReferenceBackend, rule.__name__)
-                by_reference(self, part.lists, scalars, value)
-
-    def _parts(
-        self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
-    ) -> Iterator[tuple[Part, Tensor | None]]:
-        """The parts with tensors, each with its numbers on the device; without any if there is no
-        kernel for it."""
-        for part in parts_of(lists, moments):
-            if part.kind is not None:
-                weight = part.lists.average_weight
-                row = row_of(scalars, _seed(part.lists), weight)
-                yield part, self.launcher.numbers(row, part.lists.grad[0].device)
-                continue
-            self.launcher.by_reference(
-                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, "
-                f"{_main_dtype(part.lists)} and their state"
-            )
-            if self.launcher.launches:
-                yield part, None
+        self.step_parts(rules.lion, lists, _ADAM[:1], scalars, multiplier, flags)
 
     def lamb(
         self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
@@ -226,7 +150,7 @@ class TritonBackend(ReferenceBackend):
         self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
     ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
-        parts = list(self._parts(lists, _ADAM, scalars))
+        parts = list(self.parts(lists, _ADAM, scalars))
         part_sums = [
             self._moments(part, numbers, scalars, multiplier) for part, numbers in parts
         ]
@@ -234,7 +158,7 @@ class TritonBackend(ReferenceBackend):
             return part_sums[0]
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
         for (part, _), values in zip(parts, part_sums, strict=True):
-            sums.index_copy_(0, self._index(part.indices, device), values)
+            sums.index_copy_(0, self.index(part.indices, device), values)
         return sums
 
     def _moments(
@@ -246,7 +170,7 @@ class TritonBackend(ReferenceBackend):
     ) -> Tensor:
         device = part.lists.main[0].device
         if numbers is None or part.kind is None:
-            value = _on_host(multiplier)
+            value = on_host(multiplier)
             if value is not None:
                 return super().lamb_moments(part.lists, scalars, value)
             return torch.zeros(
@@ -254,12 +178,12 @@ class TritonBackend(ReferenceBackend):
             )
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
         part = part._replace(kind=part.kind._replace(output=None))
-        columns, plans = self._tables.launch_of(part, _ADAM, CHUNK)
+        columns, plans = self.plans_of(part, _ADAM)
         total = None
         for plan, aligned in plans:
             sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
-            launch = _Launch(lamb.lamb_moments, flags, part, plan, aligned, columns)
-            self._launch(launch, numbers, multiplier, made=sums)
+            launch = Launch(lamb.lamb_moments, flags, part, plan, aligned, columns)
+            self.launch(launch, numbers, multiplier, made=sums)
             total = joined(total, added(plan, sums, self.launcher.launches))
         assert total is not None
         return total
@@ -277,7 +201,7 @@ class TritonBackend(ReferenceBackend):
             ratios: FP32 values; or a tensor of them on the tensors' device.
             skip: FP32, shape (1,), on the device: not 0 if nothing is to be written.
         """
-        for part, numbers in self._parts(lists, _ADAM, scalars):
+        for part, numbers in self.parts(lists, _ADAM, scalars):
             device = part.lists.main[0].device
             if numbers is None:
                 if skip is None or not skip.item():
@@ -287,13 +211,13 @@ class TritonBackend(ReferenceBackend):
                     )
                 continue
             if not isinstance(ratios, Tensor):
-                table = self._numbers_of(part, ratios)
+                table = self.numbers_of(part, ratios)
             elif len(part.indices) == len(lists.main):
                 table = ratios
             else:
-                table = ratios.index_select(0, self._index(part.indices, device))
+                table = ratios.index_select(0, self.index(part.indices, device))
             flags = Flags(scalars.decay != 0.0)
-            self._launches(
+            self.launch_part(
                 lamb.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table
             )
             mark_written(part.lists)
@@ -303,14 +227,14 @@ class TritonBackend(ReferenceBackend):
     ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
-        for part, numbers in self._parts(lists, _SECOND, scalars):
+        for part, numbers in self.parts(lists, _SECOND, scalars):
             if numbers is not None:
                 found = self._stable_sums(part, numbers, multiplier)
-            elif (value := _on_host(multiplier)) is not None:
+            elif (value := on_host(multiplier)) is not None:
                 found = super().stable_adamw_sums(part.lists, scalars, value)
             else:
                 continue
-            sums.index_copy_(0, self._index(part.indices, device), found)
+            sums.index_copy_(0, self.index(part.indices, device), found)
         return sums
 
     def _stable_sums(
@@ -320,12 +244,12 @@ class TritonBackend(ReferenceBackend):
         sums = torch.zeros(count, 3, dtype=torch.int64, device=device)
         assert part.kind is not None
         part = part._replace(kind=part.kind._replace(output=None))
-        columns, plans = self._tables.launch_of(part, _SECOND, CHUNK)
+        columns, plans = self.plans_of(part, _SECOND)
         for plan, aligned in plans:
             made = torch.empty(plan.programs, 3, dtype=torch.int64, device=device)
             rule = stable_adamw.clip_sums
-            launch = _Launch(rule, Flags(), part, plan, aligned, columns)
-            self._launch(launch, numbers, multiplier, made=made)
+            launch = Launch(rule, Flags(), part, plan, aligned, columns)
+            self.launch(launch, numbers, multiplier, made=made)
             if self.launcher.launches:
                 sums.index_add_(0, plan.owners, made)
         return sums
@@ -344,19 +268,19 @@ class TritonBackend(ReferenceBackend):
         numbers = self.launcher.numbers(row_of(scalars, 0), device)
         steps, clipped = sums[:, :2].float(), None
         if self.launcher.launches:
-            counts = self._tables.values(array("q", sizes), device)
+            counts = self.tables.values(array("q", sizes), device)
             steps, clipped = clipped_steps(sums, counts, numbers)
         moments, flags = kept_moments(lists, _ADAM), Flags(scalars.decay != 0.0)
-        for part, row in self._parts(lists, moments, scalars):
+        for part, row in self.parts(lists, moments, scalars):
             own = steps
             if len(part.indices) != len(lists.main):
-                own = steps.index_select(0, self._index(part.indices, device))
+                own = steps.index_select(0, self.index(part.indices, device))
             if row is not None:
                 rule = stable_adamw.clipped_adamw
                 given = (row, multiplier, None, own)
-                self._launches(rule, part, moments, flags, *given)
+                self.launch_part(rule, part, moments, flags, *given)
                 mark_written(part.lists)
-            elif (value := _on_host(multiplier)) is not None:
+            elif (value := on_host(multiplier)) is not None:
                 super().stable_adamw_apply(part.lists, scalars, own.tolist(), value)
         return clipped
 
@@ -369,31 +293,27 @@ class TritonBackend(ReferenceBackend):
             ahead_from_end=scalars.ahead_from_end,
         )
         moments = (MOMENTUM,)
-        self._step(muon.muon_momentum, lists, moments, scalars, multiplier, flags)
+        self.step_parts(muon.muon_momentum, lists, moments, scalars, multiplier, flags)
 
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
         flags = Flags(scalars.decay != 0.0)
-        for part, numbers in self._parts(lists, (), scalars):
+        for part, numbers in self.parts(lists, (), scalars):
             if numbers is None:
                 own = [factors[index] for index in part.indices]
                 super().muon_apply(part.lists, scalars, own)
                 continue
-            table = self._numbers_of(part, factors)
-            self._launches(muon.muon_apply, part, (), flags, numbers, 1.0, None, table)
+            table = self.numbers_of(part, factors)
+            self.launch_part(
+                muon.muon_apply, part, (), flags, numbers, 1.0, None, table
+            )
             mark_written(part.lists)
-
-    def _numbers_of(self, part: Part, numbers: Sequence[float]) -> Tensor:
-        """Those of a part's tensors on the device, FP32."""
-        some = [numbers[index] for index in part.indices]
-        table = torch.tensor(some, dtype=torch.float32, device="cpu")
-        return self._tables.upload(table, part.lists.grad[0].device)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)
         if len(steady.dtypes) == 1:
-            return sum_alike(self._tables, steady)
+            return sum_alike(self.tables, steady)
         device = steady[0].device if steady else torch.device("cpu")
         sums = torch.empty(len(steady), dtype=torch.float64, device=device)
         for dtype in steady.dtypes:
@@ -402,81 +322,9 @@ class TritonBackend(ReferenceBackend):
             ]
             alike = CachedTensorList(steady[i] for i in indices)
             sums.index_copy_(
-                0, self._index(indices, device), sum_alike(self._tables, alike)
+                0, self.index(indices, device), sum_alike(self.tables, alike)
             )
         return sums
-
-    def _launches(
-        self,
-        rule: Any,
-        part: Part,
-        moments: tuple[str, ...],
-        flags: Flags,
-        *given: Any,
-    ) -> None:
-        """Launch a rule over a part, once or twice (:meth:`Tables.plans`)."""
-        columns, plans = self._tables.launch_of(part, moments, CHUNK)
-        for plan, aligned in plans:
-            self._launch(_Launch(rule, flags, part, plan, aligned, columns), *given)
-
-    def _launch(
-        self,
-        launch: _Launch,
-        numbers: Tensor,
-        multiplier: Multiplier,
-        skip: Tensor | None = None,
-        made: Tensor | None = None,
-    ) -> None:
-        """``made``: what the step itself made on the device, or makes there."""
-        rule, flags, (_, kind, lists), plan, aligned, columns = launch
-        assert kind is not None
-        device = lists.grad[0].device
-        if not plan.programs:
-            return
-        if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
-            multiplier, skip = multiplier[:1], multiplier[1:]
-        streams = self._tables.streams(lists, device)
-        tables = (plan.owners, plan.firsts, plan.sizes, streams)
-
-        def run() -> None:
-            with current_device(device):
-                tiles.step[(plan.programs,)](
-                    *tables,
-                    numbers,
-                    multiplier,
-                    skip,
-                    *columns,
-                    made,
-                    RULE=rule,
-                    FLAGS=flags,
-                    KIND=Kind._make(map(TYPES.__getitem__, kind)),
-                    ON_DEVICE=isinstance(multiplier, Tensor),
-                    ALIGNED=aligned,
-                    CHUNK=CHUNK,
-                    **shape_of(rule.__name__, kind),
-                )
-
-        described = (rule.__name__, kind, aligned, flags)
-        places = (_place(multiplier), _place(skip))
-        self.launcher.launch(run, (*described, *places, *tables, *columns))
-
-    def _index(self, indices: Sequence[int], device: torch.device) -> Tensor:
-        return self._tables.values(array("q", indices), device)
-
-
-def _main_dtype(lists: TensorLists) -> str:
-    return f"parameters of {lists.main[0].dtype}" if lists.main else "no parameters"
-
-
-def _seed(lists: TensorLists) -> int:
-    """The seed as the int32 of the same bits."""
-    seed = lists.noise[0].seed if lists.noise else 0
-    return seed - (seed >> 31 << 32)
-
-
-def _place(value: Multiplier | None) -> Any:
-    """What must stay of a launch's argument: the address, if it is read on the device."""
-    return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
@@ -489,11 +337,3 @@ def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
     return torch.where(
         (param == 0.0) | (update == 0.0), lr, param * lr / update
     ).float()
-
-
-def _on_host(multiplier: Multiplier) -> float | None:
-    """The multiplier as a number, or None if nothing is to be written; waits for the device."""
-    if not isinstance(multiplier, Tensor):
-        return multiplier
-    value, *skip = multiplier.tolist()
-    return None if skip and skip[0] else float(value)
