@@ -14,7 +14,10 @@ namespace {
 
 int64_t bytes_of(int dtype) { return dtype == MP_F32 ? 4 : dtype == MP_I8 || dtype == MP_U8 ? 1 : dtype ? 2 : 0; }
 
-bool is_blocked(int dtype) { return dtype == MP_F16 || dtype == MP_I8 || dtype == MP_U8; }
+// Bytes of 4-bit codes: whole runs of 64, two codes a byte.
+int64_t packed_bytes(int64_t n) { return (n + 63) / 64 * 32; }
+
+bool is_blocked(int dtype) { return dtype == MP_F16 || dtype == MP_I8 || dtype == MP_U8 || dtype == MP_I4; }
 
 // Dtypes of a call.
 struct Kind {
@@ -60,7 +63,10 @@ struct Call {
             add(main, n, bytes_of(main_dtype));
             add(remainder, n, bytes_of(kind.remainder));
             add(grad, n, bytes_of(kind.grad));
-            add(moment1, n, bytes_of(kind.moment1));
+            if (kind.moment1 == MP_I4)
+                add(moment1, packed_bytes(n), 1);
+            else
+                add(moment1, n, bytes_of(kind.moment1));
             add(moment2, n, bytes_of(kind.moment2));
             add_scales(scale1, n, kind.moment1);
             add_scales(scale2, n, kind.moment2);
@@ -188,6 +194,10 @@ std::vector<Kind> compact_kinds() {
             for (int remainder : {MP_NONE, MP_I16, MP_I8})
                 for (bool noisy : {false, true})
                     kinds.push_back({MP_BF16, noisy ? MP_BF16 : MP_NONE, first, second, remainder, noisy});
+    for (bool noisy : {false, true}) {  // what goes with 4-bit codes is tried above
+        kinds.push_back({MP_BF16, MP_BF16, MP_I4, MP_U8, MP_I8, noisy});
+        kinds.push_back({MP_F16, MP_NONE, MP_I4, MP_F32, MP_NONE, noisy});
+    }
     return kinds;
 }
 
@@ -234,6 +244,7 @@ void bad_compact_arguments() {
     bad_change(call, "no scales", [](MpTensors& t) { t.scale1 = nullptr; });
     bad_change(call, "scales of FP32", [](MpTensors& t) { t.moment2_dtype = MP_F32; });
     bad_change(call, "signed roots", [](MpTensors& t) { t.moment2_dtype = MP_I8; });
+    bad_change(call, "roots of 4 bits", [](MpTensors& t) { t.moment2_dtype = MP_I4; });
     bad_change(call, "unsigned moments", [](MpTensors& t) { t.moment1_dtype = MP_U8; });
     call.scale2[2] = nullptr;
     check(mp_adam(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "null scales");
@@ -282,7 +293,7 @@ int main() {
         for (const Kind& kind : compact_kinds())
             hash = hash * 31 + run_all({1, 15, 63, 64, 65, 0, 255, 256, 257, 1025, 3000}, kind, 2);
         for (bool noisy : {false, true})
-            hash = hash * 31 + run_all({131072 * 2 + 5, 70000}, {MP_BF16, MP_NONE, MP_I8, MP_U8, MP_I8, noisy}, 4);
+            hash = hash * 31 + run_all({131072 * 2 + 5, 70000}, {MP_BF16, MP_NONE, noisy ? MP_I4 : MP_I8, MP_U8, MP_I8, noisy}, 4);
         for (const Kind& kind : plain_kinds()) run_apart({1, 17, 0, 1025, 3000}, kind, 2);
         for (const Kind& kind : compact_kinds()) run_apart({15, 64, 65, 0, 257, 3000}, kind, 2);
         if (start == 0) first = hash;
