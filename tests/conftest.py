@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from support import interpreter
+
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault(
         "TRITON_INTERPRET", "1"
     )  # read when Triton is imported: its kernels run on the CPU then
+    interpreter.look_once()
 
 # Read when cuBLAS is first used: up to torch 2.9 a deterministic matmul raises without it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
