@@ -36,7 +36,7 @@ def test_kernels_are_clean(sanitizers: str, tmp_path: Path) -> None:
     flags = [
         "-std=c++17",
         "-O1",
-        "-g",
+        "-g1",  # lines for reports; all of -g takes the compiler twice the time
         "-ffp-contract=off",
         "-fno-math-errno",
         "-fno-trapping-math",
