@@ -36,12 +36,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ModuleFixturesOnce(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    _leave_out_of_coverage(config, items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=_NEEDS_A_GPU))
+
+
+def _leave_out_of_coverage(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that repeat what others run, unless it is asked which test runs a line."""
+    if not config.pluginmanager.hasplugin("_cov") or config.getoption("cov_context"):
+        return
+    for item in items:
+        if item.get_closest_marker("repeats"):
+            item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.fixture(autouse=True)

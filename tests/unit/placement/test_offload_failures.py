@@ -268,6 +268,7 @@ def test_a_closed_worker_starts_again():
     assert len(set(done)) == 2 and not any(thread.is_alive() for thread in done)
 
 
+@pytest.mark.repeats
 def test_two_thousand_steps_leave_nothing_behind():
     """Steps, discarded work, replaced parameters, new optimizers: threads, tensors and host blocks
     stay bounded."""

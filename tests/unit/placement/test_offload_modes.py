@@ -92,6 +92,7 @@ LONG = {
 }
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("name", LONG)
 def test_two_hundred_steps_are_the_same_bits(name):
     case = dict(LONG[name])

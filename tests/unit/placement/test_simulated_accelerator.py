@@ -110,6 +110,7 @@ def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
     check(schedule)
 
 
+@pytest.mark.repeats
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(schedule=schedules())
@@ -376,6 +377,7 @@ def test_sites_are_found():
     assert len(SITES) >= 15
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("site", SITES, ids=str)
 def test_every_missing_wait_is_noticed(site):
     is_reported, is_wrong = False, any(name in site.text for name in NEVER_WRONG)

@@ -10,6 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from any_program.machine import AnyProgram
 
 
+@pytest.mark.repeats
 @pytest.mark.timeout(900)  # a program that fails is made shorter first
 @pytest.mark.parametrize(("operations", "programs"), [(6, 80), (15, 80), (40, 40)])
 def test_any_program_leaves_what_the_promises_say(operations, programs):

@@ -32,7 +32,11 @@ from mp_optim.update.kernel_args import (
     TensorLists,
 )
 
-NAMES = ("reference", "native", "torch", "triton", "apex", "transformer_engine")
+NAMES = (
+    *("reference", "native", "torch"),
+    pytest.param("triton", marks=pytest.mark.repeats),  # test_triton.py covers it
+    *("apex", "transformer_engine"),
+)
 EXACT = {"reference", "native", "triton"}
 OUTPUTS = (None, torch.bfloat16, torch.float16, torch.float32)
 GRADS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -173,6 +173,7 @@ def check(
 # -- the same bits --------------------------------------------------------------------------------
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("rule", list(KEYS))
 def test_sizes_around_every_boundary(rule: str, aligned: bool) -> None:
@@ -294,6 +295,7 @@ def refuse_reference(*arguments: object) -> None:
     raise AssertionError("a step by reference")
 
 
+@pytest.mark.repeats
 def test_many_steps_of_compact_state() -> None:
     case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), noisy=True)
     for rule in ("adam", "lamb"):
@@ -354,6 +356,7 @@ def test_a_root_that_is_far_below_its_block_is_stored_as_the_smallest_code() -> 
         ).min() == 1
 
 
+@pytest.mark.repeats
 def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does() -> (
     None
 ):
@@ -838,6 +841,7 @@ def test_it_proves_itself() -> None:
     assert proof_of("triton", torch.device(DEVICE)).exact
 
 
+@pytest.mark.repeats
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 def test_it_passes_the_self_test_of_compiled_kernels(rule: str) -> None:
