@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint import FlatShard
-from support.layouts import Layout, fsdp, local, train, zero
+from support.layouts import Layout, local, sharded, train, zero
 from support.prints import differing, print_of
 
 warnings.filterwarnings("ignore")
@@ -24,10 +24,10 @@ warnings.filterwarnings("ignore")
 
 def layouts() -> list[tuple[Layout, Layout]]:
     """Each with FP32 state, and with state in blocks."""
-    place, ranks = fsdp(DeviceMesh("cpu", [0, 1])), dist.group.WORLD
-    blocks = Layout("fsdp, 8bit", 2, place, form="8bit", fraction=0.5)
+    place, ranks = sharded(0, DeviceMesh("cpu", [0, 1])), dist.group.WORLD
+    blocks = Layout("sharded, 8bit", 2, place, form="8bit", fraction=0.5)
     return [
-        (Layout("fsdp", 2, place), blocks),
+        (Layout("sharded", 2, place), blocks),
         (zero("zero1", 2, ranks), zero("zero1, 4bit", 2, ranks, form="4bit")),
     ]
 
