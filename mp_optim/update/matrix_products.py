@@ -26,9 +26,6 @@ class Products(Protocol):
     @property
     def turns(self) -> bool: ...
 
-    def most(self, elements: int) -> int:
-        """How many matrices of so many elements are best multiplied together."""
-
     def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
         """x x^T of each matrix of a batch, shape (n, rows, columns), contiguous or lying in memory
         as its transposes do."""
@@ -52,9 +49,6 @@ class EachAlone:
     a batch of one."""
 
     turns = False
-
-    def most(self, elements: int) -> int:
-        return 1
 
     def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
         return _joined([each @ each.mT for each in _singles(x)])
@@ -98,9 +92,6 @@ class TorchProducts:
     """A batch in one operation."""
 
     turns: bool
-
-    def most(self, elements: int) -> int:
-        return max(1, TOGETHER // elements)
 
     def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
         side = x.size(-2)

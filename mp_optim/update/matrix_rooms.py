@@ -34,20 +34,22 @@ class Rooms:
         """A buffer of a tensor's shape."""
         return self.take(name, *tensor.shape)
 
-    def side_by_side(self, stacks: Sequence[Tensor]) -> Tensor:
-        """Stacks of matrices as one, shape (all of them, rows, columns): a view if they lie one
-        after the other, else a copy."""
-        first, end = stacks[0], stacks[0].data_ptr()
-        storage = first.untyped_storage().data_ptr()
-        adjacent = True
-        for stack in stacks:
-            adjacent &= stack.data_ptr() == end
-            adjacent &= stack.untyped_storage().data_ptr() == storage
-            end += stack.numel() * stack.element_size()
-        if not adjacent:
-            return torch.cat(list(stacks))
-        count = sum(map(len, stacks))
-        return first.as_strided((count, *first.shape[1:]), first.stride())
+
+def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
+    """Contiguous matrices and stacks of them, of one shape of matrices, as one stack (all of them,
+    rows, columns): a view if they lie one after the other, else a copy."""
+    first, end = stacks[0], stacks[0].data_ptr()
+    rows, columns = first.shape[-2:]
+    adjacent = True
+    for stack in stacks:
+        adjacent = adjacent and stack.data_ptr() == end
+        end += stack.numel() * stack.element_size()
+    storage = first.untyped_storage()
+    if not adjacent or end > storage.data_ptr() + storage.nbytes():
+        return torch.cat([each.view(-1, rows, columns) for each in stacks])
+    size = sum(each.numel() for each in stacks)
+    shape = (size // (rows * columns), rows, columns)
+    return first.as_strided(shape, (rows * columns, columns, 1))
 
 
 def beside_each_other(

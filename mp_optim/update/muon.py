@@ -35,10 +35,18 @@ from mp_optim.slots.tensor_layout import part_of
 from mp_optim.update.adam import adam_moments, adam_unread_moments
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.interface import step_with
+from mp_optim.update.backends.native import NativeBackend
+from mp_optim.update.backends.native_muon import MuonWork, step_in_one_call
 from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists
 from mp_optim.update.matrix_owners import MatrixOwners
 from mp_optim.update.matrix_rooms import Rooms, beside_each_other
-from mp_optim.update.muon_directions import Orthogonalization, directions, runs
+from mp_optim.update.muon_directions import (
+    Orthogonalization,
+    directions,
+    kernel_steps,
+    runs,
+    whole_directions,
+)
 from mp_optim.update.muon_passes import MOMENTUM
 from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.state_format import StatePrecision
@@ -223,18 +231,45 @@ class Muon(RuleOptimizer):
             update.slot for update in updates if self.is_collective(update)
         )
         rooms = Rooms(lists.main[0].device, rule.dtype)
-        for members in runs(lists.main, updates.layouts):
+        for members, is_here in runs(lists.main, updates.layouts, rule.blockwise):
             part = lists.take(members)
-            layouts = [updates[index].layout for index in members]
             shapes = [main.shape for main in part.main]
             rounded = beside_each_other(shapes, rooms, "rounded")
-            backend.muon_momentum(
-                _of_momenta(part, rounded), scalars, float(multiplier)
-            )
-            found = directions(rule, rounded, layouts, self._owners)
+            momenta = _of_momenta(part, rounded)
+            if is_here and _in_one_call(
+                backend, rule, momenta, part, scalars, multiplier, rooms
+            ):
+                continue
+            backend.muon_momentum(momenta, scalars, float(multiplier))
+            if is_here:
+                found = whole_directions(rule, rounded, rooms)
+            else:
+                layouts = [updates[index].layout for index in members]
+                found = directions(rule, rounded, layouts, self._owners)
             values, factors = zip(*found, strict=True)
             backend.muon_apply(_of_params(part, values), scalars, factors)
         backend.average(lists)
+
+
+def _in_one_call(
+    backend: Backend,
+    rule: Orthogonalization,
+    momenta: TensorLists,
+    part: TensorLists,
+    scalars: MuonScalars,
+    multiplier: float | Tensor,
+    rooms: Rooms,
+) -> bool:
+    """Step whole parameters by kernels that take all of a step, if there are such."""
+    if not isinstance(backend, NativeBackend):
+        return False
+    rounded = [output for output in momenta.output if output is not None]
+    planned = kernel_steps(rule, rounded, rooms)
+    if planned is None:
+        return False
+    steps, members, factors = planned
+    work = MuonWork(momenta, _of_params(part, rounded), steps, members)
+    return step_in_one_call(backend, work, scalars, float(multiplier), factors)
 
 
 def _of_momenta(lists: TensorLists, outputs: list[Tensor]) -> TensorLists:

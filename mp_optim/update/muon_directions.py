@@ -3,8 +3,9 @@ that are split over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +15,20 @@ from torch.distributed import ProcessGroup
 from mp_optim.config.muon import coefficients, scale_factor
 from mp_optim.slots.matrix_parts import MatrixParts
 from mp_optim.slots.tensor_layout import Layout
+from mp_optim.update.backends.native_products import NativeSteps
 from mp_optim.update.kernel_args import fp32
 from mp_optim.update.matrix_exchange import Exchange
 from mp_optim.update.matrix_owners import MatrixOwners, newton_schulz_flops
-from mp_optim.update.newton_schulz import orthogonalize_each
+from mp_optim.update.matrix_rooms import Rooms
+from mp_optim.update.newton_schulz import orthogonalize_each, steps_in_place
 
 _DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
 _TOGETHER = 1 << 26
-"""Elements of whole parameters that are orthogonalised together: each needs its rounded momentum
-and its direction meanwhile."""
+"""Elements of parameters that are orthogonalised together: each needs its rounded momentum and its
+direction meanwhile."""
+_TOGETHER_ON_HOST = 15 << 20
+"""The same of what is orthogonalised on the host, by one process: there is nothing to be shared out
+evenly, and memory that is used again is at hand, where new memory would be cleared page by page."""
 
 
 class Direction(NamedTuple):
@@ -78,19 +84,52 @@ class Orthogonalization:
         return fp32(self.lr * scale_factor(self.scale_mode, rows, columns))
 
 
+class Run(NamedTuple):
+    """Parameters that are orthogonalised together.
+
+    Attributes:
+        members: their indices.
+        is_here: whether each is whole, and its products are taken where it is stepped.
+    """
+
+    members: list[int]
+    is_here: bool
+
+
 def runs(
-    params: Sequence[Tensor], layouts: Sequence[Layout | None]
-) -> Iterator[list[int]]:
-    """Which parameters are orthogonalised together: the same on every rank that has a part of
-    them, as it depends on whole shapes. ``layouts`` may be empty."""
+    params: Sequence[Tensor], layouts: Sequence[Layout | None], blockwise: bool
+) -> Iterator[Run]:
+    """All parameters. Runs of those that are split over ranks are the same on every rank that has a
+    part of them, as they depend on whole shapes alone.
+
+    Args:
+        layouts: of the model's parameters, as many, or none at all.
+        blockwise: whether a rank's part is a matrix of its own.
+    """
+    split, elsewhere, here = [], [], []
+    for index, (param, layout) in enumerate(zip_longest(params, layouts)):
+        if layout is not None and layout.is_shared(blockwise):
+            split.append((index, layout.share(param)))
+        elif layout is not None and layout.device != param.device:
+            elsewhere.append((index, param.numel()))
+        else:
+            here.append((index, param.numel()))
+    for sizes in (split, elsewhere):
+        for members in _filled(sizes, _TOGETHER):
+            yield Run(members, is_here=False)
+    most = _TOGETHER_ON_HOST if params[0].is_cpu else _TOGETHER
+    for members in _filled(here, most):
+        yield Run(members, is_here=True)
+
+
+def _filled(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
+    """Indices in order, of so many elements together; what is larger by itself."""
     members: list[int] = []
-    room = _TOGETHER
-    for index, param in enumerate(params):
-        layout = layouts[index] if layouts else None
-        size = param.numel() if layout is None else layout.share(param)
+    room = most
+    for index, size in sizes:
         if members and size > room:
             yield members
-            members, room = [], _TOGETHER
+            members, room = [], most
         members.append(index)
         room -= size
     if members:
@@ -215,32 +254,60 @@ def _flops(rule: Orthogonalization, pieces: Sequence[tuple[int, int]]) -> int:
 
 
 def whole_directions(
-    rule: Orthogonalization, wholes: Sequence[Tensor]
+    rule: Orthogonalization, wholes: Sequence[Tensor], rooms: Rooms | None = None
 ) -> list[Direction]:
     """The directions of whole matrices and stacks of them, where they lie; nothing is sent.
 
     Args:
         wholes: contiguous, in ``rule.dtype``, on one device; overwritten.
+        rooms: memory for what is in between, of their device and dtype.
     """
     if rule.head_rows is not None:
         return _by_heads(rule, wholes, rule.head_rows)
     if rule.parts is not None:
         return _by_parts(rule, wholes, rule.parts)
-    found = orthogonalize_each(wholes, rule.polynomials, rule.method)
-    return [Direction(each, rule.factor(*each.shape[-2:])) for each in found]
+    found = orthogonalize_each(wholes, rule.polynomials, rule.method, rooms)
+    factors = {
+        shape: rule.factor(*shape) for shape in {each.shape[-2:] for each in found}
+    }
+    return [Direction(each, factors[each.shape[-2:]]) for each in found]
 
 
-def _by_heads(
-    rule: Orthogonalization, wholes: Sequence[Tensor], rows: int
-) -> list[Direction]:
-    """Of attention weights, each head by itself, with the scale of its shape: also of fused ones,
-    whose parts are whole heads one after the other."""
+def kernel_steps(
+    rule: Orthogonalization, wholes: Sequence[Tensor], rooms: Rooms
+) -> tuple[NativeSteps, list[list[int]], list[float]] | None:
+    """What kernels have to do for the same, as
+    :func:`~mp_optim.update.newton_schulz.steps_in_place` says, and the factor of each parameter;
+    None if they cannot do all of it."""
+    if rule.parts is not None or rule.dtype != torch.bfloat16:
+        return None
+    pieces = wholes if rule.head_rows is None else _heads(wholes, rule.head_rows)
+    found = steps_in_place(pieces, rule.polynomials, rule.method, rooms)
+    if found is None:
+        return None
+    return *found, [rule.factor(*piece.shape[-2:]) for piece in pieces]
+
+
+def _heads(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Views of attention weights as stacks of heads; also of fused ones, whose parts are whole
+    heads one after the other.
+
+    Raises:
+        ValueError: the rows are no multiple of those of heads.
+    """
     for whole in wholes:
         if whole.size(-2) % rows:
             raise ValueError(
                 f"head_rows={rows}: {whole.size(-2)} rows are not a multiple of it"
             )
-    heads = [whole.view(-1, rows, whole.size(-1)) for whole in wholes]
+    return [whole.view(-1, rows, whole.size(-1)) for whole in wholes]
+
+
+def _by_heads(
+    rule: Orthogonalization, wholes: Sequence[Tensor], rows: int
+) -> list[Direction]:
+    """Each head by itself, with the scale of its shape."""
+    heads = _heads(wholes, rows)
     found = orthogonalize_each(heads, rule.polynomials, rule.method)
     return [
         Direction(values.view(whole.shape), rule.factor(rows, whole.size(-1)))

@@ -11,10 +11,11 @@ from torch import Tensor
 from mp_optim.config.muon import Polynomial
 from mp_optim.process.torch_modes import without_autocast
 from mp_optim.update.backends import choose_backend
+from mp_optim.update.backends.native_products import NativeProducts, NativeSteps
 from mp_optim.update.gram_newton_schulz import iterate_grams
 from mp_optim.update.matrix_products import TOGETHER, Products
-from mp_optim.update.matrix_rooms import Rooms
-from mp_optim.update.product_bits import products_of
+from mp_optim.update.matrix_rooms import Rooms, side_by_side
+from mp_optim.update.product_bits import kernels_of, products_of
 
 _EPS = 1e-7
 """Norms are taken to be no less; torch.optim.Muon's."""
@@ -42,6 +43,7 @@ def orthogonalize_each(
     stacks: Sequence[Tensor],
     polynomials: Sequence[Polynomial],
     method: str = "standard",
+    rooms: Rooms | None = None,
 ) -> list[Tensor]:
     """The same of many matrices, and stacks of them, of one dtype; overwrites them.
 
@@ -53,45 +55,90 @@ def orthogonalize_each(
         stacks: shapes (..., rows, columns), contiguous, on one device.
         method: ``standard``, or ``gram`` for matrices at least twice as long as wide
             (:func:`~mp_optim.update.gram_newton_schulz.iterate_grams`).
+        rooms: memory for what is in between, of their device and dtype.
 
     Returns:
         Contiguous tensors of the same shapes.
     """
-    done = list(stacks)
+    done, shapes = list(stacks), _by_shape(stacks)
+    if not shapes:
+        return done
+    rooms = rooms or Rooms(stacks[0].device, stacks[0].dtype)
+    by_kernels: list[tuple[Tensor, NativeProducts]] = []
+    with _full_precision(rooms.dtype), without_autocast(rooms.device):
+        for shape, indices in shapes.items():
+            each = [stacks[index] for index in indices]
+            if _takes_grams(method, shape):
+                _by_grams(each, polynomials)
+                continue
+            home = side_by_side(each)
+            if kernels := kernels_of(home):
+                by_kernels.append((home, kernels))
+            else:
+                _of_one_shape(home, each, polynomials, rooms)
+            if home.data_ptr() != each[0].data_ptr():
+                for index, result in zip(indices, _apart(home, each), strict=True):
+                    done[index] = result
+        if by_kernels:
+            NativeSteps(by_kernels, polynomials, rooms).take()
+    return done
+
+
+def steps_in_place(
+    stacks: Sequence[Tensor],
+    polynomials: Sequence[Polynomial],
+    method: str,
+    rooms: Rooms,
+) -> tuple[NativeSteps, list[list[int]]] | None:
+    """What :func:`orthogonalize_each` would have the kernels do, and the indices of the tensors
+    that each of their stacks consists of; None if there is nothing or something else to do."""
+    found, shapes = [], _by_shape(stacks)
+    for shape, indices in shapes.items():
+        home = side_by_side([stacks[index] for index in indices])
+        kernels = None if _takes_grams(method, shape) else kernels_of(home)
+        if kernels is None or home.data_ptr() != stacks[indices[0]].data_ptr():
+            return None
+        found.append((home, kernels))
+    if not found:
+        return None
+    return NativeSteps(found, polynomials, rooms), list(shapes.values())
+
+
+def _by_shape(stacks: Sequence[Tensor]) -> dict[torch.Size, list[int]]:
+    """Indices of what is not empty, by the shape of its matrices."""
     shapes: dict[torch.Size, list[int]] = {}
     for index, stack in enumerate(stacks):
         if stack.numel():
             shapes.setdefault(stack.shape[-2:], []).append(index)
-    if not shapes:
-        return done
-    rooms = Rooms(stacks[0].device, stacks[0].dtype)
-    with _full_precision(rooms.dtype), without_autocast(rooms.device):
-        for shape, indices in shapes.items():
-            each = [stacks[index].view(-1, *shape) for index in indices]
-            if method == "gram" and max(shape) >= 2 * min(shape):
-                found = _by_grams(each, polynomials)
-            else:
-                found = _of_one_shape(each, polynomials, rooms)
-            for index, result in zip(indices, found, strict=True):
-                done[index] = result.view(stacks[index].shape)
-    return done
+    return shapes
 
 
-def _by_grams(stacks: list[Tensor], polynomials: Sequence[Polynomial]) -> list[Tensor]:
+def _takes_grams(method: str, shape: torch.Size) -> bool:
+    return method == "gram" and max(shape) >= 2 * min(shape)
+
+
+def _apart(home: Tensor, stacks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views of what was put side by side."""
+    pieces = torch.split(home.view(-1), [each.numel() for each in stacks])
+    return (piece.view(each.shape) for piece, each in zip(pieces, stacks, strict=True))
+
+
+def _by_grams(stacks: Sequence[Tensor], polynomials: Sequence[Polynomial]) -> None:
     """In place; on a CPU of each matrix by itself, so that its bits do not depend on the others,
     elsewhere of each stack."""
     for stack in stacks:
-        for batch in torch.split(stack, 1 if stack.is_cpu else len(stack)):
+        matrices = stack.view(-1, *stack.shape[-2:])
+        for batch in torch.split(matrices, 1 if stack.is_cpu else len(matrices)):
             iterate_grams(batch.div_(_norms(batch)), polynomials)
-    return stacks
 
 
 def _of_one_shape(
-    stacks: list[Tensor], polynomials: Sequence[Polynomial], rooms: Rooms
-) -> list[Tensor]:
-    """The same of stacks of one shape of matrices, (n, rows, columns)."""
-    home = rooms.side_by_side(stacks)
-    lengths = [len(each) for each in stacks]
+    home: Tensor,
+    stacks: Sequence[Tensor],
+    polynomials: Sequence[Polynomial],
+    rooms: Rooms,
+) -> None:
+    """In place, of matrices of one shape, (n, rows, columns), by torch's products."""
     for batch in torch.split(home, _together(home)):
         if products := products_of(batch):
             _iterate_together(batch, polynomials, products, rooms)
@@ -99,21 +146,19 @@ def _of_one_shape(
             for one in batch:
                 one.copy_(iterate(one.clone(), polynomials))
         else:
+            lengths = [each.numel() // home[0].numel() for each in stacks]
             for stack in torch.split(home, lengths):
                 stack.copy_(iterate(stack.clone(), polynomials))
             break
-    return list(torch.split(home, lengths))
 
 
 def _together(home: Tensor) -> int:
-    """How many matrices of a batch are multiplied together: the most that is good for whoever does
-    it; one where only what is alone has the bits of what is alone."""
-    elements = home[0].numel()
-    most = max(1, min(len(home), TOGETHER // elements))
-    products = products_of(home[:most])
-    if products is None:
-        return 1 if home.is_cpu else len(home)
-    return min(most, products.most(elements))
+    """How many matrices of a batch are multiplied together: one where only what is alone has the
+    bits of what is alone."""
+    most = max(1, min(len(home), TOGETHER // home[0].numel()))
+    if products_of(home[:most]):
+        return most
+    return 1 if home.is_cpu else len(home)
 
 
 def _iterate_together(

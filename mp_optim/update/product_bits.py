@@ -30,20 +30,27 @@ _WEIGHT, _FACTOR = 0.017, -1.43
 second."""
 
 
-def products_of(batch: Tensor) -> Products | None:
-    """What multiplies all batches of such a shape, whatever is in them, with the bits of each
-    matrix alone; None if nothing does.
-
-    Of FP32, and of matrices with short sides, nothing is relied on: sums of few products tell too
-    little of their order.
-    """
-    count, rows, columns = batch.shape
-    if batch.dtype != torch.bfloat16 or min(rows, columns) < _SHORTEST:
+def kernels_of(stack: Tensor) -> NativeProducts | None:
+    """The kernels that have the bits of torch's products of each matrix of a stack alone, whatever
+    is in it, for any number of matrices; None if there are none."""
+    if not _tells(stack) or not stack.is_cpu or not has_native_products():
         return None
-    threads = torch.get_num_threads()
-    by_kernels = batch.is_cpu and has_native_products()
-    found = _by_kernels(rows, columns, threads) if by_kernels else None
-    return found or _by_torch((count, rows, columns), batch.device, threads)
+    return _by_kernels(stack.size(-2), stack.size(-1), torch.get_num_threads())
+
+
+def products_of(batch: Tensor) -> TorchProducts | None:
+    """Torch's products of whole batches of such a shape, whatever is in them, if they have the bits
+    of each matrix alone."""
+    if not _tells(batch):
+        return None
+    count, rows, columns = batch.shape
+    return _by_torch((count, rows, columns), batch.device, torch.get_num_threads())
+
+
+def _tells(batch: Tensor) -> bool:
+    """Whether trials are relied on: not of FP32, and not of matrices with short sides, as sums of
+    few products tell too little of their order."""
+    return batch.dtype == torch.bfloat16 and min(batch.shape[-2:]) >= _SHORTEST
 
 
 @cache

@@ -59,7 +59,7 @@ _PACKED_CODE = 7
 """Of first moments in 4-bit codes."""
 
 
-class _Table:
+class Table:
     """The C view of tensor lists; keeps what it points to alive."""
 
     def __init__(
@@ -154,7 +154,7 @@ class NativeBackend(ReferenceBackend):
     def muon_momentum(
         self, lists: TensorLists, scalars: MuonScalars, multiplier: float
     ) -> None:
-        values = lib.Muon(multiplier=multiplier, **_fields(scalars, "decay"))
+        values = muon_values(scalars, multiplier)
         self._run(
             "mp_muon_momentum",
             lists,
@@ -176,6 +176,19 @@ class NativeBackend(ReferenceBackend):
                 to = (scalars.decay, part_factors.buffer_info()[0])
                 self._call("mp_muon_apply", _table(part, kind, ()), *to)
                 mark_written(part)
+
+    def muon_tables(
+        self, momenta: TensorLists, params: TensorLists
+    ) -> tuple[Table, Table] | None:
+        """What both passes read and write; None if kernels do not take all of it at once."""
+        tables = []
+        for lists, moments in ((momenta, (MOMENTUM,)), (params, ())):
+            (_, kind, part), *others = parts_of(lists, moments)
+            if kind is None or others:
+                return None
+            tables.append(_table(part, kind, moments))
+        self._settle_access(tables[0])
+        return tables[0], tables[1]
 
     def _run(
         self,
@@ -290,20 +303,27 @@ class NativeBackend(ReferenceBackend):
         sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
         self._call(
             "mp_measure",
-            _Table(Kind(tensors[0].dtype), {"grad": tensors}),
+            Table(Kind(tensors[0].dtype), {"grad": tensors}),
             sums.data_ptr(),
             None,
         )
         return sums
 
-    def _call(self, name: str, table: _Table, *arguments: Any) -> None:
+    def _call(self, name: str, table: Table, *arguments: Any) -> None:
         given = [
             ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments
         ]
-        threads = thread_count()
+        self._settle_access(table)
+        self.library.call(name, ctypes.byref(table.tensors), *given, thread_count())
+
+    def _settle_access(self, table: Table) -> None:
         if not self.access.is_settled and table.numel >= LARGE:
-            self.access.settle(threads)
-        self.library.call(name, ctypes.byref(table.tensors), *given, threads)
+            self.access.settle(thread_count())
+
+
+def muon_values(scalars: MuonScalars, multiplier: float) -> ctypes.Structure:
+    """Scalars of the pass over momenta."""
+    return lib.Muon(multiplier=multiplier, **_fields(scalars, "decay"))
 
 
 def _fields(scalars: Any, *without: str) -> dict[str, Any]:
@@ -354,7 +374,7 @@ def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
     return columns
 
 
-def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> _Table:
+def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> Table:
     columns = _columns(lists, moments)
     columns |= {
         f"scale{1 + at}": lists.state[scale_key(name)]
@@ -364,4 +384,4 @@ def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> _Table:
     if kind.output is not None:
         columns["output"] = _outputs(lists)
     columns |= _sources(lists, moments)
-    return _Table(kind, columns, lists.noise, lists.average_weight)
+    return Table(kind, columns, lists.noise, lists.average_weight)

@@ -18,7 +18,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 13
+_ABI = 14
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -170,6 +170,38 @@ class Product(ctypes.Structure):
     ]
 
 
+class Stack(ctypes.Structure):
+    """``MpStack``: matrices, each after the one before."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        *zip(("count", "rows", "columns"), repeat(ctypes.c_int64)),
+    ]
+
+
+class Steps(ctypes.Structure):
+    """``MpSteps``: matrices that take Newton-Schulz steps."""
+
+    _fields_ = [
+        ("stack", Stack),
+        *zip(("square_chunk", "gram_chunk", "left_chunk"), repeat(ctypes.c_int64)),
+        *zip(("turned_gram_chunk", "turned_left_chunk"), repeat(ctypes.c_int64)),
+    ]
+
+
+class MuonPasses(ctypes.Structure):
+    """``MpMuonPasses``: the passes before and after these steps."""
+
+    _fields_ = [
+        ("momenta", ctypes.POINTER(Tensors)),
+        ("params", ctypes.POINTER(Tensors)),
+        ("scalars", ctypes.POINTER(Muon)),
+        *zip(("factors", "places"), repeat(ctypes.c_void_p)),
+        ("seconds", ctypes.POINTER(ctypes.c_double)),
+        ("decay", ctypes.c_float),
+    ]
+
+
 _T, _P, _I = ctypes.POINTER(Tensors), ctypes.c_void_p, ctypes.c_int32
 _M, _N, _F, _D = (
     ctypes.POINTER(Matrices),
@@ -187,6 +219,7 @@ _SIGNATURES = {
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_muon_momentum": [_T, ctypes.POINTER(Muon), _I],
     "mp_muon_apply": [_T, _F, _P, _I],
+    "mp_normalize": [ctypes.POINTER(Stack), _N, _I],
     "mp_average": [_T, _I],
     "mp_measure": [_T, _P, _P, _I],
     "mp_largest": [_P, _N, _P, _I],
@@ -198,6 +231,12 @@ _SIGNATURES = {
     "mp_has_products": [],
     "mp_product_room": [ctypes.POINTER(Product), _I],
     "mp_product": [ctypes.POINTER(Product), _I],
+    "mp_newton_schulz_room": [ctypes.POINTER(Steps), _N, _N, _I],
+    "mp_newton_schulz": [ctypes.POINTER(Steps), _N, _P, _N, _P, _I],
+    "mp_muon_step": [
+        *(ctypes.POINTER(MuonPasses), ctypes.POINTER(Steps), _N),
+        *(_P, _N, _P, _I),
+    ],
     "mp_set_level": [ctypes.c_char_p],
     "mp_set_cores": [_P, _I],
     "mp_set_access": [_P],
@@ -288,7 +327,8 @@ def _load(path: Path) -> NativeLibrary:
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
-    handle.mp_product_room.restype = ctypes.c_int64
+    for name in ("mp_product_room", "mp_newton_schulz_room"):
+        getattr(handle, name).restype = ctypes.c_int64
     handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = (
         [ctypes.c_void_p],
         None,

@@ -8,19 +8,27 @@ A result is a sum in FP32 in the order of the inner side, or the sum of such sum
 from __future__ import annotations
 
 import ctypes
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mp_optim.config.muon import Polynomial
 from mp_optim.update.backends.host_threads import thread_count
-from mp_optim.update.backends.native_library import Product, native_library
+from mp_optim.update.backends.native_library import (
+    MuonPasses,
+    Product,
+    Stack,
+    Steps,
+    native_library,
+)
 from mp_optim.update.matrix_rooms import Rooms
 
 _STEP, _TRIED = 32, 8
-_CACHED = 1 << 18
-"""Elements of matrices that one thread multiplies one after the other."""
 
 
 def has_native_products() -> bool:
@@ -66,11 +74,6 @@ class NativeProducts:
 
     turns = True
 
-    def most(self, elements: int) -> int:
-        """One for each thread, unless they are small: it stays in a cache from one product to the
-        next."""
-        return thread_count() * max(1, _CACHED // elements)
-
     def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
         to = rooms.take("gram", len(x), x.size(-2), x.size(-2))
         return _multiply(None, x, to, self._chunks(x).gram, 1.0, 0.0, rooms)
@@ -92,6 +95,52 @@ class NativeProducts:
 
     def _chunks(self, x: Tensor) -> Chunks:
         return self.lying if _lies_turned(x) else self.contiguous
+
+
+@dataclass(frozen=True)
+class NativeSteps:
+    """Newton-Schulz steps of stacks of matrices, as the kernels take them. A thread takes all steps
+    of a matrix, while it is in its caches.
+
+    Attributes:
+        stacks: of bfloat16 matrices, (n, rows, columns), contiguous, with what multiplies them.
+        polynomials: the steps.
+        rooms: memory for what is in between.
+    """
+
+    stacks: Sequence[tuple[Tensor, NativeProducts]]
+    polynomials: Sequence[Polynomial]
+    rooms: Rooms
+
+    def take(self) -> None:
+        """Divide each matrix by its norm, and take the steps, in place."""
+        library, threads = native_library(), thread_count()
+        table = self._table()
+        wholes = (Stack * len(table))(*(each.stack for each in table))
+        library.call("mp_normalize", wholes, len(table), threads)
+        self._call("mp_newton_schulz", table)
+
+    def take_within(self, passes: MuonPasses) -> None:
+        """The same, and the passes before and after, in one call."""
+        self._call("mp_muon_step", self._table(), ctypes.byref(passes))
+
+    def _table(self) -> ctypes.Array[Steps]:
+        return (Steps * len(self.stacks))(*(_steps(*each) for each in self.stacks))
+
+    def _call(self, name: str, table: ctypes.Array[Steps], *passes: Any) -> None:
+        numbers = array("f", chain.from_iterable(self.polynomials))
+        library, threads = native_library(), thread_count()
+        assert library.handle is not None
+        count, steps = len(table), len(self.polynomials)
+        size = library.handle.mp_newton_schulz_room(table, count, steps, threads)
+        room = self.rooms.take("steps", size // 2).data_ptr()
+        how = numbers.buffer_info()[0], steps, room, threads
+        library.call(name, *passes, table, count, *how)
+
+
+def _steps(stack: Tensor, by: NativeProducts) -> Steps:
+    chunks = by.square_chunk, *by.contiguous, *by.lying
+    return Steps(Stack(stack.data_ptr(), *stack.shape), *chunks)
 
 
 def _multiply(

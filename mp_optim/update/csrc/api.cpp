@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <string>
@@ -11,6 +12,7 @@
 #include "arguments.h"
 #include "level.h"
 #include "pool.h"
+#include "tensors.h"
 
 namespace mp {
 
@@ -42,28 +44,8 @@ struct {
     std::atomic<int32_t> prefetch{512}, streaming{1}, measure_prefetch{8192};
 } access;
 
-constexpr int64_t kLargeLaunch = 4 << 20;  // elements: well beyond the caches with main params and two moments
+}  // namespace
 
-// Copies present values to where they are stepped.
-void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
-    auto copy = [&](const auto* from, const auto* to, int64_t first, int64_t bytes) {
-        if (from) std::memcpy((char*)to[index] + first, (const char*)from[index] + first, size_t(bytes));
-    };
-    auto elements = [&](const void* const* from, void* const* to, int32_t dtype) {
-        copy(from, to, bytes_of(dtype, start), bytes_of(dtype, count));
-    };
-    int64_t scale = start / kScaled * int64_t(sizeof(float));
-    int64_t scales = (count + kScaled - 1) / kScaled * int64_t(sizeof(float));
-    elements(t.from_main, t.main, t.main_dtype);
-    elements(t.from_remainder, t.remainder, t.remainder_dtype);
-    elements(t.from_moment1, t.moment1, t.moment1_dtype);
-    elements(t.from_moment2, t.moment2, t.moment2_dtype);
-    elements(t.from_average, t.average, t.average_dtype);
-    copy(t.from_scale1, t.scale1, scale, scales);
-    copy(t.from_scale2, t.scale2, scale, scales);
-}
-
-// A part of a tensor. Present values are where new ones go, or if `apart` where the call says.
 Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream, bool apart) {
     auto at = [&](auto table, int32_t dtype) {
         return Stream{table ? (char*)table[index] + bytes_of(dtype, start) : nullptr, dtype};
@@ -95,6 +77,50 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.prefetch = access.prefetch;
     run.measure_prefetch = access.measure_prefetch;
     return run;
+}
+
+float norm_of(double sum) {
+    auto rounded = [](float x) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, sizeof(bits));
+        if (x == x) bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+        std::memcpy(&x, &bits, sizeof(bits));
+        return x;
+    };
+    const float norm = rounded(float(std::sqrt(sum))), least = rounded(1e-7f);
+    return norm < least ? least : norm;
+}
+
+double add_pairs(std::vector<double>& values) {
+    while (values.size() > 1) {
+        if (values.size() % 2) values.push_back(0.0);
+        for (size_t i = 0; i < values.size() / 2; ++i) values[i] = values[2 * i] + values[2 * i + 1];
+        values.resize(values.size() / 2);
+    }
+    return values.empty() ? 0.0 : values[0];
+}
+
+namespace {
+
+constexpr int64_t kCached = 1 << 19;     // bfloat16 values that stay in a core's caches
+
+// Copies present values to where they are stepped.
+void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
+    auto copy = [&](const auto* from, const auto* to, int64_t first, int64_t bytes) {
+        if (from) std::memcpy((char*)to[index] + first, (const char*)from[index] + first, size_t(bytes));
+    };
+    auto elements = [&](const void* const* from, void* const* to, int32_t dtype) {
+        copy(from, to, bytes_of(dtype, start), bytes_of(dtype, count));
+    };
+    int64_t scale = start / kScaled * int64_t(sizeof(float));
+    int64_t scales = (count + kScaled - 1) / kScaled * int64_t(sizeof(float));
+    elements(t.from_main, t.main, t.main_dtype);
+    elements(t.from_remainder, t.remainder, t.remainder_dtype);
+    elements(t.from_moment1, t.moment1, t.moment1_dtype);
+    elements(t.from_moment2, t.moment2, t.moment2_dtype);
+    elements(t.from_average, t.average, t.average_dtype);
+    copy(t.from_scale1, t.scale1, scale, scales);
+    copy(t.from_scale2, t.scale2, scale, scales);
 }
 
 // Where a tensor begins is nothing that the processor's own prefetching can know: of small ones it would be the most.
@@ -181,16 +207,6 @@ void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
     });
 }
 
-// Adds the sums of a tensor's pieces in adjacent pairs, zero filled.
-double add_pairs(std::vector<double>& values) {
-    while (values.size() > 1) {
-        if (values.size() % 2) values.push_back(0.0);
-        for (size_t i = 0; i < values.size() / 2; ++i) values[i] = values[2 * i] + values[2 * i + 1];
-        values.resize(values.size() / 2);
-    }
-    return values.empty() ? 0.0 : values[0];
-}
-
 // Runs kernel(run, sums of the piece) over pieces, then adds the sums of each tensor's pieces: `width` sums for each.
 template <class Kernel>
 void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads, Kernel kernel) {
@@ -211,6 +227,21 @@ void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads,
                 values.push_back(found[unit * width + which]);
             sums[i * width + which] = add_pairs(values);
         }
+}
+
+// Matrices that lie one after the other; what is read twice is in a cache the second time if it is not much.
+void divide_by_norms(uint16_t* x, int64_t count, int64_t elements, int32_t threads) {
+    std::vector<int64_t> numel(count, elements);
+    std::vector<void*> matrices(count);
+    for (int64_t i = 0; i < count; ++i) matrices[i] = x + i * elements;
+    MpTensors t = {};
+    t.count = count, t.numel = numel.data(), t.grad = matrices.data(), t.grad_dtype = MP_BF16;
+    std::vector<double> sums(count);
+    reduce_pieces(t, 1, sums.data(), threads,
+                  [](const Run& run, int64_t, double* piece) { *piece = level().sum_of_squares(run, nullptr); });
+    split(Units(t, kPiece), threads, [&](int64_t i, int64_t, int64_t start, int64_t n) {
+        level().divide(x + i * elements + start, n, norm_of(sums[i]));
+    });
 }
 
 template <class Body>
@@ -304,6 +335,21 @@ int32_t mp_muon_apply(const MpTensors* t, float decay, const float* factors, int
     });
 }
 
+int32_t mp_normalize(const MpStack* stacks, int64_t count, int32_t threads) {
+    if (!stacks || count < 0 || threads < 1) return MP_BAD_ARGUMENT;
+    for (const MpStack* s = stacks; s < stacks + count; ++s)
+        if (!s->x || std::min({s->count, s->rows, s->columns}) < 0) return MP_BAD_ARGUMENT;
+    return guarded([&] {
+        for (const MpStack* s = stacks; s < stacks + count; ++s) {
+            const int64_t elements = s->rows * s->columns;
+            if (elements == 0) continue;
+            const int64_t together = std::max<int64_t>(1, threads * kCached / elements);
+            for (int64_t done = 0; done < s->count; done += together)
+                divide_by_norms(s->x + done * elements, std::min(together, s->count - done), elements, threads);
+        }
+    });
+}
+
 int32_t mp_average(const MpTensors* t, int32_t threads) {
     if (!t || !valid(*t, true, false, false, threads) || t->from_main || (t->count && !t->average)) return MP_BAD_ARGUMENT;
     return guarded([&] { elementwise(*t, threads, [](const Run&, int64_t) {}); });
@@ -366,4 +412,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 13; }
+int32_t mp_abi() { return 14; }

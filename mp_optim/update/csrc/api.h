@@ -108,6 +108,36 @@ struct MpProduct {
     int32_t x_is_turned, out_is_turned;
 };
 
+// Elements of the inner side of a product that are added one after the other, multiples of 32.
+struct MpChunks {
+    int64_t gram, left;
+};
+
+// bfloat16 matrices, row-major, each after the one before.
+struct MpStack {
+    uint16_t* x;
+    int64_t count, rows, columns;
+};
+
+// What takes Newton-Schulz steps in place: G = x x^T, F = b G + c G^2, x = a x + F x, each rounded once; of the transposes
+// where they are tall.
+struct MpSteps {
+    MpStack stack;
+    int64_t square_chunk;
+    MpChunks chunks, turned_chunks;  // of matrices in rows, and of transposes of such
+};
+
+// Muon's passes over the elements of matrices that take steps, as in mp_muon_momentum and mp_muon_apply.
+struct MpMuonPasses {
+    const MpTensors* momenta;  // whose output, in bfloat16, is where the matrices of the stacks are
+    const MpTensors* params;   // whose gradients are the same
+    const MpMuon* scalars;
+    const float* factors;   // of each tensor
+    const int64_t* places;  // (matrices, 2): of each matrix of all stacks its tensor, and the first element, a multiple of 1024
+    double* seconds;        // the time of products is added to it, a mean over threads
+    float decay;
+};
+
 // How the kernels go through memory. No result depends on it, only the time.
 struct MpAccess {
     int32_t prefetch;          // elements from what an update uses to what it fetches; 0: the processor alone prefetches
@@ -153,6 +183,16 @@ MP_EXPORT int32_t mp_descend(float* main, const float* direction, int64_t n, flo
 MP_EXPORT int32_t mp_has_products();
 MP_EXPORT int64_t mp_product_room(const MpProduct* product, int32_t threads);  // bytes
 MP_EXPORT int32_t mp_product(const MpProduct* product, int32_t threads);
+// Matrices of `count` stacks are divided by their norms, which are rounded to bfloat16 and no less than 1e-7.
+MP_EXPORT int32_t mp_normalize(const MpStack* stacks, int64_t count, int32_t threads);
+// Of `count` stacks. polynomials: (steps, 3), of a, b, c.
+MP_EXPORT int64_t mp_newton_schulz_room(const MpSteps* stacks, int64_t count, int64_t steps, int32_t threads);  // bytes
+MP_EXPORT int32_t mp_newton_schulz(const MpSteps* stacks, int64_t count, const float* polynomials, int64_t steps, void* room,
+                                   int32_t threads);
+
+// All of Muon's step: momenta, norms, steps and params of one matrix after the other, which stays in the caches meanwhile.
+MP_EXPORT int32_t mp_muon_step(const MpMuonPasses* passes, const MpSteps* stacks, int64_t count, const float* polynomials,
+                               int64_t steps, void* room, int32_t threads);
 
 // "avx512", "avx2", "neon" or "baseline": the level in use. mp_set_level forces one that the CPU has.
 MP_EXPORT const char* mp_level();

@@ -172,31 +172,41 @@ struct Lying {
     }
 };
 
-// A panel of a left factor: its 32 rows, of which a tile takes 16 a step.
+// Steps of a panel of a left factor: its 32 rows, of which a tile takes 16 a step.
 struct LeftPanel {
     const uint16_t* data;
     int64_t row, step;  // from a row to the next, and from a step to the next
 };
 
-// A panel where it lies, if it is whole; else a copy that is filled up with zeros.
-LeftPanel left_panel(const Lying& left, int64_t i, int64_t steps, uint16_t* room) {
-    if (!left.turned && left.rows_at(i) == kSide && left.columns % kSide == 0) return {left.at(i, 0), left.columns, kSide};
-    for (int64_t step = 0; step < steps; ++step) left.block(i, step * kSide, room + step * kPair);
+// Steps [from, to) where they lie, if that is whole and they are not read often; else a copy that is filled up with zeros,
+// whose 16 steps fit the first-level cache.
+LeftPanel left_panel(const Lying& left, int64_t i, int64_t from, int64_t to, bool often, uint16_t* room) {
+    if (!often && !left.turned && left.rows_at(i) == kSide && left.columns % kSide == 0)
+        return {left.at(i, from * kSide), left.columns, kSide};
+    for (int64_t step = from; step < to; ++step) left.block(i, step * kSide, room + (step - from) * kPair);
     return {room, kSide, kPair};
 }
 
-// The sums of `steps` steps along the inner side, 32 x 32.
-void sum_products(const LeftPanel& panel, const uint16_t* right, int64_t steps, float* to) {
+// Adds the products of some steps along the inner side to 32 x 32 sums, or to zeros. What is read of the right factor is not
+// read again soon, and is not to take the left one's place in the first-level cache.
+void sum_products(const LeftPanel& panel, const uint16_t* right, int64_t steps, bool from_zero, float* to) {
     const uint16_t *upper = panel.data, *lower = upper + 16 * panel.row;
     const int64_t row = panel.row * 2;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (from_zero) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, to, 4 * kSide);
+        _tile_loadd(1, to + 16, 4 * kSide);
+        _tile_loadd(2, to + 16 * kSide, 4 * kSide);
+        _tile_loadd(3, to + 16 * kSide + 16, 4 * kSide);
+    }
     for (int64_t step = 0; step < steps; ++step, upper += panel.step, lower += panel.step, right += kPair) {
         _tile_loadd(4, upper, row);
-        _tile_loadd(6, right, 64);
-        _tile_loadd(7, right + kTile, 64);
+        _tile_stream_loadd(6, right, 64);
+        _tile_stream_loadd(7, right + kTile, 64);
         _tile_loadd(5, lower, row);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -288,49 +298,90 @@ struct Places {
 // A right factor's panels [from, to) as tiles.
 void pack_right(const Lying& right, int64_t from, int64_t to, uint16_t* room) {
     const int64_t steps = panels_of(right.rows);
-    for (int64_t step = 0; step < steps; ++step)
+    auto pack = [&](int64_t step, int64_t j) {
+        right.right_tiles(step * kSide, j * kSide, room + ((j - from) * steps + step) * kPair);
+    };
+    if (right.turned) {
         for (int64_t j = from; j < to; ++j)
-            right.right_tiles(step * kSide, j * kSide, room + ((j - from) * steps + step) * kPair);
-}
-
-// The products of a block, in chunks of `each` steps whose sums are added one after the other.
-void sum_chunks(LeftPanel left, const uint16_t* right, int64_t steps, int64_t each, float* total) {
-    alignas(64) float sums[kBlock];
-    for (int64_t step = 0; step < steps; step += each) {
-        sum_products(left, right, std::min(each, steps - step), step ? sums : total);
-        if (step) add(sums, total);
-        left.data += each * left.step;
-        right += each * kPair;
+            for (int64_t step = 0; step < steps; ++step) pack(step, j);
+    } else {
+        for (int64_t step = 0; step < steps; ++step)
+            for (int64_t j = from; j < to; ++j) pack(step, j);
     }
 }
 
+// A panel of the left factor times panels [from, to) of the right one, whose tiles are in job.right.
+class PanelProduct {
+public:
+    PanelProduct(const MpProduct& p, const ProductJob& job, const Lying& left, int64_t row, int64_t from, int64_t to)
+        : p_(p), job_(job), left_(left), row_(row), from_(from), to_(to), steps_(panels_of(left.columns)) {}
+
+    void run() const {
+        const int64_t each = p_.chunk / kSide;
+        for (int64_t start = 0; start < steps_; start += each) sum_chunk(start, std::min(steps_, start + each));
+    }
+
+private:
+    // Products of steps that are added one after the other, some of them at a time.
+    void sum_chunk(int64_t start, int64_t stop) const {
+        constexpr int64_t kOften = 12;  // panels for which a copy is worth while
+        const bool often = steps_ > kStepsTogether && to_ - from_ >= kOften;
+        const int64_t parts = (stop - start + kStepsTogether - 1) / kStepsTogether, each = (stop - start + parts - 1) / parts;
+        for (int64_t step = start; step < stop; step += each) {
+            const int64_t end = std::min(stop, step + each);
+            const LeftPanel left = left_panel(left_, row_ * kSide, step, end, often, job_.left);
+            for (int64_t j = from_; j < to_; ++j) {
+                const uint16_t* tiles = job_.right + (j - from_) * steps_ * kPair;
+                const bool alone = step == 0 && end == steps_;
+                float *total = job_.sums + (alone ? j % 2 : 2 * (j - from_)) * kBlock, *sums = start ? total + kBlock : total;
+                sum_products(left, tiles + step * kPair, end - step, step == start, sums);
+                if (end == stop && start) add(sums, total);
+                if (end == steps_) put(j, total, tiles);
+            }
+        }
+    }
+
+    void put(int64_t j, const float* total, const uint16_t* tiles) const {
+        __m512i values[kSide];
+        if (p_.beta == 0.0f)
+            scale_block(total, p_.alpha, values);
+        else
+            add_block(total, p_.alpha, tiles + row_ * kPair, p_.beta, values);  // they are those of x at (row, j)
+        Places(p_, job_, row_ * kSide, j * kSide).put(values);
+    }
+
+    const MpProduct& p_;
+    const ProductJob& job_;
+    const Lying& left_;
+    const int64_t row_, from_, to_, steps_;
+};
+
 }  // namespace
+
+void turn(const uint16_t* x, int64_t rows, int64_t columns, uint16_t* to, int64_t part, int64_t parts) {
+    uint16_t block[kBlock];
+    for (int64_t i = part * kSide; i < rows; i += parts * kSide)
+        for (int64_t j = 0; j < columns; j += kSide) {
+            turn_block(x + i * columns + j, columns, left_of(rows, i), left_of(columns, j), block);
+            const __mmask32 mask = first(left_of(rows, i));
+            for (int64_t k = 0; k < left_of(columns, j); ++k)
+                _mm512_mask_storeu_epi16(to + (j + k) * rows + i, mask, _mm512_loadu_si512(block + k * kSide));
+        }
+}
 
 void multiply(const MpProduct& p, const ProductJob& job, int64_t part, int64_t parts) {
     const Lying x = {job.x, p.rows, p.columns, p.x_is_turned != 0};
     const Lying left = job.factor ? Lying{job.factor, p.rows, p.rows, false} : x;
     const Lying right = job.factor ? x : Lying{job.x, p.columns, p.rows, !x.turned};  // x^T
-    const int64_t steps = panels_of(left.columns), rows = panels_of(p.rows), columns = panels_of(right.columns);
+    const int64_t rows = panels_of(p.rows), columns = panels_of(right.columns), together = panels_together(p);
     const TileShapes shapes;
     _tile_loadconfig(&shapes);
-    alignas(64) float sums[kBlock];
-    __m512i values[kSide];
-    for (int64_t from = 0; from < columns; from += panels_together(left.columns)) {
-        const int64_t to = std::min(columns, from + panels_together(left.columns));
+    for (int64_t from = 0; from < columns; from += together) {
+        const int64_t to = std::min(columns, from + together);
         pack_right(right, from, to, job.right);
-        for (int64_t i = part; i < rows; i += parts) {
-            if (!job.factor && i < from) continue;
-            const LeftPanel panel = left_panel(left, i * kSide, steps, job.left);
-            for (int64_t j = from; j < to && (job.factor || j <= i); ++j) {
-                const uint16_t* tiles = job.right + (j - from) * steps * kPair;
-                sum_chunks(panel, tiles, steps, p.chunk / kSide, sums);
-                if (p.beta == 0.0f)
-                    scale_block(sums, p.alpha, values);
-                else
-                    add_block(sums, p.alpha, tiles + i * kPair, p.beta, values);  // they are those of x at (i, j)
-                Places(p, job, i * kSide, j * kSide).put(values);
-            }
-        }
+        for (int64_t i = part; i < rows; i += parts)  // half of what is symmetric
+            if (job.factor || i >= from)
+                PanelProduct(p, job, left, i, from, job.factor ? to : std::min(to, i + 1)).run();
     }
     _tile_release();
 }
@@ -348,5 +399,6 @@ void multiply(const MpProduct& p, const ProductJob& job, int64_t part, int64_t p
 namespace mp {
 bool has_amx() { return false; }
 void multiply(const MpProduct&, const ProductJob&, int64_t, int64_t) {}
+void turn(const uint16_t*, int64_t, int64_t, uint16_t*, int64_t, int64_t) {}
 }  // namespace mp
 #endif

@@ -25,7 +25,7 @@ from mp_optim import (
 )
 from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.update import matrix_owners
-from mp_optim.update.backends.native_library import NativeLibrary
+from mp_optim.update.backends.native_library import NativeLibrary, Stack
 
 Shapes = dict[str, tuple[int, ...]]
 SHAPES = {
@@ -173,18 +173,21 @@ def on_mesh(
 # -- who does what --------------------------------------------------------------------------------
 
 
+def _flops_of_a_step(stack: Stack) -> int:
+    side, length = sorted((stack.rows, stack.columns))
+    return stack.count * 2 * side * side * (length + side + length)
+
+
 @contextmanager
 def kernels_counted() -> Iterator[list[int]]:
-    """Floating-point operations of each product by kernels, which torch does not see; of symmetric
+    """Floating-point operations of each call of kernels, which torch does not see; of symmetric
     ones, too, as torch counts them."""
     call, flops = NativeLibrary.call, []
 
     def counted(library: NativeLibrary, name: str, *arguments: Any) -> None:
-        if name == "mp_product":
-            product = arguments[0]._obj
-            flops.append(
-                2 * product.count * product.rows * product.rows * product.columns
-            )
+        if name in ("mp_newton_schulz", "mp_muon_step"):
+            table, _, _, steps, _, _ = arguments[-6:]
+            flops.extend(steps * _flops_of_a_step(each.stack) for each in table)
         call(library, name, *arguments)
 
     with mock.patch.object(NativeLibrary, "call", counted):

@@ -61,12 +61,16 @@ def test_a_batch_has_the_bits_of_products_of_two_matrices(dtype, steps, monkeypa
     polynomials = [(3.4445, -4.7750, 2.0315)] * steps
     batched = []
 
-    def watched(batch):
-        batched.append(products_of(batch))
-        return batched[-1]
+    def watched(choice):
+        def chosen(batch):
+            batched.append(choice(batch))
+            return batched[-1]
 
-    products_of = newton_schulz.products_of
-    monkeypatch.setattr(newton_schulz, "products_of", watched)
+        return chosen
+
+    for name in ("kernels_of", "products_of"):
+        choice = getattr(newton_schulz, name)
+        monkeypatch.setattr(newton_schulz, name, watched(choice))
     for count in (1, 3, 16):
         for rows, columns in SHAPES:
             stack = random((count, rows, columns), rows)

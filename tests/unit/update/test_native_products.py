@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mp_optim.update import set_host_threads
+from mp_optim.update import Muon, set_host_threads
+from mp_optim.update.backends.native_muon import seconds_of_products
 from mp_optim.update.backends.native_products import (
     Chunks,
     NativeProducts,
+    NativeSteps,
     has_native_products,
 )
 from mp_optim.update.matrix_rooms import Rooms
-from mp_optim.update.product_bits import products_of
+from mp_optim.update.product_bits import kernels_of
 from support.kernels import needs_kernels
 
 pytestmark = pytest.mark.skipif(
@@ -80,6 +82,100 @@ def test_products_are_those_of_float64(threads, chunk):
         assert torch.equal(by(chunk).turned(factor, x, 3.0, other, rooms()).mT, left)
 
 
+POLYNOMIALS = [(3.5, -4.75, 2.0), (2.5, -1.5, 0.5), (1.75, -0.75, 0.25), (2, -2, 1)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("steps", range(5))
+def test_steps_have_the_bits_of_single_products(threads, steps):
+    """In memory of which nothing else is written, for stacks that threads share out and share."""
+    polynomials = (POLYNOMIALS * 2)[:steps]
+    stacks, expected = [], []
+    for count, shape in ((5, (40, 96)), (2, (96, 40)), (1, (64, 64))):
+        memory = torch.full((count + 2, *shape), 7.0, dtype=torch.bfloat16)
+        memory[1:-1] = random(count, *shape)
+        stacks.append(memory[1:-1])
+        norms = memory[1:-1].double().norm(dim=(1, 2)).bfloat16()
+        x = memory[1:-1] / norms[:, None, None]
+        lies_turned = shape[0] > shape[1]
+        x = x.mT if lies_turned else x
+        for a, b, c in polynomials:
+            factor = by(64).square(by(64).gram(x, rooms()), b, c, rooms())
+            x = by(64).left(factor, x, a, torch.empty_like(x.contiguous()), rooms())
+        expected.append(x.mT if lies_turned else x)
+    NativeSteps([(stack, by(64)) for stack in stacks], polynomials, rooms()).take()
+    for stack, values in zip(stacks, expected, strict=True):
+        assert torch.equal(stack, values)
+        beside = stack._base[[0, -1]]
+        assert torch.equal(beside, torch.full_like(beside, 7.0))
+
+
+@needs_kernels
+def test_matrices_are_divided_by_their_norms():
+    """Each bfloat16 by a norm of each mantissa, also where quotients are denormal or norms tiny."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    every = bits.view(torch.bfloat16)
+    for exponent in (-30, -23, 0, 90, 120):
+        largest = (torch.arange(128, 256) / 128 * 2.0**exponent).bfloat16()
+        small = every[every.abs() <= 2.0 ** (exponent - 18)]
+        matrices = torch.zeros(128, 66, 1024, dtype=torch.bfloat16)
+        matrices.view(128, -1)[:, : len(small)] = small
+        matrices[:, -1, -1] = largest
+        expected = matrices / largest.clamp(min=1e-7)[:, None, None]
+        NativeSteps([(matrices, by(64))], [], rooms()).take()
+        assert torch.equal(matrices.view(torch.int16), expected.view(torch.int16))
+    odd = torch.ones(2, 40, 40, dtype=torch.bfloat16)
+    odd[0], odd[1, 3, 4] = 0, torch.inf
+    NativeSteps([(odd, by(64))], [], rooms()).take()
+    assert not odd[0].any() and odd[1].isnan().sum() == 1 and odd[1].nansum() == 0
+
+
+SHAPES_OF_A_STEP = [(64, 96), (96, 64), (160, 1024), (64, 96), (3, 64, 80), (192, 64)]
+
+
+def stepped(backend: str, shapes: list[tuple[int, ...]], **settings) -> list[Tensor]:
+    """Parameters after two steps."""
+    params = [torch.nn.Parameter(random(*shape)) for shape in shapes]
+    optimizer = Muon(params, lr=0.1, backend=backend, **settings)
+    for step in range(2):
+        for param in params:
+            param.grad = random(step + 1, *param.shape)[step]
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("shapes", "settings", "in_one"),
+    [
+        (SHAPES_OF_A_STEP, {"nesterov": True}, True),
+        (SHAPES_OF_A_STEP[:4], {"head_rows": 32, "num_ns_steps": 10}, True),
+        (SHAPES_OF_A_STEP, {"qkv_split_shapes": (16, 8, 8)}, False),
+        ([*SHAPES_OF_A_STEP, (2, 41, 50)], {}, False),
+        ([*SHAPES_OF_A_STEP, (9, 50)], {}, False),
+        ([(41, 50), (0, 64)], {}, True),
+        ([(0, 64)], {}, False),
+    ],
+    ids=[
+        "plain",
+        "heads",
+        "parts",
+        "a stack of odd sizes",
+        "a short side",
+        "odd",
+        "nothing",
+    ],
+)
+def test_a_step_in_one_call_has_the_bits_of_single_passes(
+    threads, shapes, settings, in_one
+):
+    expected = stepped("reference", shapes, **settings)
+    before = seconds_of_products()
+    found = stepped("native", shapes, **settings)
+    assert (seconds_of_products() > before) == in_one
+    assert all(map(torch.equal, found, expected))
+
+
 @needs_kernels
 def test_nothing_beside_a_result_is_written(threads):
     for rows, columns in SHAPES:
@@ -122,6 +218,6 @@ def test_shapes_of_models_are_multiplied_by_the_kernels(threads):
     try:
         for shape in [(256, 256), (128, 512), (512, 128), (64, 1024)]:
             batch = random(2, *shape).bfloat16()
-            assert isinstance(products_of(batch), NativeProducts), shape
+            assert kernels_of(batch) is not None, shape
     finally:
         torch.set_num_threads(before)
