@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <new>
 #include <string>
 #include <vector>
 
@@ -242,18 +241,6 @@ void divide_by_norms(uint16_t* x, int64_t count, int64_t elements, int32_t threa
     split(Units(t, kPiece), threads, [&](int64_t i, int64_t, int64_t start, int64_t n) {
         level().divide(x + i * elements + start, n, norm_of(sums[i]));
     });
-}
-
-template <class Body>
-int32_t guarded(Body body) noexcept {
-    try {
-        body();
-        return MP_OK;
-    } catch (const std::bad_alloc&) {
-        return MP_NO_MEMORY;
-    } catch (...) {
-        return MP_FAILED;
-    }
 }
 
 }  // namespace

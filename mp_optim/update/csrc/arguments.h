@@ -1,5 +1,7 @@
-// Whether the tensors of a call are what kernels may read and write.
+// What a call is given, and how it ends: whether its tensors are what kernels may read and write, and its status.
 #pragma once
+
+#include <new>
 
 #include "api.h"
 
@@ -10,5 +12,18 @@ inline bool is_apart(const MpTensors& t) { return t.from_main || t.from_moment1;
 
 // Whether a call's tables, dtypes and number of threads are good; a rule says which tables it cannot do without.
 bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads);
+
+// The status of a call that does this.
+template <class Body>
+int32_t guarded(Body body) noexcept {
+    try {
+        body();
+        return MP_OK;
+    } catch (const std::bad_alloc&) {
+        return MP_NO_MEMORY;
+    } catch (...) {
+        return MP_FAILED;
+    }
+}
 
 }  // namespace mp

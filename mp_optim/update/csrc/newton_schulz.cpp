@@ -3,7 +3,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <new>
 #include <vector>
 
 #include "arguments.h"
@@ -234,18 +233,6 @@ private:
     int32_t threads_;
     int64_t alone_, packed_ = 0;
 };
-
-template <class Body>
-int32_t guarded(Body body) {
-    try {
-        body();
-        return MP_OK;
-    } catch (const std::bad_alloc&) {
-        return MP_NO_MEMORY;
-    } catch (...) {
-        return MP_FAILED;
-    }
-}
 
 }  // namespace
 }  // namespace mp

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "arguments.h"
 #include "level.h"
 #include "pool.h"
 
@@ -59,16 +60,6 @@ void run(const MpProduct& p, int32_t threads) {
             multiply(p, job_of(p, index, packed + part * each), 0, 1);
     });
     for (int64_t index = alone; index < p.count; ++index) share(p, index, packed, each, threads);
-}
-
-template <class Body>
-int32_t guarded(Body body) {
-    try {
-        body();
-        return MP_OK;
-    } catch (...) {
-        return MP_FAILED;
-    }
 }
 
 }  // namespace
