@@ -1,5 +1,6 @@
 """Products of bfloat16 matrices with symmetric ones by the compiled kernels of ``update/csrc``, on
-CPUs with AMX: half of a symmetric result is computed, and nothing is copied on the way.
+CPUs with AMX or AVX-512's bfloat16: half of a symmetric result is computed, and nothing is copied
+on the way.
 
 A result is a sum in FP32 in the order of the inner side, or the sum of such sums of chunks of it:
 :mod:`mp_optim.update.product_bits` finds the chunks that give the bits of torch's products.
@@ -38,16 +39,18 @@ def has_native_products() -> bool:
 
 
 def chunk_choices(inner: int) -> list[int]:
-    """Sizes of the chunks that a library may cut an inner side into, the likeliest first: a number
-    of them that are even but for rounding up to the size of a step, of about 1024."""
+    """Sizes of the chunks that a library may cut an inner side into, the likeliest first: a power
+    of two (without AMX), or a number of chunks that are even but for rounding up to the size of a
+    step, of about 1024 (with AMX)."""
     usual, most = inner / 1024, -(-inner // _STEP)
     counts = sorted(range(1, most + 1), key=lambda count: abs(count - usual))
-    sizes = [
+    even = [
         -(-inner // (count * step)) * step
         for count in counts[:_TRIED]
         for step in (2 * _STEP, _STEP)
     ]
-    return list(dict.fromkeys(sizes))
+    powers = [512, 1024, 256, 128, 64]
+    return list(dict.fromkeys([*powers[:2], *even, *powers[2:]]))
 
 
 class Chunks(NamedTuple):

@@ -179,7 +179,7 @@ MP_EXPORT int32_t mp_turn_matrices(const MpMatrices* box, const float* weights, 
 MP_EXPORT int32_t mp_turn_by_variance(float* x, float* variance, int64_t n, const MpAdafactor* scalars, int32_t threads);
 MP_EXPORT int32_t mp_descend(float* main, const float* direction, int64_t n, float decay, float size, int32_t threads);
 
-// Whether there are products here: a CPU with AMX, and the level it belongs to.
+// Whether there are products here: a CPU with AVX-512 for bfloat16, and the level it belongs to.
 MP_EXPORT int32_t mp_has_products();
 MP_EXPORT int64_t mp_product_room(const MpProduct* product, int32_t threads);  // bytes
 MP_EXPORT int32_t mp_product(const MpProduct* product, int32_t threads);

@@ -67,7 +67,7 @@ void run(const MpProduct& p, int32_t threads) {
 
 using namespace mp;
 
-int32_t mp_has_products() { return level().name == std::string_view("avx512") && has_amx(); }
+int32_t mp_has_products() { return level().name == std::string_view("avx512") && has_pairs(); }
 
 int64_t mp_product_room(const MpProduct* p, int32_t threads) {
     if (!p || threads < 1) return -1;

@@ -1,4 +1,4 @@
-// The products of bfloat16 matrices that Muon's iteration is made of, by the tiles of AMX.
+// The products of bfloat16 matrices that Muon's iteration is made of: by tiles of AMX, or by AVX-512.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ Room room_of(const MpProduct& p);
 // A matrix of a product, with memory from `packed` on.
 ProductJob job_of(const MpProduct& p, int64_t index, char* packed);
 
-bool has_amx();
+bool has_pairs();  // products of pairs of bfloat16, which processors with AMX have, too
 // Every `parts`-th row of blocks of the result, from the `part`-th on.
 void multiply(const MpProduct& p, const ProductJob& job, int64_t part, int64_t parts);
 // The transpose of a matrix: every `parts`-th 32 rows of it, from the `part`-th on.

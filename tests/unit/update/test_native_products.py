@@ -22,7 +22,8 @@ from mp_optim.update.product_bits import kernels_of
 from support.kernels import needs_kernels
 
 pytestmark = pytest.mark.skipif(
-    not has_native_products(), reason="this CPU, or this level, has no AMX"
+    not has_native_products(),
+    reason="this CPU, or this level, has no products of bfloat16",
 )
 SHAPES = [(32, 32), (64, 96), (33, 47), (100, 257), (257, 300), (160, 1100), (40, 2100)]
 

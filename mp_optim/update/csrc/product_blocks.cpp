@@ -1,9 +1,11 @@
-// Packs factors as tiles of AMX and multiplies them. A tile has 16 rows of 64 bytes: of a left factor 16 rows of 32
-// elements; of a right one 16 pairs of rows, of 16 columns. Two tiles of each make a block of 32 x 32 results.
+// Packs factors as tiles and multiplies them, by AMX or by AVX-512's products of pairs of bfloat16, in the same order. A
+// tile has 16 rows of 64 bytes: of a left factor 16 rows of 32 elements; of a right one 16 pairs of rows, of 16 columns.
+// Two tiles of each make a block of 32 x 32 results.
 #include "products.h"
 
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #include <algorithm>
+#include <cstring>
 
 #include <cpuid.h>
 #include <immintrin.h>
@@ -18,20 +20,28 @@ bool allowed_tiles() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+bool found_pairs() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & (1u << 5)) == 0) return false;  // bfloat16 in AVX-512
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+}
+
 bool found_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
-    if ((d & kBf16) == 0 || (d & kTile) == 0) return false;
-    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & (1u << 5)) == 0) return false;  // bfloat16 in AVX-512
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && allowed_tiles();
+    return (d & kBf16) != 0 && (d & kTile) != 0 && allowed_tiles();
+}
+
+bool has_amx() {
+    static const bool found = found_amx();
+    return found;
 }
 
 }  // namespace
 
-bool has_amx() {
-    static const bool found = found_amx();
+bool has_pairs() {
+    static const bool found = found_pairs();
     return found;
 }
 
@@ -189,7 +199,7 @@ LeftPanel left_panel(const Lying& left, int64_t i, int64_t from, int64_t to, boo
 
 // Adds the products of some steps along the inner side to 32 x 32 sums, or to zeros. What is read of the right factor is not
 // read again soon, and is not to take the left one's place in the first-level cache.
-void sum_products(const LeftPanel& panel, const uint16_t* right, int64_t steps, bool from_zero, float* to) {
+void sum_by_tiles(const LeftPanel& panel, const uint16_t* right, int64_t steps, bool from_zero, float* to) {
     const uint16_t *upper = panel.data, *lower = upper + 16 * panel.row;
     const int64_t row = panel.row * 2;
     if (from_zero) {
@@ -217,6 +227,39 @@ void sum_products(const LeftPanel& panel, const uint16_t* right, int64_t steps, 
     _tile_stored(1, to + 16, 4 * kSide);
     _tile_stored(2, to + 16 * kSide, 4 * kSide);
     _tile_stored(3, to + 16 * kSide + 16, 4 * kSide);
+}
+
+// The same for 8 rows of the 32, whose sums stay in registers.
+void sum_rows_by_pairs(const uint16_t* left, const LeftPanel& panel, const uint16_t* right, int64_t steps, bool from_zero,
+                       float* to) {
+    constexpr int kRows = kSide / 4;
+    __m512 low[kRows], high[kRows];
+    for (int i = 0; i < kRows; ++i) {
+        low[i] = from_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(to + i * kSide);
+        high[i] = from_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(to + i * kSide + 16);
+    }
+    for (int64_t step = 0; step < steps; ++step, left += panel.step, right += kPair)
+        for (int pair = 0; pair < 16; ++pair) {
+            const __m512bh low_pairs = (__m512bh)_mm512_loadu_si512(right + pair * kSide);
+            const __m512bh high_pairs = (__m512bh)_mm512_loadu_si512(right + kTile + pair * kSide);
+            for (int i = 0; i < kRows; ++i) {
+                int32_t both;
+                std::memcpy(&both, left + i * panel.row + 2 * pair, sizeof both);
+                const __m512bh factor = (__m512bh)_mm512_set1_epi32(both);
+                low[i] = _mm512_dpbf16_ps(low[i], factor, low_pairs);
+                high[i] = _mm512_dpbf16_ps(high[i], factor, high_pairs);
+            }
+        }
+    for (int i = 0; i < kRows; ++i) {
+        _mm512_storeu_ps(to + i * kSide, low[i]);
+        _mm512_storeu_ps(to + i * kSide + 16, high[i]);
+    }
+}
+
+void sum_products(const LeftPanel& panel, const uint16_t* right, int64_t steps, bool from_zero, float* to) {
+    if (has_amx()) return sum_by_tiles(panel, right, steps, from_zero, to);
+    for (int row = 0; row < kSide; row += kSide / 4)
+        sum_rows_by_pairs(panel.data + row * panel.row, panel, right, steps, from_zero, to + row * kSide);
 }
 
 void add(const float* from, float* to) {
@@ -375,7 +418,7 @@ void multiply(const MpProduct& p, const ProductJob& job, int64_t part, int64_t p
     const Lying right = job.factor ? x : Lying{job.x, p.columns, p.rows, !x.turned};  // x^T
     const int64_t rows = panels_of(p.rows), columns = panels_of(right.columns), together = panels_together(p);
     const TileShapes shapes;
-    _tile_loadconfig(&shapes);
+    if (has_amx()) _tile_loadconfig(&shapes);
     for (int64_t from = 0; from < columns; from += together) {
         const int64_t to = std::min(columns, from + together);
         pack_right(right, from, to, job.right);
@@ -383,7 +426,7 @@ void multiply(const MpProduct& p, const ProductJob& job, int64_t part, int64_t p
             if (job.factor || i >= from)
                 PanelProduct(p, job, left, i, from, job.factor ? to : std::min(to, i + 1)).run();
     }
-    _tile_release();
+    if (has_amx()) _tile_release();
 }
 
 }  // namespace mp
@@ -397,7 +440,7 @@ void multiply(const MpProduct& p, const ProductJob& job, int64_t part, int64_t p
 #else
 
 namespace mp {
-bool has_amx() { return false; }
+bool has_pairs() { return false; }
 void multiply(const MpProduct&, const ProductJob&, int64_t, int64_t) {}
 void turn(const uint16_t*, int64_t, int64_t, uint16_t*, int64_t, int64_t) {}
 }  // namespace mp
