@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mp_optim.update.backends.host_threads import thread_count
+from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.chunking import piece_elements
 from mp_optim.update.codecs import mix
 
@@ -35,6 +37,13 @@ def _sum(tensor: Tensor) -> Tensor:
     """Sum of the elements, each times a number of its row and times one of its column: int64, shape
     ()."""
     bits = tensor.detach().contiguous().view(torch.int16).view(-1)
+    library = native_library()
+    if bits.is_cpu and library.handle is not None:
+        total = torch.zeros((), dtype=torch.int64, device="cpu")
+        if bits.numel():
+            to, threads = total.data_ptr(), thread_count()
+            library.call("mp_weighted_sum", bits.data_ptr(), bits.numel(), to, threads)
+        return total
     columns = _weights(0, _WIDTH, tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     piece = max(_WIDTH, piece_elements(tensor.device) // _WIDTH * _WIDTH)

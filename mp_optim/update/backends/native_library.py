@@ -18,7 +18,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 14
+_ABI = 15
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -228,6 +228,7 @@ _SIGNATURES = {
     "mp_turn_matrices": [_M, _P, _P, _F, _I],
     "mp_turn_by_variance": [_P, _P, _N, ctypes.POINTER(Adafactor), _I],
     "mp_descend": [_P, _P, _N, _F, _F, _I],
+    "mp_weighted_sum": [_P, _N, _P, _I],
     "mp_has_products": [],
     "mp_product_room": [ctypes.POINTER(Product), _I],
     "mp_product": [ctypes.POINTER(Product), _I],

@@ -399,4 +399,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 14; }
+int32_t mp_abi() { return 15; }

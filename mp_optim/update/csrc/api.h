@@ -194,6 +194,9 @@ MP_EXPORT int32_t mp_newton_schulz(const MpSteps* stacks, int64_t count, const f
 MP_EXPORT int32_t mp_muon_step(const MpMuonPasses* passes, const MpSteps* stacks, int64_t count, const float* polynomials,
                                int64_t steps, void* room, int32_t threads);
 
+// Sum of elements, each times a number of its row of 1024 and one of its column, modulo 2^64: a checksum of bits.
+MP_EXPORT int32_t mp_weighted_sum(const int16_t* x, int64_t n, int64_t* sum, int32_t threads);
+
 // "avx512", "avx2", "neon" or "baseline": the level in use. mp_set_level forces one that the CPU has.
 MP_EXPORT const char* mp_level();
 MP_EXPORT const char* mp_levels();  // all that can be chosen here, comma separated, best first

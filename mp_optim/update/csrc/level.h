@@ -75,6 +75,7 @@ struct Level {
     void (*turn_by_variance)(float* x, float* variance, int64_t n, const MpAdafactor&);
     void (*descend)(float* main, const float* direction, int64_t n, float decay, float size);
     void (*clip_sums)(const Run&, const MpClip&, int64_t* sums);  // StableAdamW's: three are added to
+    int64_t (*weighted_sum)(const int16_t* x, const int32_t* weights, int64_t n);
 };
 
 // Best first; null at the end.

@@ -137,3 +137,10 @@ static double sum_of_squares(const Run& run, int64_t* zeros) {
         default: return sum_of_squares_in<MP_F32>(run, zeros);
     }
 }
+
+// Sum of elements, each times its weight; a plain loop, as whole numbers can be added in any order.
+static int64_t weighted_sum(const int16_t* x, const int32_t* weights, int64_t n) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += int64_t(x[i]) * weights[i];
+    return sum;
+}
