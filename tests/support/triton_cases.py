@@ -17,6 +17,7 @@ from mp_optim.update.kernel_args import (
     AdamScalars,
     LambScalars,
     LionScalars,
+    MuonScalars,
     SgdScalars,
     StableScalars,
     TensorLists,
@@ -62,6 +63,8 @@ KEYS = {
     "sgd": ("momentum_buffer",),
     "plain sgd": (),
     "plain adam": ("", "exp_avg_sq"),
+    "muon_momentum": ("momentum_buffer",),
+    "muon_apply": (),
 }
 
 
@@ -163,6 +166,12 @@ def step_with(
         backend.sgd(lists, SgdScalars.at(group, step), multiplier)
     elif rule == "lion":
         backend.lion(lists, LionScalars.at(group, step), multiplier)
+    elif rule == "muon_momentum":
+        momenta = TensorLists([], lists.grad, lists.state, lists.output, lists.noise)
+        backend.muon_momentum(momenta, MuonScalars.at(group), multiplier)
+    elif rule == "muon_apply":
+        factors = [fp32(0.5 / (1 + index)) for index in range(len(lists.main))]
+        backend.muon_apply(lists, MuonScalars.at(group), factors)
     else:
         scalars = LambScalars.at(group, step)
         sums: Tensor = backend.lamb_moments(lists, scalars, multiplier)

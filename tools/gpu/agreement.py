@@ -1,8 +1,9 @@
-"""What has to be exactly so: the same bits in every place, whoever reads the verdict, eager or from
-a graph."""
+"""What has to be exactly so: which kernels ``auto`` takes, and the same bits in every place,
+whoever reads the verdict, eager or from a graph."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -13,8 +14,28 @@ from gpu.waiting import with_host_verdict
 from mp_optim import FusedAdam, FusedLAMB, OptimizerConfig, get_megatron_optimizer
 from mp_optim.quantized import quantize_weights
 from mp_optim.update import Lion
+from mp_optim.update.backends import choose_backend
+from mp_optim.update.backends.triton import triton_backend
 
 STEPS = 50
+
+
+def chosen(device: torch.device) -> Section:
+    """What ``auto`` takes, by which Triton, and how long it takes to prove it.
+
+    Raises:
+        RuntimeError: it is not the Triton kernels on a GPU, though they would be a right answer
+            there on every machine; whatever else is measured would be measured of others.
+    """
+    began = time.perf_counter()
+    backend, why = choose_backend("auto", device)
+    seconds = time.perf_counter() - began
+    _, runs_on = triton_backend()
+    if device.type == "cuda" and backend.name != "triton":
+        raise RuntimeError(f"auto chooses {backend.name}; {runs_on}; {why}")
+    section = Section(f"auto chooses {backend.name}; {runs_on}")
+    section.rows["until it is proven and chosen"] = {"seconds": seconds}
+    return section
 
 
 def _model(device: torch.device) -> nn.Sequential:

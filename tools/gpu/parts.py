@@ -51,6 +51,7 @@ class Sizes:
 
 
 PARTS = {
+    "backend": Part("auto chooses the Triton kernels, and which Triton", "run:backend"),
     "bits": Part("the same bits in every place, eager and by CUDA graph", "run:bits"),
     "syncs": Part("a step does not wait for the device", "run:syncs"),
     "rates": Part("rates of copies, the limit of the rows below", "run:rates"),

@@ -13,6 +13,11 @@ from gpu import saves as saving
 from gpu.parts import Sizes, run_here
 
 
+def backend(sizes: Sizes) -> Section:
+    """Which kernels everybody gets."""
+    return agreement.chosen(torch.device(sizes.device))
+
+
 def bits(sizes: Sizes) -> Section:
     """The same bits in every place."""
     return agreement.bits(torch.device(sizes.device))

@@ -3,7 +3,8 @@ itself, and prints the PTX they would have run as JSON, with the registers that 
 it.
 
 A program of its own, because a process either interprets Triton or compiles it: ``python
--m support.workers.triton_ptx 90``.
+-m support.workers.triton_ptx 90``. With a folder that holds another Triton first on PYTHONPATH it
+compiles by that one (``support.tritons``).
 """
 
 from __future__ import annotations
@@ -94,9 +95,34 @@ VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
         Case(torch.float16, torch.float16, aligned=True),
         {"nesterov": True, "momentum": 1.0},
     ),
+    "plain sgd": ("plain sgd", PLAIN, {"momentum": 0.0}),
     "lion": ("lion", PLAIN, {}),
     "lamb": ("lamb", PLAIN, {}),
     "lamb, 8 bits": ("lamb", SMALL, {}),
+    "stable_adamw, fp16": (
+        "stable_adamw",
+        Case(torch.float16, torch.float16, aligned=True),
+        {},
+    ),
+    "stable_adamw, fp32": ("stable_adamw", Case(torch.float32, None, aligned=True), {}),
+    "adam, 8 bits, misaligned": ("adam", replace(SMALL, noisy=True, aligned=False), {}),
+    "adam, 4 bits, misaligned": (
+        "adam",
+        Case(moments=(torch.uint8, torch.uint8), noisy=True),
+        {},
+    ),
+    "muon, momenta": ("muon_momentum", PLAIN, {"nesterov": True}),
+    "muon, bfloat16 momenta, noisy": (
+        "muon_momentum",
+        replace(PLAIN, moments=(torch.bfloat16, torch.float32), noisy=True),
+        {},
+    ),
+    "muon, main params": ("muon_apply", PLAIN, {}),
+    "muon, remainders": (
+        "muon_apply",
+        Case(torch.float32, None, torch.int16, aligned=True),
+        {},
+    ),
 }
 
 
@@ -174,7 +200,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     average = [] if case.average is None else [case.average]
     read = [case.grad, *main, *moments, *average]
     written = [*main, *moments, case.output, *average]
-    if moments[0] == torch.uint8:
+    if moments and moments[0] == torch.uint8:
         # 4-bit codes: the masked tile, too, reads runs, and a thread writes four bytes
         read.append(moments[0])
         written.remove(moments[0])
@@ -182,13 +208,15 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
         written = moments
     elif kernel == "lamb_apply":
         read, written = [*main, *moments], [*main, case.output]
+    elif kernel == "muon_momentum":
+        read, written = [case.grad, *moments], [*moments, case.output]
     elif kernel == "clip_sums":
         read, written = [case.grad, moments[1]], []
     elif kernel == "chunk_sums":
         read, written = [case.grad], []
     elif kernel == "run_sums":
         read, written = [], []
-    elements = elements_of(kernel, case, [*moments, None][:2])
+    elements = elements_of(kernel, case, [*moments, None, None][:2])
 
     def accesses(dtypes: list[torch.dtype | None], verb: str) -> dict[str, int]:
         sizes = [dtype.itemsize * elements for dtype in dtypes if dtype is not None]

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from gpu import parts
+from gpu import agreement, parts
 from gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
+from mp_optim.update.backends.reference import ReferenceBackend
 from support.launch import TOOLS, environment, run
 
 SMALL = (
@@ -45,6 +47,18 @@ def test_parts_run_alone_are_written_at_once_and_not_run_again(tmp_path: Path) -
     assert listed.count("there") == 2 and all(name in listed for name in PARTS)
 
 
+def test_the_first_part_says_which_kernels_auto_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it fails unless those are Triton's: all other parts would be of a slower backend."""
+    assert next(iter(PARTS)) == "backend"
+    assert "auto chooses " in check("--only", "backend")
+    slow = ReferenceBackend(), "not triton: fails a first step"
+    monkeypatch.setattr(agreement, "choose_backend", lambda name, device: slow)
+    with pytest.raises(RuntimeError, match=r"auto chooses reference; .*fails a first"):
+        agreement.chosen(torch.device("cuda"))
+
+
 def test_no_part_begins_that_has_no_time(tmp_path: Path) -> None:
     said = check("--output", str(tmp_path), "--minutes", "0.5")
     assert said.split() == ["not", "begun:", *", ".join(PARTS).split()]
@@ -59,7 +73,7 @@ def test_a_part_that_is_not_there_is_named() -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 1 and "--only speed: choose from bits" in done.stderr
+    assert done.returncode == 1 and "--only speed: choose from backend" in done.stderr
 
 
 def test_what_fails_is_one_line_and_takes_nothing_with_it(

@@ -167,8 +167,9 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     main = place(mains, tensor, start, KIND.main, ALIGNED)
     rest = place(rests, tensor, start, KIND.remainder, ALIGNED)
     start1 = start
-    if KIND.moment1 == tl.uint8:  # two codes a byte
-        start1 = start // 2
+    if KIND.moment1 is not None:  # on its own: up to Triton 3.7 None is not compared with a dtype
+        if KIND.moment1 == tl.uint8:  # two codes a byte
+            start1 = start // 2
     values1 = place(moments1, tensor, start1, KIND.moment1, ALIGNED)
     values2 = place(moments2, tensor, start, KIND.moment2, ALIGNED)
     first = Moment(values1, place(scales1, tensor, start // BLOCK, tl.float32, False))

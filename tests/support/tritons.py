@@ -1,0 +1,189 @@
+"""Compiles all kernels by each Triton that a supported torch brings, without a GPU.
+
+python -m support.tritons 3.6.0 3.7.1      # these
+python -m support.tritons --of-torch       # those that the torch of the package index ask for
+python -m support.tritons --fetch          # only have the oldest ready, for its test
+
+Wheels are fetched by pip and unpacked into a folder each, as nothing can be installed twice. Of a
+Triton that the backend refuses, the refusal is what is looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.launch import PATH, run
+
+OLDEST = "3.6.0"
+"""The first that the backend takes; torch 2.10 brings it."""
+OLDEST_TORCH = (2, 6)
+ARCHES = ("80", "90", "100")
+INEXACT = re.compile(
+    r"\s(\S*(?:fma|mad)\.\S*f(?:16|32|64)\S*|\S+\.(?:ftz|approx|full)\S*|(?:mul|add|sub)\.f\S+)"
+)
+"""Instructions whose results are not IEEE's, or that the assembler may contract."""
+SAID = """
+import torch
+torch.cuda.is_available = lambda: True
+from mp_optim.update.backends.triton import triton_backend
+print(triton_backend()[1])
+"""
+
+
+def folder_of(version: str) -> Path:
+    """Where a Triton is unpacked: beside this Python's packages, as a wheel is for one Python, or
+    in the folder that MP_OPTIM_TRITONS names."""
+    kept = os.environ.get("MP_OPTIM_TRITONS") or Path(sys.prefix) / "tritons"
+    return Path(kept) / version
+
+
+def fetch(version: str) -> Path:
+    """Have a Triton unpacked; returns its folder.
+
+    Raises:
+        SystemExit: pip cannot have it; says why.
+    """
+    folder = folder_of(version)
+    if not (folder / "triton").is_dir():
+        part = folder.with_name(f"{version}.part")
+        _pip(
+            "install",
+            "--no-deps",
+            "--no-compile",
+            "--target",
+            str(part),
+            f"triton=={version}",
+        )
+        part.rename(folder)
+    return folder
+
+
+def compiled(version: str | None, arch: str, cache: Path) -> dict[str, dict[str, Any]]:
+    """What ``support.workers.triton_ptx`` says of each kernel; None is the installed Triton."""
+    return json.loads(
+        _with(version, "-m", "support.workers.triton_ptx", arch, cache=cache)
+    )
+
+
+def said_of(version: str) -> str:
+    """What the backend says of a Triton: that it runs on it, or why not."""
+    return _with(version, "-c", SAID).strip()
+
+
+def pinned() -> dict[str, str]:
+    """By each release of torch that is supported: what it asks for, as its metadata have it, such
+    as ``~=3.8.0``."""
+    said = _pip("index", "versions", "torch").stdout
+    listed = said.partition("Available versions:")[2].splitlines()[0].split(",")
+    releases = [each.strip() for each in listed if "+" not in each]
+    found = {}
+    for release in releases:
+        if _numbers(release) < OLDEST_TORCH:
+            continue
+        options = ("--dry-run", "--quiet", "--no-deps", "--ignore-installed")
+        report = _pip("install", *options, "--report", "-", f"torch==={release}").stdout
+        needs = json.loads(report)["install"][0]["metadata"].get("requires_dist", [])
+        asked = [re.match(r"triton\s*\(?([=~<>]+[\w.]+)", need) for need in needs]
+        found[release] = next((each[1] for each in asked if each), "")
+    return found
+
+
+def latest(specifier: str) -> str:
+    """The newest Triton of a pin."""
+    options = ("--dry-run", "--quiet", "--no-deps", "--ignore-installed")
+    report = _pip("install", *options, "--report", "-", f"triton{specifier}").stdout
+    return str(json.loads(report)["install"][0]["metadata"]["version"])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def _with(version: str | None, *command: str, cache: Path | None = None) -> str:
+    """Run Python with a Triton in place of the installed one."""
+    path = PATH if version is None else os.pathsep.join((str(fetch(version)), PATH))
+    variables = {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    if cache is not None:
+        variables["TRITON_CACHE_DIR"] = str(cache)
+    return run(*command, timeout=900, **variables)
+
+
+def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"pip {' '.join(arguments)}: {done.stderr.strip()[-1000:]}")
+    return done
+
+
+def _check(version: str, arches: Sequence[str], cache: Path) -> list[str]:
+    """Compile, or be refused; prints a line for each target and returns what is wrong."""
+    said = said_of(version)
+    print(f"triton {version}: {said}", flush=True)
+    if _numbers(version) < _numbers(OLDEST):
+        is_right = f"Triton {version} takes denormals for 0" in said
+        return [] if is_right else [f"triton {version}: not refused by name: {said}"]
+    if said != f"Triton {version}":
+        return [f"triton {version}: refused: {said}"]
+    wrong = []
+    for arch in arches:
+        began = time.perf_counter()
+        kernels = compiled(version, arch, cache / version)
+        inexact = {
+            label: sorted(set(INEXACT.findall(ptx)))
+            for label, kernel in kernels.items()
+            for ptx in kernel["ptx"]
+            if INEXACT.search(ptx)
+        }
+        if inexact:
+            wrong.append(f"{version}, sm_{arch}: {inexact}")
+        most = max(kernel["used"].get("REG", 0) for kernel in kernels.values())
+        print(
+            f"triton {version}, sm_{arch}: {len(kernels)} kernels, at most {most} registers, "
+            f"{time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("versions", nargs="*", help="of Triton")
+    parser.add_argument("--of-torch", action="store_true")
+    parser.add_argument("--fetch", action="store_true")
+    parser.add_argument("--arches", nargs="+", default=ARCHES)
+    options = parser.parse_args()
+    versions = options.versions or [OLDEST]
+    if options.of_torch:
+        pins = pinned()
+        for release, pin in pins.items():
+            print(f"torch {release} asks for triton {pin or '(none)'}", flush=True)
+        versions = [latest(pin) for pin in dict.fromkeys(pins.values()) if pin]
+    if options.fetch:
+        for version in versions:
+            print(fetch(version))
+        return
+    wrong = []
+    with tempfile.TemporaryDirectory() as cache:
+        for version in dict.fromkeys(versions):
+            wrong += _check(version, options.arches, Path(cache) / version)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
