@@ -72,7 +72,10 @@ def stable_adamw(
     new = v * F(b2) + ((g * F(mult)) * F(1 - b2)) * (g * F(mult))
     scaled = g * F(mult)
     floor = np.maximum(new * F(1 / c2), F(h["eps"] ** 2))
-    total = math.fsum(((scaled * scaled) / floor).reshape(-1).tolist())
+    most = 2.0 ** math.frexp(c2 / (1 - b2))[1]
+    ratios = np.minimum((scaled * scaled) / floor, F(most))
+    spilled = np.isfinite(scaled) & np.isinf(scaled * scaled)
+    total = math.fsum(np.where(spilled, F(most), ratios).reshape(-1).tolist())
     mean = total / max(1, p.size)
     clip = math.sqrt(mean) if mean > 1 + 2**-20 else 1.0
     c1 = 1 - b1**t if h["bias_correction"] else 1.0

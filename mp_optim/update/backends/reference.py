@@ -142,7 +142,10 @@ class ReferenceBackend:
             _average_second(v, grads, scalars)
             torch._foreach_mul_(v, scalars.inv_bias2)
             for owner, grad, mean in zip(cut.owners, grads, v, strict=True):
+                overflown = mean.isinf().logical_and_(grad.isfinite())
                 ratios = grad.mul_(grad).div_(mean.clamp_(min=scalars.floor))
+                overflown.logical_and_(ratios.isnan())  # inf over inf
+                ratios.masked_fill_(overflown, scalars.limit)
                 ratios.clamp_(max=scalars.limit)
                 sums[owner] += bounded_sum(ratios, scalars.limit)
         return sums

@@ -57,8 +57,10 @@ struct AdamRule : Touches<true, true, has_first, true, true> {
     }
 };
 
-// g^2 over the new second moment, at most `limit`, in place of main params; nothing is kept.
+// g^2 over the new second moment, at most `limit`, in place of main params; nothing is kept. Where both overflow, of a
+// finite g, it is `limit`.
 struct ClipRule : Touches<true, false, false, true, false, false> {
+    static constexpr float kInfinity = __builtin_inff();
     MpClip s;
     float* ratios;
 
@@ -69,8 +71,11 @@ struct ClipRule : Touches<true, false, false, true, false, false> {
         v = v * s.beta2 + (g * s.one_minus_beta2) * g;
         f32x16 mean = v * s.inv_bias2;
         mean = as<f32x16>(choose(as<u32x16>(mean < s.floor), splat<u32x16>(as<uint32_t>(s.floor)), as<u32x16>(mean)));
+        const u32x16 overflown = as<u32x16>(mean == kInfinity) & as<u32x16>(g * g == kInfinity) &
+                                 (as<u32x16>(g < kInfinity) & as<u32x16>(g > -kInfinity));
         p = (g * g) / mean;
-        p = as<f32x16>(choose(as<u32x16>(p > s.limit), splat<u32x16>(as<uint32_t>(s.limit)), as<u32x16>(p)));
+        p = as<f32x16>(
+            choose(as<u32x16>(p > s.limit) | overflown, splat<u32x16>(as<uint32_t>(s.limit)), as<u32x16>(p)));
     }
 
     MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(ratios + i, p); }

@@ -1003,7 +1003,7 @@ def test_a_multiprocessor_holds_16_warps_of_a_kernel_and_nothing_is_spilled(
     for label, variant in compiled.items():
         assert variant["used"]["LOCAL"] == 0 and variant["used"]["STACK"] <= 8, label
         least = 12 if variant["kernel"] == "chunk_sums" else 16
-        if label == "adam, 4 bits, misaligned":
+        if label.startswith("adam, 4 bits, misaligned"):
             least = 8
         held[label] = (held_warps(variant) >= least, variant["used"]["REG"])
     assert all(enough for enough, _ in held.values()), held

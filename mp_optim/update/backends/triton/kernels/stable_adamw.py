@@ -42,8 +42,10 @@ def _added(high, low, nans, at, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr)
     v = read_moment(chunk.second, tile, True)
     v = v * beta2 + (g * one_minus_beta2) * g
     mean = v * inv_bias2
-    ratio = tl.div_rn(g * g, tl.where(mean < floor, floor, mean))
-    ratio = tl.where(ratio > limit, limit, ratio)
+    square = g * g
+    ratio = tl.div_rn(square, tl.where(mean < floor, floor, mean))
+    overflown = (mean == float("inf")) & (square == float("inf")) & (tl.abs(g) < float("inf"))
+    ratio = tl.where((ratio > limit) | overflown, limit, ratio)
     is_nan = ratio != ratio
     if MASKED:
         is_nan = is_nan & (offsets < chunk.count)
