@@ -214,11 +214,18 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> N
             f"{name} of shape {shape}: the ranks hold parts of {covered} elements together, not "
             f"{wanted}; is one of its ranks not among those that save?"
         )
+    if any_overlap(places):
+        raise ValueError(
+            f"{name} of shape {shape}: ranks hold parts of it that overlap but are not the same"
+        )
+
+
+def any_overlap(places: Sequence[Place]) -> bool:
+    """Whether any two of some boxes of a tensor, none of them empty, have an element in common."""
     if len(places) < 2:
-        return
-    dim = max(
-        range(len(shape)), key=lambda at: len({place.offsets[at] for place in places})
-    )
+        return False
+    dims = range(len(places[0].offsets))
+    dim = max(dims, key=lambda at: len({place.offsets[at] for place in places}))
     active: list[Place] = []
     for place in sorted(places, key=lambda one: one.offsets[dim]):
         active = [
@@ -227,10 +234,9 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> N
             if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
         ]
         if any(_overlap(place, other) for other in active):
-            raise ValueError(
-                f"{name} of shape {shape}: ranks hold parts of it that overlap but are not the same"
-            )
+            return True
         active.append(place)
+    return False
 
 
 def _overlap(a: Place, b: Place) -> bool:

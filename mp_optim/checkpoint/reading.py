@@ -27,6 +27,7 @@ from mp_optim.checkpoint.manifest import BLOCK_BYTES, Manifest, read_checked
 from mp_optim.checkpoint.metadata import METADATA, from_metadata
 from mp_optim.checkpoint.payload import memory_of
 from mp_optim.checkpoint.pieces import Place, narrowed, piece, places_of, whole_place
+from mp_optim.checkpoint.plans import any_overlap
 
 _STAGING_BYTES = 64 << 20
 """Bytes that are read at a time where elements do not go to where they belong at once; at least one
@@ -158,6 +159,7 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
     if not target.numel():
         return []
     result = []
+    filled = []
     for box in saved.boxes:
         begins = tuple(map(max, place.offsets, box.offsets))
         ends = map(min, _ends(place), _ends(box))
@@ -166,7 +168,9 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
             view = narrowed(target, map(sub, begins, place.offsets), sizes)
             inner = tuple(map(sub, begins, box.offsets))
             result.append(_Copy(name, box, inner, sizes, view))
-    if sum(math.prod(copy.sizes) for copy in result) != target.numel():
+            filled.append(Place(begins, sizes))
+    count = sum(math.prod(copy.sizes) for copy in result)
+    if count != target.numel() or any_overlap(filled):
         raise ValueError(
             f"{name}: the checkpoint does not hold each element of the box of {place.sizes} at "
             f"{place.offsets} once"

@@ -1,0 +1,132 @@
+"""Boxes of a checkpoint have to make up each tensor, every element once, whatever their number of
+elements adds up to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import checkpoint
+from mp_optim.checkpoint.contents import open_checkpoint
+from mp_optim.checkpoint.pieces import Place
+from mp_optim.checkpoint.plans import check_cover
+from support.models import build
+from support.old_form import replaced
+from support.prints import differing, print_of
+
+SHAPE = (4, 6)
+Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
+
+WHOLE: dict[str, Boxes] = {
+    "halves": [((0, 0), (2, 6)), ((2, 0), (2, 6))],
+    "columns, in any order": [((0, 4), (4, 2)), ((0, 0), (4, 4))],
+    "quarters": [
+        ((row, column), (2, 3)) for row, column in ((2, 3), (0, 0), (2, 0), (0, 3))
+    ],
+    "a pinwheel": [
+        ((0, 0), (1, 4)),
+        ((0, 4), (3, 2)),
+        ((3, 2), (1, 4)),
+        ((1, 0), (3, 2)),
+        ((1, 2), (2, 2)),
+    ],
+}
+
+BROKEN: dict[str, Boxes] = {
+    "a hole": [((0, 0), (2, 6))],
+    "nothing": [],
+    "one element too few": [((0, 0), (3, 6)), ((3, 0), (1, 5))],
+    "twice": [((0, 0), (4, 6)), ((0, 0), (4, 6))],
+    "one half twice": [((0, 0), (2, 6)), ((0, 0), (2, 6))],
+    "halves that overlap": [((0, 0), (2, 6)), ((1, 0), (2, 6))],
+    "columns that overlap": [((0, 0), (4, 3)), ((0, 2), (4, 3))],
+    "a quarter in another's place": [
+        ((row, column), (2, 3)) for row, column in ((0, 0), (0, 3), (2, 0), (1, 1))
+    ],
+    "one inside another": [((0, 0), (3, 6)), ((1, 0), (1, 6))],
+    "a pinwheel whose middle lies elsewhere": [
+        *WHOLE["a pinwheel"][:-1],
+        ((1, 1), (2, 2)),
+    ],
+}
+
+
+class Holder(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full(SHAPE, value))
+
+
+def cut(version: Path, name: str, boxes: Boxes) -> None:
+    """Say that an entry lies in boxes, each at the entry's first byte."""
+    index = json.loads((version / "index.json").read_text())
+    dtype, shape, file, start = index["entries"][name]
+    plain = [[offsets, sizes, file, start] for offsets, sizes in boxes]
+    index["entries"][name] = [dtype, shape, plain]
+    replaced(version, "index.json", json.dumps(index).encode())
+
+
+@pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
+def test_boxes_that_make_up_a_tensor_load(tmp_path: Path, boxes: Boxes) -> None:
+    version = checkpoint.save(tmp_path, Holder(1.0), None)
+    cut(version, "model.weight", boxes)
+    target = Holder(2.0)
+    checkpoint.load(version, target, None, verify=True)
+    assert bool((target.weight == 1.0).all())
+
+
+@pytest.mark.parametrize("boxes", BROKEN.values(), ids=BROKEN.keys())
+def test_boxes_that_do_not_are_refused(tmp_path: Path, boxes: Boxes) -> None:
+    version = checkpoint.save(tmp_path, Holder(1.0), None)
+    cut(version, "model.weight", boxes)
+    target = Holder(2.0)
+    for read in (
+        lambda: checkpoint.load(version, target, None, verify=True),
+        lambda: open_checkpoint(version).read("model.weight"),
+    ):
+        with pytest.raises(ValueError, match=r"model\.weight: .*each element .* once"):
+            read()
+    assert bool((target.weight == 2.0).all())
+
+
+@pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
+def test_parts_of_ranks_that_make_up_a_tensor(boxes: Boxes) -> None:
+    check_cover("w", SHAPE, [Place(*box) for box in boxes])
+
+
+@pytest.mark.parametrize("boxes", BROKEN.values(), ids=BROKEN.keys())
+def test_parts_of_ranks_that_do_not(boxes: Boxes) -> None:
+    count = sum(rows * columns for _, (rows, columns) in boxes)
+    message = "overlap but are not the same" if count == 24 else "elements together"
+    with pytest.raises(ValueError, match=message):
+        check_cover("w", SHAPE, [Place(*box) for box in boxes])
+
+
+@pytest.mark.parametrize("form", ["bf16", "bf16-8bit"])
+def test_state_whose_boxes_overlap_leaves_everything_as_it_was(
+    tmp_path: Path, form: str
+) -> None:
+    """Of each kind of entry the first, cut in two boxes that are the same half."""
+    version = checkpoint.save(tmp_path, *build(form, seed=1))
+    content: Any = (version / "index.json").read_bytes()
+    entries = json.loads(content)["entries"]
+    model, optimizer = build(form, seed=7)
+    before = print_of(model, optimizer)
+    kinds: dict[str, str] = {}
+    for name, (_, shape, *_) in entries.items():
+        if shape and shape[0] % 2 == 0:
+            kinds.setdefault(name.rpartition(".")[0][:24], name)
+    assert len(kinds) > 3
+    for name in kinds.values():
+        _, (first, *others), *_ = entries[name]
+        half = ([0] * (1 + len(others)), [first // 2, *others])
+        cut(version, name, [half, half])
+        with pytest.raises(ValueError, match=r"each element .* once"):
+            checkpoint.load(version, model, optimizer)
+        assert differing(before, print_of(model, optimizer)) == []
+        replaced(version, "index.json", content)
