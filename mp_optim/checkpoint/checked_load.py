@@ -1,15 +1,18 @@
-"""One rank's part of a load: what the files say, what the values say, and only then writing. All
-ranks finish each of the three before any begins the next, so a load that one of them refuses has
-changed nothing anywhere."""
+"""One rank's part of a load: what the files say, what the values say, what the caller's own code
+says, and only then writing. All ranks finish each of the four before any begins the next, so a load
+that one of them refuses has changed nothing anywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.entries import (
@@ -17,6 +20,8 @@ from mp_optim.checkpoint.entries import (
     STATE,
     Models,
     check_entries,
+    check_plain_of,
+    entry_name,
     key_and_fqn,
     load_model,
     state_by_index,
@@ -26,16 +31,23 @@ from mp_optim.checkpoint.entries import (
 )
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Index
+from mp_optim.checkpoint.own_code import (
+    has_own_hooks,
+    is_extra_state,
+    kept_model,
+    kept_scheduler,
+)
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.reading import Look, Reading, plan_reading
 from mp_optim.checkpoint.shared_model import without_checksums
 from mp_optim.checkpoint.targets import Targets, as_read, copies_of, targets_of
 from mp_optim.slots import Slot
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
-from mp_optim.slots.loading import StateLoad, check_plain
+from mp_optim.slots.loading import StateLoad, check_plain, kept_settings, kept_state
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.state_dict import CHECKSUMS
-from mp_optim.slots.state_keys import SECOND, STEP
+from mp_optim.slots.slot_state import State
+from mp_optim.slots.state_dict import check_form
+from mp_optim.slots.state_keys import REMAINDER, SECOND, STEP
 
 
 @runtime_checkable
@@ -52,11 +64,13 @@ class Receiver:
 
     Attributes:
         optimizer: None loads the model alone.
+        scheduler: None loads none.
         entries: of :func:`mp_optim.checkpoint.entries.entries_of`.
     """
 
     model: Models
     optimizer: SlotKeyedOptimizer | None
+    scheduler: Any
     parallel: ModelParallel
     entries: dict[str, Tensor]
 
@@ -83,6 +97,7 @@ class CheckedLoad:
     ) -> None:
         self._version, self._index, self._common = version, index, common
         self._model, self._convert = receiver.model, convert
+        self._scheduler, self._entries = receiver.scheduler, receiver.entries
         self._optimizer = optimizer = receiver.optimizer
         self._parallel = parallel = receiver.parallel
         saved = {
@@ -99,15 +114,20 @@ class CheckedLoad:
         self._targets: Targets = targets_of(tensors, saved, copies, convert=convert)
         self._read_anywhere = ranks.union(set(self._targets.tensors))
         self._reading = Reading(version, index, ())
+        self._kept = ExitStack()
+        has_hooks = has_own_hooks(self._model, optimizer)
+        self._keeps = bool(ranks.union({"hooks"} if has_hooks else set()))
+        self._is_written, self._was_broken_off = False, False
 
     # -- what the files say -----------------------------------------------------------------------
 
-    def check_files(self, scheduler: Any) -> None:
+    def check_files(self) -> None:
         """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged
         or hold second moments that nobody takes."""
         tensors = self._targets.tensors
         check_entries(self._version, self._saved, tensors, self._read_anywhere)
-        _check_scheduler(self._version, scheduler, self._common)
+        check_plain_of(self._version, self._common["model"], self._entries)
+        _check_scheduler(self._version, self._scheduler, self._common)
         self._check_groups()
         self._reading = plan_reading(tensors, self._version, self._index)
         self._reading.check(self._looks())
@@ -120,6 +140,7 @@ class CheckedLoad:
                 f"{self._version} holds a model and no optimizer; load it with optimizer=None"
             )
         settings = self._settings(self._optimizer)
+        check_form({**settings, "state": {}})
         check_plain(self._optimizer, settings, convert=self._convert)
 
     def _settings(self, optimizer: SlotKeyedOptimizer) -> dict[str, Any]:
@@ -181,25 +202,89 @@ class CheckedLoad:
 
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
         settings = self._settings(optimizer)
-        for group in settings["param_groups"]:
-            group.pop(CHECKSUMS, None)  # the weights are yet to come
         match = check_plain(optimizer, settings, convert=self._convert)
         state = state_by_index(settings["param_groups"], self._targets.to_check())
-        StateLoad(optimizer, match, state, self._convert).check()
+        # the weights that remainders belong to are yet to come
+        yet_to_come = replace(match, checksums={})
+        StateLoad(optimizer, yet_to_come, state, self._convert).check()
+        for slot, checksum in {} if self._convert else match.checksums.items():
+            self._check_weights(optimizer, slot, state[match.index_of[slot]], checksum)
+
+    def _check_weights(
+        self, optimizer: SlotKeyedOptimizer, slot: Slot, saved: State, checksum: int
+    ) -> None:
+        """Raise ValueError if the saved weights are not those that the saved remainder of a slot
+        belongs to, where it becomes a main param."""
+        fqn = self._parallel.names[optimizer.slot_name(slot)]
+        entry, name = entry_name(REMAINDER, fqn), MODEL + fqn
+        if entry not in self._targets.apart or name not in self._targets.live:
+            return
+        weights = torch.empty_like(self._targets.live[name], device="cpu")
+        plan_reading({name: weights}, self._version, self._index).read({name})
+        optimizer.state_of(slot).check_weights(saved, checksum, weights)
+
+    # -- what the caller's own code says ----------------------------------------------------------
+
+    def rehearse(self) -> None:
+        """Have the scheduler, the modules' extra state and their hooks take what was saved, beside
+        the tensors that are there: what these refuse is known only by doing. :meth:`take_back`
+        undoes it."""
+        keep = (
+            self._kept.callback
+        )  # the last is put back first, and each if another fails
+        if self._optimizer is not None:
+            keep(kept_settings(self._optimizer))
+        if self._scheduler is not None:
+            keep(kept_scheduler(self._scheduler))
+        if self._optimizer is not None and self._keeps:
+            keep(kept_state(self._optimizer))
+        values, parallel = self._keeps, self._parallel
+        keep(kept_model(self._model, self._entries, parallel, values=values))
+        saved = {
+            name: value
+            for name, value in self._targets.apart.items()
+            if is_extra_state(name)
+        }
+        self._load_model({**self._entries, **saved})
+        self._load_scheduler()
+
+    def take_back(self) -> None:
+        """Give everything what it had before :meth:`rehearse`. The tensors that :meth:`write` has
+        begun to replace are lost if none of the caller's hooks could refuse them: then the
+        optimizer raises until something is loaded."""
+        self._kept.close()
+        if self._optimizer is None or not self._is_written:
+            return
+        mark = self._optimizer.step_mark
+        if self._keeps and not self._was_broken_off:
+            mark.clear()
+        else:
+            mark.touch()
+
+    def _load_model(self, tensors: dict[str, Tensor]) -> None:
+        plain = deepcopy(self._common["model"])
+        load_model(self._model, tensors, plain, self._parallel)
+
+    def _load_scheduler(self) -> None:
+        if self._scheduler is not None:  # it may keep what it is given
+            self._scheduler.load_state_dict(deepcopy(self._common["scheduler"]))
 
     # -- writing ----------------------------------------------------------------------------------
 
     @uncollected()
     def write(self) -> None:
         """Read the rest into the live tensors, and hand over what was read apart."""
+        self._is_written = True
+        if self._optimizer is not None:
+            self._was_broken_off = self._optimizer.step_mark.is_set
         self._reading.read(self._targets.live)
-        tensors = as_read(self._targets.tensors)
-        load_model(self._model, tensors, self._common["model"], self._parallel)
-        if self._optimizer is None:
-            return
-        state_dict = self._settings(self._optimizer)
-        state_dict["state"] = state_by_index(state_dict["param_groups"], tensors)
-        self._optimizer.load_state_dict(state_dict, convert=self._convert)
+        self._load_model(self._targets.tensors)
+        if self._optimizer is not None:
+            state_dict = self._settings(self._optimizer)
+            tensors = as_read(self._targets.tensors)
+            state_dict["state"] = state_by_index(state_dict["param_groups"], tensors)
+            self._optimizer.load_state_dict(state_dict, convert=self._convert)
+        self._load_scheduler()
 
 
 def _is_state(name: str) -> bool:

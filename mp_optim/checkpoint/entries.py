@@ -51,7 +51,7 @@ def key_and_fqn(entry: str) -> tuple[str, str]:
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _chunks(models: Models) -> list[tuple[str, nn.Module]]:
+def chunks_of(models: Models) -> list[tuple[str, nn.Module]]:
     return prefixed([models] if isinstance(models, nn.Module) else list(models))
 
 
@@ -59,7 +59,7 @@ def _canonical(
     models: Models, read: Callable[[nn.Module], Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
     """What is read from each chunk, under canonical names."""
-    for prefix, chunk in _chunks(models):
+    for prefix, chunk in chunks_of(models):
         own = read(chunk)
         for name, short in canonical_names(chunk, own).items():
             yield prefix + short, own[name]
@@ -106,10 +106,12 @@ def load_model(
     parallel: ModelParallel,
 ) -> None:
     """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
-    names = [name for name in tensors if name.startswith(MODEL)]
-    state: dict[str, Any] = {name.removeprefix(MODEL): tensors[name] for name in names}
-    state |= plain
-    for prefix, chunk in _chunks(models):
+    state: dict[str, Any] = dict(plain)
+    for name, value in tensors.items():
+        if name.startswith(MODEL):
+            own = value.local if isinstance(value, PartitionShard) else value
+            state[name.removeprefix(MODEL)] = own
+    for prefix, chunk in chunks_of(models):
         given = {}
         for name, short in canonical_names(chunk, chunk.state_dict()).items():
             whole = parallel.names[prefix + short]
@@ -283,6 +285,23 @@ def check_entries(
     if present:
         listed = ", ".join(present)
         raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
+
+
+def check_plain_of(
+    where: object, plain: Mapping[str, Any], own: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError if what was saved beside tensors has something else for one of them.
+
+    Args:
+        where: names the checkpoint.
+        plain: of :func:`plain_of`. own: of :func:`entries_of`.
+    """
+    for name, value in plain.items():
+        if MODEL + name in own:
+            raise ValueError(
+                f"{where} does not fit this model: {name} is a {type(value).__name__} beside the "
+                "tensors, and a tensor here"
+            )
 
 
 def without_surplus(

@@ -277,13 +277,16 @@ def load(
     own = entries_of(model, stack, parallel)
     renamed = renamed_entries(index.entries, own)
     index, common = index_under(renamed, index), common_under(renamed, common)
-    receiver = Receiver(model, stack, parallel, own)
+    receiver = Receiver(model, stack, scheduler, parallel, own)
     load = CheckedLoad(version, index, common, receiver, ranks, convert=convert)
-    ranks.agree(loading, lambda: load.check_files(scheduler))
+    ranks.agree(loading, load.check_files)
     ranks.agree(loading, load.check_values)
-    ranks.agree(loading, load.write)
-    if scheduler is not None:
-        scheduler.load_state_dict(common["scheduler"])
+    try:
+        ranks.agree(loading, load.rehearse)
+        ranks.agree(loading, load.write)
+    except BaseException:
+        load.take_back()
+        raise
     extra: dict[str, Any] = common["extra"]
     return extra
 

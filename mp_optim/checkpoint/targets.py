@@ -14,6 +14,7 @@ from mp_optim.checkpoint.blocks import is_cut, scales_of_elements
 from mp_optim.checkpoint.entries import MODEL, STATE, entry_name, key_and_fqn
 from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.checkpoint.index import Saved
+from mp_optim.checkpoint.own_code import is_extra_state
 from mp_optim.checkpoint.partitioned import PartitionShard
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
@@ -29,7 +30,7 @@ class Targets:
 
     Attributes:
         apart: with memory of their own: state that was saved in another form, or is converted when
-            it is loaded, and step numbers.
+            it is loaded, step numbers, and extra state of modules.
         live: those of the model and the optimizer.
     """
 
@@ -73,9 +74,9 @@ def targets_of(
         key, fqn = key_and_fqn(name)
         differs = _differs(name, value, saved)
         if not name.startswith(STATE):
-            is_apart = differs and convert
+            is_apart = (differs and convert) or is_extra_state(name)
             where = targets.apart if is_apart else targets.live
-            where[name] = _new_like(value, saved[name]) if is_apart else value
+            where[name] = _new_like(value, saved.get(name)) if is_apart else value
         elif is_scale(key) and _base_differs(key, fqn, tensors, saved):
             continue  # it comes with what it scales
         elif differs or key == STEP:

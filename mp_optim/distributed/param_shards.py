@@ -143,9 +143,11 @@ class ShardState(LayeredState):
     def load(self, state: State) -> None:
         self.below.load(self._shard.localize_state(state))
 
-    def check_weights(self, saved: State, checksum: int | None) -> None:
+    def check_weights(
+        self, saved: State, checksum: int | None, weights: Tensor | None = None
+    ) -> None:
         if self._shard.shown_whole:  # a checksum is of the whole parameter
-            self.below.check_weights(saved, checksum)
+            self.below.check_weights(saved, checksum, weights)
 
     def expect_weights(self, saved: State, checksum: int | None) -> None:
         if self._shard.shown_whole:

@@ -142,13 +142,16 @@ class ParamState(LayeredState):
             and REMAINDER in self._stored.tensors()
         )
 
-    def check_weights(self, saved: State, checksum: int | None) -> None:
+    def check_weights(
+        self, saved: State, checksum: int | None, weights: Tensor | None = None
+    ) -> None:
         if checksum is None or REMAINDER not in saved or is_cut(self._bound.param):
             return  # a checksum is of the whole parameter
         if REMAINDER in self._stored.tensors():
             return  # its weights may be loaded later
-        slot, name, local = self._bound.slot, self._bound.name, self._bound.local
-        self._agreement.check([(slot, checksum)], lambda _: local, lambda _: name)
+        slot, name = self._bound.slot, self._bound.name
+        beside = self._bound.local if weights is None else weights
+        self._agreement.check([(slot, checksum)], lambda _: beside, lambda _: name)
 
     def expect_weights(self, saved: State, checksum: int | None) -> None:
         if checksum is None or REMAINDER not in saved or is_cut(self._bound.param):

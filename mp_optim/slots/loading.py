@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mp_optim.process.caller_warnings import warn
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots.identity import ParamGroups, Slot
+from mp_optim.slots.identity import ParamGroups, Slot, iter_slots
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import SlotState, State
@@ -200,6 +202,55 @@ class StateLoad:
             slot for slot in self._saved if optimizer.state_of(slot).write_model()
         ]
         return [optimizer.slot_name(slot) for slot in written]
+
+
+# -- what was loaded, taken back ------------------------------------------------------------------
+
+
+def kept_settings(optimizer: Loadable) -> Callable[[], None]:
+    """Remember the settings of all param groups; returns what puts them back, tensors in place."""
+    kept = [
+        {key: (value, deepcopy(value)) for key, value in _settings_of(group).items()}
+        for group in optimizer.param_groups
+    ]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for group, settings in zip(optimizer.param_groups, kept, strict=True):
+            for key in _settings_of(group).keys() - settings.keys():
+                del group[key]
+            for key, (value, copied) in settings.items():
+                group[key] = copied
+                if isinstance(value, Tensor):
+                    group[key] = value.copy_(copied)
+
+    return put_back
+
+
+def kept_state(optimizer: Loadable) -> Callable[[], None]:
+    """Copy the state of all slots, and what is loaded beside it; returns what puts it back, where
+    the model's parameters have their values again."""
+    states: dict[Slot, State] = {}
+    for slot, _ in iter_slots(optimizer.param_groups):
+        state = optimizer.slot_state(slot)
+        states[slot] = {key: deepcopy(value) for key, value in state.items()}
+    scaler, rule = optimizer.grad_scaler, optimizer.skip_rule
+    beside = {
+        "grad_scaler": None if scaler is None else deepcopy(scaler.state_dict()),
+        "skip_step": None if rule is None else deepcopy(rule.state_dict()),
+    }
+
+    def put_back() -> None:
+        for slot, state in states.items():
+            fitted = optimizer.state_of(slot).fit(state, convert=False)
+            optimizer.load_slot_state(slot, fitted)
+        optimizer.load_beside(beside)
+
+    return put_back
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _converted_bytes(fitted: State, saved: State) -> int:

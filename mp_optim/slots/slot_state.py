@@ -78,9 +78,15 @@ class SlotState(ABC):
             ValueError: as :meth:`check`.
         """
 
-    def check_weights(self, saved: State, checksum: int | None) -> None:  # noqa: B027
+    def check_weights(  # noqa: B027
+        self, saved: State, checksum: int | None, weights: Tensor | None = None
+    ) -> None:
         """Raise ValueError if a saved state has to be loaded beside the parameter it was saved
-        with, which had this checksum, and another parameter is there."""
+        with, which had this checksum, and another parameter is there.
+
+        Args:
+            weights: that the parameter will have then; by default those it has.
+        """
 
     def expect_weights(self, saved: State, checksum: int | None) -> None:  # noqa: B027
         """A saved state was loaded that belongs to a parameter of this checksum."""
@@ -128,8 +134,10 @@ class LayeredState(SlotState):
     def load(self, state: State) -> None:
         self.below.load(state)
 
-    def check_weights(self, saved: State, checksum: int | None) -> None:
-        self.below.check_weights(saved, checksum)
+    def check_weights(
+        self, saved: State, checksum: int | None, weights: Tensor | None = None
+    ) -> None:
+        self.below.check_weights(saved, checksum, weights)
 
     def expect_weights(self, saved: State, checksum: int | None) -> None:
         self.below.expect_weights(saved, checksum)

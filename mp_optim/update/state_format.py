@@ -219,7 +219,11 @@ def fitted(
     if REMAINDER in saved and (
         REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype
     ):
-        result[MASTER] = joined(label, main, result.pop(REMAINDER))
+        remainder = result.pop(REMAINDER)
+        result[MASTER] = joined(label, main, remainder)
+        narrows = REMAINDER in mine and mine[REMAINDER].dtype == torch.int8
+        if narrows and not convert and bool((remainder & 0xFF).any()):
+            raise ValueError(_more_bits(label))  # whichever weights are there now
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)
         result[MASTER] = as_master(label, result[MASTER], convert)
@@ -364,8 +368,11 @@ def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) 
     )
     split_(master, param, rest)
     if not torch.equal(join(param, rest).nan_to_num(0.5), master.nan_to_num(0.5)):
-        raise ValueError(
-            f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit "
-            "remainder "
-            "hold; load with convert=True, or set param_remainder_bits=16"
-        )
+        raise ValueError(_more_bits(label))
+
+
+def _more_bits(label: str) -> str:
+    return (
+        f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit remainder "
+        "hold; load with convert=True, or set param_remainder_bits=16"
+    )

@@ -1,4 +1,5 @@
-"""Two gloo processes that load FP32 state into blocks, which lose bits on the second one alone."""
+"""Two gloo processes, of which the second one alone refuses what is loaded: FP32 state loses bits
+in its blocks, or code of its own raises."""
 
 from __future__ import annotations
 
@@ -59,6 +60,49 @@ def refused(
     return "", []
 
 
+class Scheduler:
+    """One that takes only what is not above its limit."""
+
+    def __init__(self, step: int, limit: int) -> None:
+        self.step, self.limit = step, limit
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+        if self.step > self.limit:
+            raise ValueError(f"step {self.step} is too large")
+
+
+def raising(*_: Any) -> None:
+    raise ValueError("a hook refuses")
+
+
+def refused_by_own_code(
+    layout: Layout, folder: Path, rank: int, what: str
+) -> tuple[str, list[str]]:
+    """The same where the second rank's scheduler, or a hook of its optimizer or model, refuses."""
+    model, optimizer = layout.build(1)
+    train(model, optimizer, range(2))
+    checkpoint.save(folder, model, optimizer, Scheduler(5, 9))
+    model, optimizer = layout.build(2)
+    train(model, optimizer, range(1))
+    raises = rank == 1
+    scheduler = Scheduler(3, 4 if raises and what == "scheduler" else 9)
+    if raises and what == "optimizer":
+        optimizer.register_load_state_dict_post_hook(raising)
+    elif raises and what == "model":
+        model.register_load_state_dict_post_hook(raising)
+    before = {**print_of(model, optimizer), "scheduler": vars(scheduler).copy()}
+    try:
+        checkpoint.load(folder, model, optimizer, scheduler)
+    except ValueError as error:
+        after = {**print_of(model, optimizer), "scheduler": vars(scheduler)}
+        return str(error), differing(before, after)
+    return "", []
+
+
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     dist.init_process_group("gloo")
@@ -66,6 +110,10 @@ def main() -> None:
     found = {}
     for number, (source, target) in enumerate(layouts()):
         found[target.name] = refused(source, target, folder / str(number), rank)
+        for what in ("scheduler", "optimizer", "model"):
+            name = f"{target.name}: its {what}"
+            path = folder / f"{number} {what}"
+            found[name] = refused_by_own_code(target, path, rank, what)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

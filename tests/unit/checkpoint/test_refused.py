@@ -3,15 +3,23 @@ settings have the bits that they had, on every rank."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
 
-from mp_optim import checkpoint
+from mp_optim import OptimizerParamScheduler, checkpoint
 from support.launch import run_ranks
 from support.models import COMPACT, build, train
+from support.old_form import replaced
 from support.prints import differing, print_of
 
 LOSING = sorted(set(COMPACT) - {"remainder"})
@@ -81,12 +89,281 @@ def test_values_that_no_step_leaves(
         assert differing(before, print_of(model, optimizer)) == []
 
 
-def test_state_that_fits_on_one_rank_and_not_on_the_other(tmp_path: Path) -> None:
+# -- what refuses when most has been checked ------------------------------------------------------
+
+
+class Versioned(nn.Module):
+    """A module that takes extra state of its own version only, as data or as a tensor."""
+
+    def __init__(self, version: Any) -> None:
+        super().__init__()
+        self.version, self.taken = version, version
+
+    def get_extra_state(self) -> Any:
+        return self.taken
+
+    def set_extra_state(self, state: Any) -> None:
+        self.taken = deepcopy(state)
+        if bool(torch.as_tensor(state != self.version).any()):
+            raise LookupError(f"extra state of version {state}")
+
+
+class Asking(nn.Module):
+    """A module with code of its own for loading."""
+
+    def __init__(self, asks: Callable[[dict[str, Any], str], None]) -> None:
+        super().__init__()
+        self.asks = asks
+        self.register_buffer("count", torch.zeros(3))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.asks(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class HalfWay:
+    """A scheduler that refuses when it has taken half of what was saved."""
+
+    def __init__(self, first: int, second: int) -> None:
+        self.values = {"first": first, "second": second}
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.values["first"] = state["first"]
+        self.last = state["first"]
+        if state["second"] > self.values["second"]:
+            raise LookupError("second is too large")
+        self.values["second"] = state["second"]
+
+
+def refuse(*_: Any) -> None:
+    raise LookupError("a hook refuses")
+
+
+def refuse_values(module: nn.Module, _: Any) -> None:
+    if bool((module.dense != module.was).any()):
+        raise LookupError("a hook refuses values")
+
+
+def nothing(*_: Any) -> None:
+    return None
+
+
+Prepare = Callable[[nn.Module, Any, bool], Any]
+"""Makes what is saved (False), and what refuses it (True), of a model and an optimizer; returns the
+scheduler."""
+
+
+def with_extra(old: Any, new: Any) -> Prepare:
+    def prepare(model: nn.Module, optimizer: Any, refuses: bool) -> None:
+        model.first, model.second = Versioned(1), Versioned(new if refuses else old)
+
+    return prepare
+
+
+def with_module_code(model: nn.Module, optimizer: Any, refuses: bool) -> None:
+    model.asking = Asking(refuse if refuses else nothing)
+
+
+def with_hook(register: Callable[[nn.Module, Any], Any]) -> Prepare:
+    def prepare(model: nn.Module, optimizer: Any, refuses: bool) -> None:
+        if refuses:
+            register(model, optimizer)
+
+    return prepare
+
+
+def with_hook_for_values(model: nn.Module, optimizer: Any, refuses: bool) -> None:
+    model.was = model.dense.detach().clone()
+    if refuses:
+        model.register_load_state_dict_post_hook(refuse_values)
+
+
+def with_half_way(model: nn.Module, optimizer: Any, refuses: bool) -> HalfWay:
+    return HalfWay(3, 0) if refuses else HalfWay(5, 6)
+
+
+def with_other_scheduler(model: nn.Module, optimizer: Any, refuses: bool) -> Any:
+    if not refuses:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ConstantLR(optimizer)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+REFUSALS: dict[str, Prepare] = {
+    "extra state": with_extra(1, 2),
+    "extra state, a tensor": with_extra(torch.tensor([1]), torch.tensor([2])),
+    "a module's own code": with_module_code,
+    "a module's hook before": with_hook(
+        lambda model, _: model.register_load_state_dict_pre_hook(refuse)
+    ),
+    "a module's hook after": with_hook(
+        lambda model, _: model.register_load_state_dict_post_hook(refuse)
+    ),
+    "a module's hook after, for values": with_hook_for_values,
+    "the optimizer's hook before": with_hook(
+        lambda _, optimizer: optimizer.register_load_state_dict_pre_hook(refuse)
+    ),
+    "the optimizer's hook after": with_hook(
+        lambda _, optimizer: optimizer.register_load_state_dict_post_hook(refuse)
+    ),
+    "a scheduler": with_half_way,
+    "another scheduler of torch's": with_other_scheduler,
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize(
+    ("form", "fraction"),
+    [
+        ("bf16", 0.0),
+        ("fp16", 0.5),
+        ("bf16-4bit", 0.5),
+        ("bf16-8bit8", 0.0),
+        ("fp32", 0.0),
+    ],
+)
+def test_what_is_known_only_by_doing(
+    tmp_path: Path, form: str, fraction: float, refusal: str
+) -> None:
+    prepare = REFUSALS[refusal]
+
+    def built(seed: int, steps: int, refuses: bool) -> tuple[nn.Module, Any, Any]:
+        model, optimizer = build(form, fraction, seed=seed)
+        train(model, optimizer, steps)
+        return model, optimizer, prepare(model, optimizer, refuses)
+
+    checkpoint.save(tmp_path, *built(1, 3, False))
+    model, optimizer, scheduler = built(7, 1, True)
+    ours = OptimizerParamScheduler(
+        optimizer, 0.0, 0.5, 0.0, 1, 9, "linear", 0, 0, 9, "constant"
+    )
+
+    def printed() -> dict[str, Any]:
+        extra = None if scheduler is None else repr(vars(scheduler))
+        return {
+            **print_of(model, optimizer),
+            "scheduler": extra,
+            "ours": ours.state_dict(),
+        }
+
+    before = printed()
+    with pytest.raises((LookupError, KeyError)):
+        checkpoint.load(tmp_path, model, optimizer, scheduler)
+    assert differing(before, printed()) == []
+    train(model, optimizer, 1, start=1)
+
+
+def twice(common: dict[str, Any]) -> None:
+    groups = common["optimizer"]["param_groups"]
+    groups.append(dict(groups[0]))
+
+
+def no_tensor(common: dict[str, Any]) -> None:
+    common["model"]["dense"] = 5
+
+
+def other_tensor(common: dict[str, Any]) -> None:
+    common["model"]["dense"] = torch.zeros(1)
+
+
+def other_weights(common: dict[str, Any]) -> None:
+    for group in common["optimizer"]["param_groups"]:
+        group["param_checksums"] = [
+            None if value is None else value ^ 1 for value in group["param_checksums"]
+        ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "form", "message"),
+    [
+        (twice, "bf16", "more than once"),
+        (no_tensor, "bf16", "dense is a int"),
+        (other_tensor, "fp32", "dense is a Tensor"),
+        (other_weights, "bf16-remainder", "not the ones that their loaded remainders"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_beside_the_tensors(
+    tmp_path: Path, damage: Callable[[Any], None], form: str, message: str
+) -> None:
+    """The last is a main param here, and a remainder in the file."""
+    model, optimizer = build(form, seed=1)
+    train(model, optimizer, 2)
+    version = checkpoint.save(tmp_path, model, optimizer)
+    common = torch.load(version / "common.pt", weights_only=True)
+    damage(common)
+    content = io.BytesIO()
+    torch.save(common, content)
+    model, optimizer = build(form.removesuffix("-remainder"), seed=7)
+    train(model, optimizer, 1)
+    checkpoint.load(tmp_path, *build(form.removesuffix("-remainder")))
+    replaced(version, "common.pt", content.getvalue())
+    before = print_of(model, optimizer)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert differing(before, print_of(model, optimizer)) == []
+
+
+def test_remainders_beside_other_weights_than_theirs(tmp_path: Path) -> None:
+    """A state dict says which weights its remainders belong to."""
+    source = build("bf16-remainder", seed=1)
+    train(*source, 2)
+    state = source[1].state_dict()
+    model, optimizer = build("bf16", seed=7)
+    before = print_of(model, optimizer)
+    with pytest.raises(ValueError, match="not the ones that their loaded remainders"):
+        optimizer.load_state_dict(state)
+    assert differing(before, print_of(model, optimizer)) == []
+    model.load_state_dict(source[0].state_dict())
+    optimizer.load_state_dict(state)
+    full = source[1].state_dict(full_precision=True)["state"]
+    for index, saved in optimizer.state_dict()["state"].items():
+        if "master_param" in saved:  # the FP32 parameter has none
+            assert torch.equal(saved["master_param"], full[index]["master_param"])
+
+
+def test_remainders_of_8_bits_fit_into_16(tmp_path: Path) -> None:
+    source = build("bf16-8bit8", seed=1)
+    train(*source, 2)
+    checkpoint.save(tmp_path, *source)
+    model, optimizer = build("bf16-8bit", seed=7)
+    checkpoint.load(tmp_path, model, optimizer)
+    wanted = dict(source[1].named_main_params())
+    for name, main in optimizer.named_main_params():
+        assert torch.equal(main, wanted[name])
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_remainders_of_16_bits_do_not_fit_into_8(tmp_path: Path, zero: bool) -> None:
+    """Whatever weights are there before."""
+    model, optimizer = build("bf16-8bit", seed=1)
+    train(model, optimizer, 2)
+    checkpoint.save(tmp_path, model, optimizer)
+    model, optimizer = build("bf16-8bit8", seed=7)
+    if zero:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+    before = print_of(model, optimizer)
+    with pytest.raises(ValueError, match="more bits than"):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert differing(before, print_of(model, optimizer)) == []
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def test_what_one_rank_alone_refuses(tmp_path: Path) -> None:
     run_ranks("refused", 2, str(tmp_path), timeout=120)
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 2
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 8
     for of_rank in found:
         for name, (error, changed) in of_rank.items():
-            assert "cannot hold without loss" in error, name
+            assert re.search(
+                "cannot hold without loss|is too large|a hook refuses", error
+            ), name
             assert changed == [], name
     assert all("rank 1: " in error for error, _ in found[0].values())
