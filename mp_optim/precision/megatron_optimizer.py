@@ -326,16 +326,17 @@ class MegatronOptimizer(SlotKeyedOptimizer):
                 hold it.
 
         Raises:
-            ValueError: a name is not trained here, or has another number of rows; nothing is
-                changed.
-            BrokenOffError: the last step or load was broken off half-way.
+            ValueError: a name is not trained here or has another number of rows, or a factor is
+                not finite; nothing is changed.
+            BrokenOffError: the last step, load or scaling was broken off half-way.
         """
         self.step_mark.check("scale_rows_")
-        self.step_mark.check_lent("scale_rows_")
         self.finish_param_sync()
         self.make_current()
-        scale_rows_([swap.mains for swap in self.averages.swaps], factors)
-        self.averages.share()
+        mains = [swap.mains for swap in self.averages.swaps]
+        with self.step_mark.step(self):
+            scale_rows_(mains, factors, self.step_mark)
+            self.averages.share()
 
     @abstractmethod
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:

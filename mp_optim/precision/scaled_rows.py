@@ -4,19 +4,32 @@ model parameters and remainders after them, wherever and however they are kept."
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mp_optim.precision.main_params import MainParams
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, local_tensor
+from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.tensor_layout import part_of
 
 
 @in_own_modes
-def scale_rows_(wrappers: Sequence[MainParams], factors: Mapping[str, Tensor]) -> None:
-    """See :meth:`~mp_optim.MegatronOptimizer.scale_rows_`; writes what this rank keeps."""
+def scale_rows_(
+    wrappers: Sequence[MainParams], factors: Mapping[str, Tensor], mark: StepMark
+) -> None:
+    """See :meth:`~mp_optim.MegatronOptimizer.scale_rows_`; writes what this rank keeps.
+
+    Args:
+        mark: set before the first parameter is written.
+    """
+    if not isinstance(factors, Mapping):
+        raise ValueError(
+            f"scale_rows_: factors are a {type(factors).__name__}, not a dict of tensors by name"
+        )
     places = {
         wrapper.name(slot): (wrapper, slot)
         for wrapper in wrappers
@@ -30,19 +43,44 @@ def scale_rows_(wrappers: Sequence[MainParams], factors: Mapping[str, Tensor]) -
             )
         wrapper, slot = places[name]
         _check(name, wrapper.param(slot), of_rows)
+    mark.touch()
     for name, of_rows in factors.items():
         _scale(*places[name], of_rows)
     for wrapper in wrappers:
         wrapper.take_as_seen()
 
 
-def _check(name: str, param: Tensor, factors: Tensor) -> None:
+def _check(name: str, param: Tensor, factors: Any) -> None:
     shape = part_of(param).shape
+    needed = (
+        f"the parameter has shape {tuple(shape)}, so one floating-point factor is needed for each "
+        f"of {shape[0] if shape else 'its (no)'} rows"
+    )
+    if not isinstance(factors, Tensor):
+        raise ValueError(
+            f"scale_rows_: factors of {name} are a {type(factors).__name__}, not a tensor; {needed}"
+        )
     if not shape or factors.shape != shape[:1] or not factors.is_floating_point():
         raise ValueError(
             f"scale_rows_: factors of {name} are {factors.dtype} of shape {tuple(factors.shape)}; "
-            f"the parameter has shape {tuple(shape)}, so one floating-point factor is needed for "
-            f"each of {shape[0] if shape else 'its (no)'} rows"
+            f"{needed}"
+        )
+    if (
+        factors.is_meta
+        or factors.layout != torch.strided
+        or isinstance(factors, DTensor)
+    ):
+        raise ValueError(
+            f"scale_rows_: factors of {name} are a {type(factors).__name__} of layout "
+            f"{factors.layout} on {factors.device}; a plain dense tensor with values is needed "
+            "(to_dense(), full_tensor())"
+        )
+    finite = factors.float().isfinite()
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"scale_rows_: the factor of row {row} of {name} is {float(factors[row])!r}, which is "
+            "not finite in FP32"
         )
 
 

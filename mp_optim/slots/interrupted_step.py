@@ -12,15 +12,15 @@ from contextlib import contextmanager
 
 
 class BrokenOffError(RuntimeError):
-    """A step was broken off: some parameters have taken it, others have not."""
+    """A step, load or scaling was broken off: some parameters have taken it, others have not."""
 
 
 class StepMark:
     """One for all layers of a stack.
 
-    NOTE: what writes main params, state, model parameters or the loss scale in a step calls
-    :meth:`touch` first, in the thread of the step. What is written where it is not read (back
-    buffers) needs no mark.
+    NOTE: what writes main params, state, model parameters or the loss scale in a step, or scales
+    rows, calls :meth:`touch` first, in the thread of the step. What is written where it is not read
+    (back buffers) needs no mark.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class StepMark:
         self.check_lent(doing)
         if self._touched:
             raise BrokenOffError(
-                f"{doing}: an earlier step or load of this optimizer was broken off "
+                f"{doing}: an earlier step, load or scaling of this optimizer was broken off "
                 f"half-way{self._why and f' by {self._why}'}, so that some parameters have taken "
                 "it and others have not. Load the last checkpoint, model and optimizer "
                 "(load_state_dict makes the optimizer usable again)"
@@ -91,7 +91,7 @@ class StepMark:
 
     @contextmanager
     def step(self, layer: object) -> Iterator[None]:
-        """A step of a layer; of the outermost one, all of it.
+        """A step of a layer, or rows that are scaled; of the outermost layer, all of it.
 
         Raises:
             BrokenOffError: one before it was broken off.

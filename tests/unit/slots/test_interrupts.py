@@ -21,6 +21,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
+from mp_optim.precision.main_params import MainParams
 from mp_optim.slots.interrupted_step import BrokenOffError
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.reference import ReferenceBackend
@@ -306,3 +307,39 @@ def test_a_tensor_setting_that_was_written_in_place_is_looked_at_again():
         match=r"param_groups\[\d\]: lr=.*must be a finite number >= 0.*nothing was stepped",
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize("stack", ["in place", "fp32", "speculative", "remainders"])
+def test_rows_that_were_scaled_in_part_are_not_gone_on_from(
+    stack, monkeypatch, tmp_path
+):
+    model, optimizer = built(STACKS[stack])
+    backward(model, optimizer, 0)
+    optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer)
+    was, calls = everything(model, optimizer), iter(range(1000))
+    halves = {
+        name: torch.full(main.shape[:1], 0.5)
+        for name, main in optimizer.named_main_params()
+    }
+
+    def second(*args: Any, original: Any = MainParams.set_stepped_value) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MainParams, "set_stepped_value", second)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.scale_rows_(halves)
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: checkpoint.save(tmp_path, model, optimizer),
+        lambda: optimizer.scale_rows_(halves),
+    ):
+        with pytest.raises(BrokenOffError, match=r"scaling.*by KeyboardInterrupt"):
+            use()
+    checkpoint.load(tmp_path, model, optimizer)
+    assert alike(everything(model, optimizer), was)
+    optimizer.scale_rows_(halves)

@@ -11,6 +11,8 @@ from torch import nn
 import mp_optim
 from support.models import build, same_bits, tokens_of, train
 
+ROWS = 8
+"""Of the matrix ``dense``."""
 PLACES = {
     "device": {},
     "host": {"fraction": 1.0},
@@ -134,6 +136,17 @@ def test_qk_clip_keeps_logits_below_a_limit(dtype):
             {"dense": torch.ones(2, 2)},
             "one floating-point factor is needed for each of",
         ),
+        ({"dense": [1.0, 2.0]}, "factors of dense are a list, not a tensor"),
+        ({"dense": torch.ones(ROWS, device="meta")}, "on meta; a plain dense tensor"),
+        ({"dense": torch.ones(ROWS).to_sparse()}, "layout torch.sparse_coo"),
+        (
+            {"dense": torch.full((ROWS,), math.nan)},
+            "row 0 of dense is nan, which is not finite in FP32",
+        ),
+        (
+            {"dense": torch.tensor([1.0] * (ROWS - 1) + [1e300], dtype=torch.float64)},
+            f"row {ROWS - 1} of dense is 1e\\+300",
+        ),
     ],
 )
 def test_what_cannot_be_scaled_changes_nothing(factors, said):
@@ -144,3 +157,30 @@ def test_what_cannot_be_scaled_changes_nothing(factors, said):
     with pytest.raises(ValueError, match=said):
         optimizer.scale_rows_(dict([first]) | factors)
     assert all(same_bits(before[name], main) for name, main in mains(optimizer).items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder", "fp32"])
+def test_what_was_written_just_before_is_scaled(precision):
+    model, optimizer = build(precision, fraction=1.0)
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        model.dense.fill_(3.0)
+    optimizer.scale_rows_({"dense": torch.full((ROWS,), 0.5)})
+    for scaled in (model.dense.detach(), mains(optimizer)["dense"]):
+        torch.testing.assert_close(
+            scaled, torch.full_like(scaled, 1.5), rtol=2**-8, atol=0.0
+        )
+
+
+def test_factors_of_more_bits_are_those_of_fp32():
+    """A product in FP64 of this factor would round to another number."""
+
+    def scaled(factor):
+        model, optimizer = build("fp32")
+        with torch.no_grad():
+            model.dense.copy_(torch.linspace(1, 2, ROWS * ROWS).view(ROWS, ROWS))
+        optimizer.scale_rows_({"dense": factor.expand(ROWS)})
+        return model.dense.detach().clone()
+
+    exact = torch.tensor(1 + 2.0**-24 + 2.0**-30, dtype=torch.float64)
+    assert same_bits(scaled(exact), scaled(exact.float()))
