@@ -92,8 +92,13 @@ SCHEDULED = (
 def check_schedule(group: Mapping[str, Any]) -> None:
     """Raise ValueError unless the :data:`SCHEDULED` settings that a group has can be stepped with;
     ``lr`` may not be None."""
+    if "lr" in group and group["lr"] is None:
+        raise ValueError(
+            "lr=None: no learning rate has been set; set one, or let a scheduler do so before the "
+            "first step"
+        )
     for name in SCHEDULED:
-        if name in group and (group[name] is not None or name == "lr"):
+        if name in group and group[name] is not None:
             check_setting(name, group[name], NOT_NEGATIVE)
 
 

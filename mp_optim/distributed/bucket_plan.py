@@ -69,6 +69,13 @@ class BucketPlan:
         start, stop = max(first - item.start, 0), min(last - item.start, item.numel)
         return (start, stop) if start < stop else (0, 0)
 
+    def is_whole(self, item: ParamRange) -> bool:
+        """Whether one rank's shard has all of a parameter."""
+        everything = (0, item.numel)
+        return any(
+            self.fragment(item, rank) == everything for rank in range(self.ranks)
+        )
+
 
 def aligned(numel: int) -> int:
     """``numel`` rounded up to a multiple of :data:`ALIGNMENT`."""

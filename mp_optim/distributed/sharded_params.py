@@ -11,12 +11,12 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
-from mp_optim.distributed.buckets import Entry
+from mp_optim.distributed.buckets import Bucket, Entry
 from mp_optim.distributed.param_shards import ParamShard, make_shard
 from mp_optim.distributed.transport import make_transport
 from mp_optim.precision.seen_params import SeenParams
 from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, slot_name
-from mp_optim.slots.param_attributes import set_main_grad
+from mp_optim.slots.param_attributes import is_laid_out_whole, set_main_grad
 
 
 def in_forward_order(
@@ -93,7 +93,11 @@ class ShardedParams:
             index, entry = self._entries[slot]
             located = self.transport.buckets[index], entry
         everything = self.steps_everything
-        keeps_shape = everything or config.use_layer_wise_distributed_optimizer
+        keeps_shape = (
+            everything
+            or config.use_layer_wise_distributed_optimizer
+            or (located is not None and _is_whole(param, *located))
+        )
         reads = RULES[config.optimizer].reads
         return make_shard(
             slot_name(self._param_groups, slot),
@@ -216,3 +220,8 @@ class ShardedParams:
             "bytes_reduced": reducer.bytes_reduced,
             "bytes_gathered": gathered,
         }
+
+
+def _is_whole(param: Tensor, bucket: Bucket, entry: Entry) -> bool:
+    """Whether Megatron has kept a parameter in the part of one rank, which steps it alone."""
+    return is_laid_out_whole(param) and bucket.plan.is_whole(entry.placed)

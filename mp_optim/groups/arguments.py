@@ -20,6 +20,7 @@ from mp_optim.groups.overrides import (
 )
 from mp_optim.process.caller_warnings import warn
 from mp_optim.slots.names import canonical_names, named_params, prefixed
+from mp_optim.slots.param_attributes import check_attributes
 
 _CLOSE = 0.75
 """How alike a name in an override and a parameter's have to be to be worth showing."""
@@ -61,6 +62,8 @@ def check_model(
     """
     named = list(named_params(chunks))
     trained = [(name, param) for name, param in named if param.requires_grad]
+    for name, param in trained:
+        check_attributes(name, param)
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if not trained and param_groups is None and alone:
         raise ValueError(

@@ -30,6 +30,18 @@ def _whole_shape(param: Tensor) -> torch.Size:
     return param.shape if whole is None else whole
 
 
+def is_hidden_matrix(param: Tensor, name: str, is_expert: bool) -> bool:
+    """Whether Muon steps a parameter if nobody says otherwise, as far as it tells itself: a matrix,
+    or an expert's stack of them, that is neither an embedding nor the output layer, and whose
+    ``use_muon`` is not false."""
+    dims = len(_whole_shape(param))
+    return (
+        (dims == 2 or (dims == 3 and is_expert))
+        and param_attributes.is_for_muon(param)
+        and not is_embedding_or_output(param, name)
+    )
+
+
 class MuonAssignment:
     """Says for each parameter of a model which rule steps it, and how a fused QKV weight is cut.
 
@@ -88,13 +100,9 @@ class MuonAssignment:
         return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
 
     def is_hidden(self, param: Tensor, name: str, is_expert: bool) -> bool:
-        """Whether Muon steps a parameter unless an override says otherwise: a matrix, or an
-        expert's stack of them, that is neither an embedding nor the output layer."""
-        dims = len(_whole_shape(param))
-        return (
-            (dims == 2 or (dims == 3 and is_expert))
-            and id(param) not in self._embeddings
-            and not is_embedding_or_output(param, name)
+        """As :func:`is_hidden_matrix`, and no embedding by its module."""
+        return id(param) not in self._embeddings and is_hidden_matrix(
+            param, name, is_expert
         )
 
     def _head_rows(self, param: Tensor, name: str) -> int | None:
@@ -121,10 +129,13 @@ class MuonAssignment:
         )
 
     def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
-        """Megatron's rows per query group: queries, keys, values."""
+        """Megatron's rows per query group: queries, a gate where the model's attention has one,
+        keys, values."""
         fused = param_attributes.is_qkv(param) or name.endswith("linear_qkv.weight")
         if not self._config.muon_split_qkv or not fused:
             return None
+        if (parts := param_attributes.qkv_split_shapes(param)) is not None:
+            return parts
         sizes = self._sizes.get(id(param))
         heads, groups, width = (
             getattr(sizes, field, None)
@@ -139,7 +150,9 @@ class MuonAssignment:
                 "qkv_split_shapes=(rows of Q, of K, of V in each group), or set "
                 "muon_split_qkv=False"
             )
-        return heads // groups * width, width, width
+        queries = heads // groups * width
+        gate = (queries,) if getattr(sizes, "attention_output_gate", False) else ()
+        return (queries, *gate, width, width)
 
 
 def _check_rows(param: Tensor, name: str, what: str, value: Any, rows: int) -> None:

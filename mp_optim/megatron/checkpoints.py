@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from mp_optim.megatron.saved_groups import Settings
@@ -80,6 +81,18 @@ class SavesAsMegatron:
         """
         legacy = importlib.import_module("mp_optim.megatron.parameter_state")
         legacy.load_parameter_state(self.stack, filename)
+
+    def save_state_dict_to_file(self, filename: str) -> None:
+        """Write what this rank has, all of it: what Megatron asks of a layer-wise optimizer."""
+        torch.save(self.stack.state_dict(), filename)
+
+    def load_state_dict_from_file(self, filename: str) -> None:
+        """Load what :meth:`save_state_dict_to_file` wrote on the same rank of as many.
+
+        Raises:
+            ValueError: it does not fit; nothing was loaded.
+        """
+        self.stack.load_state_dict(torch.load(filename, weights_only=True))
 
     def sharded_state_dict(
         self,

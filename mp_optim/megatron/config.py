@@ -21,6 +21,7 @@ from mp_optim.config.fields import ConfigFields
 from mp_optim.megatron.fields import DDP_FIELDS, OPTIMIZER_FIELDS, SAME, Kind, Meaning
 from mp_optim.process.caller_warnings import warn
 
+_LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _OF_DDP = ("overlap_param_gather",)
 """Fields that Megatron's DDP config decides where the model is wrapped in its DDP."""
 _UNKNOWN = Meaning(
@@ -56,9 +57,11 @@ def config_from_megatron(
         meaning = OPTIMIZER_FIELDS.get(name, SAME)
         if (meaning.name or name) in ours and meaning.kind is not Kind.WITHOUT_EFFECT:
             settings[meaning.name or name] = meaning.values.get(value, value)
+    if config.optimizer == "dist_muon":
+        settings[_LAYER_WISE] = True
     for chunk in model_chunks:
         if ddp_config := getattr(chunk, "ddp_config", None):
-            settings |= _settings_of_ddp(ddp_config, config, _splits_gradients(chunk))
+            settings |= _settings_of_ddp(ddp_config, settings, _shares(chunk))
     if config.optimizer == "lion":
         warn(_LION)
     settings = without_inert({**settings, **own_settings})
@@ -93,29 +96,45 @@ def without_inert(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _splits_gradients(chunk: nn.Module) -> bool:
-    """Whether Megatron's DDP leaves a rank only its share of the reduced gradients."""
-    if not chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
-        return False
+def _shares(chunk: nn.Module) -> int:
+    """Over how many ranks the buffers of Megatron's DDP are reduced, at most."""
     kinds = ("buffers", "expert_parallel_buffers")
     buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]
-    return any(buffer.data_parallel_group.size() > 1 for buffer in buffers)
+    return max((buffer.data_parallel_group.size() for buffer in buffers), default=1)
 
 
-def _settings_of_ddp(ddp_config: Any, config: Any, splits: bool) -> dict[str, Any]:
+def _settings_of_ddp(
+    ddp_config: Any, settings: Mapping[str, Any], ranks: int
+) -> dict[str, Any]:
     """What the config of Megatron's DDP decides.
+
+    Args:
+        settings: ours so far. ranks: over which its buffers are reduced.
 
     Raises:
         ValueError: it does not fit, naming the field.
     """
     values = dict(accepted_fields(ddp_config, DDP_FIELDS))
-    shares = "use_distributed_optimizer", "use_layer_wise_distributed_optimizer"
-    if splits and not any(getattr(config, name, False) for name in shares):
+    decided = {name: values[name] for name in _OF_DDP if name in values}
+    splits = ddp_config.use_distributed_optimizer
+    if settings.get(_LAYER_WISE, False):
+        # Megatron's DDP has laid every matrix out in the part of one rank, so the distributed
+        # optimizer finds it whole there.
+        if not splits and ranks > 1:
+            raise ValueError(
+                f"{_LAYER_WISE}=True, and the model's ddp_config has "
+                "use_distributed_optimizer=False: its buffers are not laid out by rank. Leave out "
+                "--no-use-layer-wise-param-layout (or set --use-layer-wise-param-layout, where "
+                "there is one); a Megatron that has neither trains the same, with all state on "
+                "every rank, by --optimizer muon without --use-distributed-optimizer"
+            )
+        return {**decided, _LAYER_WISE: False, "use_distributed_optimizer": splits}
+    if splits and ranks > 1 and not settings.get("use_distributed_optimizer", False):
         raise ValueError(
             "use_distributed_optimizer=True of the model's ddp_config leaves each rank only its "
             "share of the gradients, and OptimizerConfig has False; set both alike"
         )
-    return {name: values[name] for name in _OF_DDP if name in values}
+    return decided
 
 
 def _default_of(spec: Any) -> Any:

@@ -63,6 +63,14 @@ _ADAPTIVE = _ignored('read by optimizer="adaptive_muon", which is refused')
 _WHOLE_8_BIT = _refused(
     "parameters in 8 bits are stepped where they are whole, not sharded; leave it False"
 )
+_CHUNKS = _refused(
+    "state is kept on the host by --optimizer-cpu-offload and optimizer_offload_fraction, and "
+    "stepped on the device by install(offload_place='streamed')"
+)
+_CHUNKS_OF = _refused(
+    "of chunked_optimizer_state_offload, which is refused; leave it at its default, and use "
+    "--optimizer-cpu-offload"
+)
 _FSDP = _ignored("read by Megatron-FSDP, which is refused")
 _NO_FSDP = _refused(
     "use torch's FSDP2 (--use-torch-fsdp2), whose DTensors are stepped shard by shard"
@@ -109,7 +117,12 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = {
         ),
         SAME,
     ),
-    "optimizer": _noted("adam, sgd, muon, lion; others are refused"),
+    "optimizer": Meaning(
+        Kind.SAME,
+        "adam, sgd, muon, lion, and dist_muon as muon with "
+        "use_layer_wise_distributed_optimizer; others are refused",
+        values=MappingProxyType({"dist_muon": "muon"}),
+    ),
     "fp8_recipe": _ignored(
         "parameters in 8 bits are recognised, and quantised by their own recipe"
     ),
@@ -146,12 +159,19 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = {
         _ADAPTIVE,
     ),
     "use_layer_wise_distributed_optimizer": _noted(
-        "with the bare module, not with one in Megatron's DDP"
+        "Megatron's DDP lays whole matrices out by rank; with the bare module, buckets here do"
+    ),
+    "use_layer_wise_param_layout": _ignored(
+        "how the buffers of its DDP are laid out decides"
     ),
     "overlap_param_gather": _noted("the DDP config decides it"),
     "overlap_param_gather_with_optimizer_step": _refused(
         "overlap_param_gather=True gathers during the next forward"
     ),
+    "chunked_optimizer_state_offload": _CHUNKS,
+    "offload_optimizer_states": _CHUNKS,
+    "optimizer_state_offload_chunk_size_mb": _CHUNKS_OF,
+    "optimizer_state_offload_fraction": _CHUNKS_OF,
     "use_torch_optimizer_for_cpu_offload": _ignored(
         "Megatron, too, sets it aside in the lines that follow"
     ),
@@ -179,6 +199,8 @@ DDP_FIELDS: dict[str, Meaning] = {
             "nccl_ub",
             "disable_symmetric_registration",
             "delay_wgrad_compute",
+            "use_layer_wise_param_layout",
+            "disable_grad_buffers_cpu_backup",
         ),
         _DDP,
     ),
@@ -193,6 +215,10 @@ DDP_FIELDS: dict[str, Meaning] = {
     "fp8_param_gather": _WHOLE_8_BIT,
     "fp4_param_gather": _refused("parameters in 4 bits are not known here"),
     "reuse_grad_buf_for_mxfp8_param_ag": _WHOLE_8_BIT,
+    "disable_param_buffers_cpu_backup": _refused(
+        "parameters that come back without their values are not written again from the main "
+        "params; leave it False"
+    ),
     "use_megatron_fsdp": _NO_FSDP,
     "use_custom_fsdp": _NO_FSDP,
     **dict.fromkeys(
@@ -215,6 +241,8 @@ DDP_FIELDS: dict[str, Meaning] = {
             "megatron_fsdp_cuda_graph_mode",
             "megatron_fsdp_enable_fine_grained_param_gather",
             "megatron_fsdp_max_pool_double_buffer",
+            "megatron_fsdp_prefetch_recompute_forward_weights",
+            "megatron_fsdp_cache_param_bucket_views",
         ),
         _FSDP,
     ),

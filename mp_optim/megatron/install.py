@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,20 +20,11 @@ from mp_optim.megatron.saved_groups import groups_elsewhere
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots.param_attributes import is_expert_param
 
-_NAME = "get_megatron_optimizer"
 _HOME = "megatron.core.optimizer"
-_ARGUMENTS = (
-    "config",
-    "model_chunks",
-    "config_overrides",
-    "use_gloo_process_groups",
-    "pg_collection",
-    "dump_param_to_param_group_map",
-)
-"""What Megatron's factory takes, from core 0.16 on."""
 _REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
 """What Megatron, too, requires in a collection of groups."""
-_theirs: Any = None
+_theirs: dict[str, Any] = {}
+"""Megatron's own factories, by name, while ours are in their place."""
 _settings: dict[str, Any] = {}
 """Fields of our config that :func:`install` was given."""
 
@@ -72,6 +64,9 @@ def get_megatron_optimizer(
     if config_overrides is None:
         config_overrides = optimizer.get_standard_config_overrides(config)
     ours = config_from_megatron(config, model_chunks, _settings)
+    has_rate = ours.lr is not None
+    if not has_rate:  # a scheduler sets it, as in Megatron, before the first step
+        ours = dataclasses.replace(ours, lr=ours.min_lr or 0.0)
     stack = api.get_megatron_optimizer(
         ours,
         list(model_chunks),
@@ -81,9 +76,41 @@ def get_megatron_optimizer(
     )
     for group in stack.param_groups:
         group["default_config"] = _is_default(group, ours)
+        if not has_rate and group["default_config"]:
+            group["lr"] = None
+            group.pop("max_lr", None)  # the scheduler's own counts
     face = MegatronFace(stack)
     face.set_model(model_chunks, groups_elsewhere(stack))
     return face
+
+
+def get_megatron_muon_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Mapping[Any, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    layer_wise_distributed_optimizer: bool = False,
+    pg_collection: Any = None,
+) -> MegatronFace:
+    """Megatron's factory of Muon, of core 0.16; :func:`get_megatron_optimizer` with ``muon`` in the
+    config, or ``dist_muon``."""
+    of_muon = copy.copy(config)
+    of_muon.optimizer = "dist_muon" if layer_wise_distributed_optimizer else "muon"
+    return get_megatron_optimizer(
+        of_muon,
+        model_chunks,
+        config_overrides,
+        use_gloo_process_groups,
+        pg_collection,
+    )
+
+
+_FACTORIES: dict[str, tuple[str, Callable[..., MegatronFace]]] = {
+    "get_megatron_optimizer": (_HOME, get_megatron_optimizer),
+    "get_megatron_muon_optimizer": (f"{_HOME}.muon", get_megatron_muon_optimizer),
+}
+"""Ours by the names of Megatron's, and where theirs are; they take what theirs take, from core 0.16
+on."""
 
 
 def _without_idle(
@@ -159,32 +186,51 @@ def install(**settings: Any) -> None:
         )
     _settings.clear()
     _settings.update(settings)
-    global _theirs
-    if _theirs is not None:
+    if _theirs:
         return
-    theirs = getattr(importlib.import_module(_HOME), _NAME)
-    known = [*inspect.signature(theirs).parameters]
-    if others := [name for name in known if name not in _ARGUMENTS]:
+    present = {name: _present(name) for name in _FACTORIES}
+    _theirs.update({name: theirs for name, theirs in present.items() if theirs})
+    for name, theirs in _theirs.items():
+        _put(name, theirs, _FACTORIES[name][1])
+    # callers that ask what kind of optimizer they were given
+    importlib.import_module(_HOME).MegatronOptimizer.register(MegatronFace)
+
+
+def _present(name: str) -> Any:
+    """Megatron's factory; None if this version has none, or one that only calls another.
+
+    Raises:
+        RuntimeError: it takes what ours does not, naming it.
+    """
+    home, ours = _FACTORIES[name]
+    try:
+        theirs = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError:
+        if home == _HOME:
+            raise
+        return None
+    known, taken = inspect.signature(ours).parameters, inspect.signature(theirs)
+    if "config" not in taken.parameters:
+        return None
+    if others := [argument for argument in taken.parameters if argument not in known]:
         raise RuntimeError(
-            f"Megatron's {_NAME} takes {', '.join(others)}, which this version of mp_optim does "
-            f"not know; it knows {', '.join(_ARGUMENTS)} (megatron-core 0.16 to 0.20)"
+            f"Megatron's {name} takes {', '.join(others)}, which this version of mp_optim does "
+            f"not know; it knows {', '.join(known)} (megatron-core 0.16 to 0.20)"
         )
-    _theirs = theirs
-    _put(theirs, get_megatron_optimizer)
+    return theirs
 
 
 def uninstall() -> None:
     """Give Megatron's callers their own back."""
-    global _theirs
     _settings.clear()
-    if _theirs is not None:
-        _put(get_megatron_optimizer, _theirs)
-        _theirs = None
+    for name, theirs in _theirs.items():
+        _put(name, _FACTORIES[name][1], theirs)
+    _theirs.clear()
 
 
-def _put(present: Any, wanted: Any) -> None:
+def _put(name: str, present: Any, wanted: Any) -> None:
     """Replace a function in every module that has imported it by name."""
-    for name, module in list(sys.modules.items()):
-        ours = name.startswith("mp_optim.")
-        if not ours and getattr(module, "__dict__", {}).get(_NAME) is present:
-            setattr(module, _NAME, wanted)
+    for of_module, module in list(sys.modules.items()):
+        ours = of_module.startswith("mp_optim.")
+        if not ours and getattr(module, "__dict__", {}).get(name) is present:
+            setattr(module, name, wanted)

@@ -45,6 +45,7 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.param_attributes import (
+    check_attributes,
     grad_norm_group,
     is_shared,
     is_tensor_parallel,
@@ -131,6 +132,7 @@ class MainParams:
     def _bind(self, slot: Slot, param: Tensor) -> bool:
         """Give a trainable parameter its main param; returns whether that is another tensor."""
         self._check_param(slot, param)
+        check_attributes(self.name(slot), param)
         check_quantized(self.name(slot), param)
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
         main = self._inner.new_main_param(slot, local)

@@ -82,7 +82,19 @@ class ProcessGroups:
     @classmethod
     def from_attributes(cls, groups: Any) -> ProcessGroups:
         """From any object with Megatron's attribute names (``mp``, ``tp``, ``expt_tp``,
-        ``tp_ep_pp``, ...)."""
+        ``tp_ep_pp``, ...).
+
+        Raises:
+            ValueError: one has several ranks for what there is none of here, naming it.
+        """
+        for name in ("gtp_remat", "expt_gtp_remat"):
+            group = getattr(groups, name, None)
+            if group is not None and group.size() > 1:
+                raise ValueError(
+                    f"{name} has {group.size()} ranks: generalised tensor parallelism is not in "
+                    "this version; leave out --tensor-parallel-num-weight-shards and its expert "
+                    "counterpart"
+                )
 
         def first(*names: str) -> ProcessGroup | None:
             return next(

@@ -157,6 +157,42 @@ def is_qkv(param: Tensor) -> bool:
     return bool(getattr(param, "is_qkv", False))
 
 
+def qkv_split_shapes(param: Tensor) -> tuple[int, ...] | None:
+    """``qkv_split_shapes``: the rows of each part in a query group; None if nothing is said."""
+    parts = getattr(param, "qkv_split_shapes", None)
+    return None if parts is None else tuple(map(int, parts))
+
+
+def is_for_muon(param: Tensor) -> bool:
+    """``use_muon``: false on a matrix that Muon leaves to the scalar optimizer."""
+    return bool(getattr(param, "use_muon", True))
+
+
+def is_laid_out_whole(param: Tensor) -> bool:
+    """``is_managed_by_layer_wise_optimizer``: one rank has all of it in Megatron's buffer."""
+    return bool(getattr(param, "is_managed_by_layer_wise_optimizer", False))
+
+
+REFUSED = {
+    "is_gtp_weight_remat": (
+        "generalised tensor parallelism is not in this version, its norms and matrices would be "
+        "wrong: leave out --tensor-parallel-num-weight-shards and its expert counterpart"
+    ),
+    "__fsdp_param__": (
+        "Megatron-FSDP is not in this version: use torch's FSDP2 (--use-torch-fsdp2), whose "
+        "DTensors are stepped shard by shard"
+    ),
+}
+"""Attributes of parameters that ask for what there is none of here, and what to do instead."""
+
+
+def check_attributes(name: str, param: Tensor) -> None:
+    """Raise ValueError if one of the :data:`REFUSED` attributes is true, naming the parameter."""
+    for attribute, reason in REFUSED.items():
+        if value := getattr(param, attribute, False):
+            raise ValueError(f"{attribute}={value!r} on {name}: {reason}")
+
+
 def norm_attributes(param: Tensor) -> dict[str, Any]:
     """The attributes that say in which norm a gradient counts, and how tensor parallelism splits
     it, where they are set."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.groups.muon import is_embedding_or_output
+from mp_optim.groups.muon import is_hidden_matrix
 from mp_optim.process.caller_warnings import warn
 from mp_optim.slots.param_attributes import is_expert_param
 
@@ -47,6 +47,4 @@ def _members(params: Any) -> list[Tensor | Named]:
 
 def _is_matrix(member: Tensor | Named) -> bool:
     name, param = ("", member) if isinstance(member, Tensor) else member
-    if is_embedding_or_output(param, name):
-        return False
-    return param.dim() == 2 or (param.dim() == 3 and is_expert_param(param, name))
+    return is_hidden_matrix(param, name, is_expert_param(param, name))

@@ -55,6 +55,35 @@ def other_than(value: Any) -> Any:
     return value + 1 if isinstance(value, int) else "something"
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (owner, name)
+        for owner in tool.CLASSES
+        for name, meaning in owner.meanings.items()
+        if meaning.kind is Kind.REFUSED
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_a_refused_field_of_any_version_is_refused(
+    owner: tool.ConfigClass, name: str
+) -> None:
+    """Also of versions that are not installed."""
+    fields: dict[str, Any] = {"lr": 1e-3, "optimizer": "adam", name: False}
+    of_optimizer = owner.name == "OptimizerConfig"
+    theirs = dataclasses.make_dataclass(
+        owner.name,
+        [(key, Any, dataclasses.field(default=value)) for key, value in fields.items()],
+    )
+    with pytest.raises(ValueError, match=rf"^{name}=True of Megatron's") as refusal:
+        if of_optimizer:
+            config_from_megatron(theirs(**{name: True}))
+        else:
+            chunk = SimpleNamespace(ddp_config=theirs(**{name: True}))
+            config_from_megatron(OptimizerConfig(lr=1e-3), [chunk])
+    assert owner.meanings[name].note in str(refusal.value)
+
+
 def of_kind(kind: Kind, table: dict[str, Any], config: type) -> list[str]:
     present = {spec.name for spec in dataclasses.fields(config)}
     return [name for name in table if table[name].kind is kind and name in present]

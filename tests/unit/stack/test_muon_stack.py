@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import mp_optim
 from mp_optim import (
     ParamKey,
     checkpoint,
@@ -216,6 +217,61 @@ def test_fused_qkv_weights_are_cut_by_the_models_config():
         config_for("fp32", optimizer="muon", muon_split_qkv=False), Megatron()
     )
     assert all(group["qkv_split_shapes"] is None for group in unsplit.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said", "parts"),
+    [
+        ({"kv_channels": 1, "attention_output_gate": True}, None, (2, 2, 1, 1)),
+        ({"kv_channels": 2}, [2, 1, 1], (2, 1, 1)),
+        ({"kv_channels": 2, "attention_output_gate": False}, None, (4, 2, 2)),
+    ],
+)
+def test_a_gate_and_the_parameters_own_word_cut_a_fused_weight(sizes, said, parts):
+    model = Megatron(num_attention_heads=4, num_query_groups=2, **sizes)
+    model.linear_qkv = nn.Linear(8, 2 * sum(parts), bias=False)
+    if said:
+        model.linear_qkv.weight.qkv_split_shapes = said
+    optimizer = get_megatron_optimizer(config_for("fp32", optimizer="muon"), model)
+    assert {group.get("qkv_split_shapes") for group in optimizer.param_groups} == {
+        parts,
+        None,
+    }
+
+
+def trained(model, optimizer):
+    torch.manual_seed(4)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("style", ["config", "torch"])
+@pytest.mark.parametrize("marked", ["0", "1"])
+def test_a_matrix_marked_use_muon_false_is_the_scalar_optimizers(style, marked):
+    """As one that an override, or a group, gives to it."""
+
+    def build(by_mark):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6, bias=False))
+        named = dict(model.named_parameters())
+        name = f"{marked}.weight"
+        if by_mark:
+            named[name].use_muon = False
+        if style == "config":
+            override = {ParamKey(name=name): {"optimizer": "adam"}}
+            config = config_for("fp32", optimizer="muon")
+            return model, get_megatron_optimizer(
+                config, model, {} if by_mark else override
+            )
+        if by_mark:
+            return model, mp_optim.Muon(named.items(), lr=1e-2)
+        alone = {"params": [(name, named.pop(name))], "optimizer": "adam"}
+        return model, mp_optim.Muon([{"params": [*named.items()]}, alone], lr=1e-2)
+
+    for ours, same in zip(trained(*build(True)), trained(*build(False)), strict=True):
+        assert torch.equal(ours, same)
 
 
 # -- ranks ----------------------------------------------------------------------------------------

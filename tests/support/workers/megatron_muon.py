@@ -1,0 +1,142 @@
+"""Two gloo processes: Muon over the buffers of Megatron's DDP, which have some matrices whole in
+one rank's part and others cut, beside one optimizer over the bare module."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from mp_optim import megatron
+
+warnings.filterwarnings("ignore")
+torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Two matrices, of which one lies across the middle of its bucket, another that is not told to
+    be whole, and vectors in FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=1
+        )
+        self.first = nn.Linear(16, 16, bias=False)
+        self.second = nn.Linear(16, 16, bias=False)
+        self.odd = nn.Linear(16, 24, bias=False)
+        self.norm = nn.LayerNorm(16)
+        self.bfloat16()
+        self.norm.float()
+
+
+def wrapped(model: Net, splits: bool = True) -> Any:
+    """In Megatron's DDP, which tells whole matrices as Megatron does."""
+    for layer in (model.first, model.second):
+        layer.weight.is_managed_by_layer_wise_optimizer = True  # type: ignore[assignment]
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=splits, bucket_size=512
+    )
+    return DistributedDataParallel(model.config, ddp, model)
+
+
+def config(optimizer: str = "dist_muon") -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer=optimizer, lr=1e-2, bf16=True, weight_decay=0.1, clip_grad=0.5
+    )
+
+
+def grads(model: nn.Module, step: int) -> None:
+    """Where Megatron's kernels leave them."""
+    torch.manual_seed(step)
+    for param in model.parameters():
+        values = torch.randn(param.shape).to(param.dtype)
+        if hasattr(param, "main_grad"):
+            param.main_grad.copy_(values)
+        else:
+            param.main_grad = values
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    norms = []
+    for step in steps:
+        grads(model, step)
+        norms.append(float(optimizer.step()[1]))
+    return norms
+
+
+def shapes(optimizer: Any) -> dict[str, list[int]]:
+    """What this rank steps of each parameter."""
+    of_each = {}
+    for part in optimizer.stack.chained_optimizers:
+        for whole, owned in zip(
+            part.param_groups, part.shards.param_groups, strict=True
+        ):
+            for name, tensor in zip(
+                whole.get("param_names", ()), owned["params"], strict=True
+            ):
+                of_each[name.removeprefix("module.")] = list(tensor.shape)
+    return of_each
+
+
+def refusal() -> str:
+    """Of buffers that every rank has whole."""
+    try:
+        megatron.get_megatron_optimizer(config(), [wrapped(Net(), splits=False)])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = Net()
+    model = wrapped(copy.deepcopy(plain))
+    alone = megatron.get_megatron_optimizer(config("muon"), [plain])
+    optimizer = megatron.get_megatron_optimizer(config(), [model])
+    norms = [
+        train(net, stepper, range(STEPS))
+        for net, stepper in ((plain, alone), (model, optimizer))
+    ]
+    file = str(folder / f"layer_wise_{rank}.pt")
+    optimizer.save_state_dict_to_file(file)
+    values = copy.deepcopy(model.state_dict())
+    train(model, optimizer, range(STEPS, STEPS + 1))
+    again = wrapped(Net())
+    again.load_state_dict(values)
+    resumed = megatron.get_megatron_optimizer(config(), [again])
+    resumed.load_state_dict_from_file(file)
+    train(again, resumed, range(STEPS, STEPS + 1))
+    result = {
+        "norms": norms,
+        "plain": plain.state_dict(),
+        "sharded": {k.removeprefix("module."): v for k, v in values.items()},
+        "gone on": model.state_dict(),
+        "resumed": again.state_dict(),
+        "shapes": shapes(optimizer),
+        "refusal": refusal(),
+    }
+    torch.save(result, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
