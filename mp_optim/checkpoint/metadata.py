@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -62,7 +62,7 @@ def as_metadata(index: Index, folder: Path) -> bytes:
             )
     paths = {name: (name,) for name in tensors}
     storage = StorageMeta(checkpoint_id=str(folder))
-    return pickle.dumps(Metadata(tensors, paths, where, storage, CURRENT_DCP_VERSION))
+    return pickle.dumps(Metadata(tensors, paths, where, storage))
 
 
 # -- of an older version --------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class GroupState:
 
     def was_stepped(self, position: int) -> bool:
         """Whether a slot was ever stepped."""
-        return bool(self.steps.numpy()[position] > 0)
+        return self.steps[position].item() > 0
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
         """Add a step to the given slots; -1 takes it back."""
