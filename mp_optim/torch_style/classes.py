@@ -173,10 +173,12 @@ class Muon(StackOptimizer):
         momentum: of Muon.
         nesterov: whether Muon's momentum is Nesterov's.
         ns_steps: Newton-Schulz steps.
-        adjust_lr_fn: ``"match_rms_adamw"``: steps are as long as AdamW's, so that its learning rate
-            can be kept; ``"original"``: times sqrt(max(1, rows / columns)), torch's default.
+        adjust_lr_fn: what the learning rate is multiplied with for a matrix. ``None`` (the default,
+            as torch's) and ``"original"``: sqrt(max(1, rows / columns)). ``"match_rms_adamw"``:
+            0.2 * sqrt(max(rows, columns)), so that steps are as long as AdamW's and its learning
+            rate can be kept.
         betas: of AdamW.
-        eps: of AdamW.
+        eps: of AdamW. (torch's Muon, which has no AdamW, calls a constant of Newton-Schulz so.)
     """
 
     rule = "muon"
@@ -189,14 +191,15 @@ class Muon(StackOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        adjust_lr_fn: str = "match_rms_adamw",
+        adjust_lr_fn: str | None = None,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         **settings: Unpack[StackSettings],
     ) -> None:
-        scales = {
-            "match_rms_adamw": ("spectral", 0.2),
+        scales: dict[str | None, tuple[str, float]] = {
+            None: ("shape_scaling", 1.0),
             "original": ("shape_scaling", 1.0),
+            "match_rms_adamw": ("spectral", 0.2),
         }
         if adjust_lr_fn not in scales:
             raise ValueError(

@@ -69,6 +69,7 @@ class StackOptimizer(torch.optim.Optimizer):
         self._stack: AnyPrecisionStack | None = None
         self._last: StepResult | None = None
         self._warned_of_fp16 = False
+        self._settings = dict(settings)
         self._config = config_of(self.rule, settings)
         CLASSES[self.rule](
             [{"params": []}], **construction_of(self._config), **defaults
@@ -258,12 +259,26 @@ class StackOptimizer(torch.optim.Optimizer):
                 kept["param_names"] = group["param_names"]
             group.update({**settings, **kept})
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError: a copy would share state with the original."""
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled; build another one for the copied "
-            "model and give it load_state_dict(optimizer.state_dict())"
+    # -- copies -----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and ``copy.deepcopy``, as torch's: the parameters are part of it, so an
+        optimizer that is copied together with its model stays that model's. Hooks are not."""
+        groups = [with_names(group) for group in self.param_groups]
+        saved = None if self._stack is None else self._stack.state_dict()
+        return {
+            "defaults": self.defaults,
+            "settings": self._settings,
+            "param_groups": groups,
+            "saved": saved,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        StackOptimizer.__init__(
+            self, state["param_groups"], state["defaults"], state["settings"]
         )
+        if state["saved"] is not None:
+            self.stack.load_state_dict(state["saved"])
 
 
 def _is_fp16(param: Tensor) -> bool:

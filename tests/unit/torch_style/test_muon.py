@@ -25,13 +25,14 @@ class Net(nn.Module):
         return self.lm_head(self.hidden(self.embed_tokens(tokens)))
 
 
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_matrices_are_stepped_as_torch_does(adjust: str) -> None:
+@pytest.mark.parametrize("adjust", [{}, "original", "match_rms_adamw"])
+def test_matrices_are_stepped_as_torch_does(adjust: str | dict[str, str]) -> None:
+    chosen = {"adjust_lr_fn": adjust} if isinstance(adjust, str) else adjust
     weights = []
     for library in (mp_optim, torch.optim):
         torch.manual_seed(2)
         layer = nn.Linear(24, 16, bias=False)
-        optimizer = library.Muon(layer.named_parameters(), lr=1e-2, adjust_lr_fn=adjust)
+        optimizer = library.Muon(layer.named_parameters(), lr=1e-2, **chosen)
         for _ in range(10):
             optimizer.zero_grad()
             layer(torch.randn(32, 24)).square().mean().backward()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -372,6 +374,77 @@ def test_what_a_grad_scaler_found_on_another_rank_skips_the_step_here() -> None:
     assert optimizer.last_step.success and not param.eq(1.0).any()
 
 
+# -- copies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))]
+)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"state": "8bit", "main_params": "remainder16", "offload": 0.5},
+        {"state": "bf16", "stochastic_rounding": True, "max_grad_norm": 1.0},
+        {"offload": 1.0, "offload_mode": "speculative", "ema_decay": 0.9},
+    ],
+)
+@pytest.mark.parametrize("rule", ["AdamW", "Muon", "SGD"])
+def test_a_copy_goes_on_as_the_original(
+    rule: str, form: dict[str, Any], copied: Callable[[Any], Any]
+) -> None:
+    """A model, its optimizer and its schedule, before the first step and after some, as skorch,
+    Ray and ``spawn`` copy them: the copy's parameters are those of the copied model."""
+    layers = model(torch.bfloat16)
+    optimizer = getattr(mp_optim, rule)(layers.named_parameters(), lr=1e-2, **form)
+    schedule = schedulers.StepLR(optimizer, 3)
+    for steps in (0, 4):
+        losses(layers, optimizer, steps)
+        other, its_own, its_schedule = copied((layers, optimizer, schedule))
+        held = [param for group in its_own.param_groups for param in group["params"]]
+        assert (
+            set(held) == set(other.parameters()) and its_schedule.optimizer is its_own
+        )
+        its_own.param_groups[0]["lr"] = 0.5
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        its_own.param_groups[0]["lr"] = 1e-2
+    expected = losses(layers, optimizer, 5, 4)
+    assert losses(other, its_own, 5, 4) == expected
+
+
+def test_a_copied_optimizer_alone_has_parameters_of_its_own() -> None:
+    """As torch's."""
+    param = nn.Parameter(torch.ones(4))
+    optimizer = mp_optim.AdamW([param])
+    other = copy.deepcopy(optimizer)
+    (held,) = other.param_groups[0]["params"]
+    held.grad = torch.ones(4)
+    other.step()
+    assert held is not param and not held.eq(1.0).any() and param.eq(1.0).all()
+
+
+# -- torch's words ---------------------------------------------------------------------------------
+
+# torch's Muon has no AdamW beside it; its eps is a constant of Newton-Schulz
+NOT_THE_SAME = {("Muon", "eps")}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adafactor", "Muon"])
+def test_defaults_are_torchs(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    ours, theirs = (
+        inspect.signature(getattr(library, name)).parameters
+        for library in (mp_optim, torch.optim)
+    )
+    shared = [key for key in ours if key in theirs and (name, key) not in NOT_THE_SAME]
+    assert len(shared) > 4
+    found, expected = (
+        {key: of[key].default for key in shared} for of in (ours, theirs)
+    )
+    assert found == expected
+
+
 # -- what cannot be --------------------------------------------------------------------------------
 
 
@@ -422,8 +495,3 @@ def test_a_parameter_that_cannot_be_trained() -> None:
     param.grad = torch.zeros_like(param)
     with pytest.raises(TypeError, match=r"group0.param0 is torch.float64"):
         mp_optim.AdamW([param]).step()
-
-
-def test_it_is_not_copied() -> None:
-    with pytest.raises(TypeError, match="AdamW cannot be copied or pickled"):
-        copy.deepcopy(mp_optim.AdamW([nn.Parameter(torch.zeros(2))]))
