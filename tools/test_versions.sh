@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root="$PWD"
 index="https://download.pytorch.org/whl/cpu"
 if [ "$#" -eq 0 ]; then
-    set -- "3.10 2.6.0 no" "3.10 2.6.0 2" "3.13 2.6.0 no" "3.13 2.15.0 no" "3.13 2.15.0 2"
+    set -- "3.10 2.6.0 no" "3.10 2.6.0 2" "3.13 2.6.0 no" "3.13 2.15.0 no" "3.13 2.15.0 2" "3.10 2.14.1 2"
 fi
 
 find_python() { # find_python 3.10
@@ -42,7 +42,7 @@ for line in importlib.metadata.requires("torch"):
     elif not name.startswith(("nvidia", "cuda", "triton")) and "extra" not in condition:
         print(line.replace(" (", "").replace(")", ""))
 END
-    "${pip[@]}" -r "$1/needed"
+    "${pip[@]}" -r "$1/needed" 2>"$1/log" || { cat "$1/log"; return 1; } # which also misses NVIDIA's
     "$1/bin/python" tools/cuda_stand_ins.py
 }
 
@@ -53,7 +53,9 @@ for row in "$@"; do
     if [ ! -e "$environment/installed" ]; then
         rm -rf "$environment"
         install "$environment" "$python" "$torch"
-        if [ "$numpy" != no ]; then "$environment/bin/python" -m pip install --quiet "numpy==$numpy.*"; fi
+        if [ "$numpy" != no ]; then # pip also says that NVIDIA's libraries are missing
+            "$environment/bin/python" -m pip install --quiet "numpy==$numpy.*" 2>"$environment/log" || cat "$environment/log"
+        fi
         touch "$environment/installed"
     fi
     echo "== Python $python, torch $torch, numpy $numpy"

@@ -4,6 +4,7 @@ alone and under FSDP2 on two ranks. Prints a line for each, and fails at the fir
 """
 
 import importlib.util
+import pkgutil
 import platform
 import tempfile
 import warnings
@@ -135,11 +136,24 @@ def rank(number: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def missing_names() -> list[str]:
+    """What the package takes from torch, and this torch does not have."""
+    listed = Path(__file__).with_name("torch_names.txt").read_text().split()
+    missing = []
+    for name in listed:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(name)
+    return missing
+
+
 def main() -> None:
     numpy = "with" if importlib.util.find_spec("numpy") else "without"
     print(
         f"  Python {platform.python_version()}, torch {torch.__version__}, {numpy} numpy"
     )
+    assert not missing_names(), missing_names()
     with tempfile.TemporaryDirectory() as folder:
         for number, settings in enumerate(SETTINGS):
             said = resumes(partial(torch_shaped, **settings), f"{folder}/{number}")
@@ -159,5 +173,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy|torch.distributed is")
     main()

@@ -1,0 +1,47 @@
+"""What other versions of torch, and an environment without numpy, would say to this package."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+WITHOUT_NUMPY = """
+import runpy, sys
+sys.modules["numpy"] = None
+runpy.run_path("tools/versions_smoke.py", run_name="__main__")
+"""
+
+
+def test_a_program_without_numpy() -> None:
+    """torch brings none; several ranks are not tried, as torch itself needs it there."""
+    command = [sys.executable, "-c", WITHOUT_NUMPY]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "without numpy" in run.stdout and "all of it works" in run.stdout
+
+
+def torch_names(tree: ast.AST) -> set[str]:
+    """What a module takes from torch, by full names."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name.startswith("torch.") and name.replace(".", "").isidentifier():
+                found.add(name)
+    return found
+
+
+def test_names_that_are_taken_from_torch_are_in_the_oldest_one() -> None:
+    """tools/torch_names.txt lists them, and tools/versions_smoke.py looks them up in each torch.
+    Whoever takes a new one adds it there, and runs ``bash tools/test_versions.sh "3.10 2.6.0 no"``.
+    """
+    known = set((ROOT / "tools/torch_names.txt").read_text().split())
+    modules = (ROOT / "mp_optim").rglob("*.py")
+    taken = set().union(*(torch_names(ast.parse(path.read_text())) for path in modules))
+    assert taken - known == set()
+    assert known - taken == set(), "no longer used"
