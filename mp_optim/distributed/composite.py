@@ -23,6 +23,7 @@ from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.step_grads import GradsOfParts, StepGrads
 from mp_optim.slots import Slot
 from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.keyed_optimizer import Mode
 from mp_optim.slots.slot_state import SlotState
 
 _SUMMED = (
@@ -163,6 +164,23 @@ class CompositeOptimizer(MegatronOptimizer):
             f"a {type(self).__name__} is stepped by step(); step the parts' inner optimizers by "
             "slot"
         )
+
+    def share_settings(self) -> None:
+        for part in self.parts:
+            part.share_settings()  # their groups are these
+
+    @property
+    def has_modes(self) -> bool:
+        return any(part.has_modes for part in self.parts)
+
+    def switch_mode(self, mode: Mode) -> None:
+        with self.step_mark.step(self):
+            self.finish_param_sync()
+            self.make_current()
+            self.step_mark.touch()
+            for part in self.parts:
+                part.switch_mode(mode)
+        self.averages.share()
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)

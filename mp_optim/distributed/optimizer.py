@@ -33,6 +33,7 @@ from mp_optim.ranks.agreement import check_agreement, check_number
 from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import Slot, group_settings, param_at, with_names
+from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.param_attributes import main_param_of, set_main_param
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.state_keys import MASTER
@@ -122,6 +123,12 @@ class DistributedOptimizer(CompositeOptimizer):
             )
         super().add_param_group(param_group)
 
+    def optimizers_below(self) -> Sequence[SlotKeyedOptimizer]:
+        return self.parts
+
+    def share_settings(self) -> None:
+        SlotKeyedOptimizer.share_settings(self)  # the shards have groups of their own
+
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
         return self.shards, slot
 
@@ -163,10 +170,7 @@ class DistributedOptimizer(CompositeOptimizer):
         lines = partial(statements.of_step, groups, step, rounds, frozen)
         with self._guard("comparing hyperparameters"):
             check_number(self._group, lines, self.device, "an optimizer")
-        for group, of_shards in zip(
-            self.param_groups, self.shards.param_groups, strict=True
-        ):
-            of_shards.update(group_settings(group))
+        self.share_settings()
         owned = self.shards.collect_grads()
         return ReducedGrads(self, trained, owned)
 
@@ -276,6 +280,7 @@ class ReducedGrads(GradsOfParts):
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)
+        self._optimizer.share_settings()
         if not verdict.skip:
             self._optimizer.step_mark.touch()
         self._model.gather(not verdict.skip)

@@ -26,7 +26,7 @@ from mp_optim.placement.steppers import (
     OffloadedStep,
     only_accelerator,
 )
-from mp_optim.placement.sub_groups import adopt_defaults, push_settings, sub_group
+from mp_optim.placement.sub_groups import adopt_defaults, sub_group
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.process.transfer import Transfer, transfer_for
@@ -42,7 +42,7 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.keyed_optimizer import Closure
+from mp_optim.slots.keyed_optimizer import Closure, Mode
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensor_layout import part_of
@@ -239,6 +239,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
                 assigned = self._assignments[Slot(index, position)]
                 self._subs[assigned.place].set_part(assigned.sub_slot, part_of(param))
         adopt_defaults(self.param_groups, list(self._subs.values()))
+        self.share_settings()
         self._tensors.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -276,8 +277,22 @@ class HybridDeviceOptimizer(SlotOptimizer):
         for sub in self._subs.values():
             sub.memory_moved()
 
+    def optimizers_below(self) -> Sequence[SlotOptimizer]:
+        return list(self._subs.values())
+
+    def switch_mode(self, mode: Mode) -> None:
+        self.bind_tensors()
+        with self.step_mark.step(self):
+            self.step_mark.touch()
+            for sub in self._subs.values():
+                sub.switch_mode(mode)
+            for slot, param in iter_slots(self.param_groups):
+                if (main := self._assignments[slot].main) is not None:
+                    local_tensor(param).copy_(main)
+            self.share_settings()
+
     def check_groups(self) -> None:
-        push_settings(self.param_groups, self._subs.values())
+        self.share_settings()
         for sub in self._subs.values():
             sub.check_groups()
 
@@ -325,7 +340,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def bind_tensors(self) -> None:
         """Hand current tensors and hyperparameters to the sub-optimizers."""
-        push_settings(self.param_groups, self._subs.values())
+        self.share_settings()
         self._tensors.bind()
 
     def reload_model_params(self) -> None:
@@ -398,6 +413,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
                     )
 
             self.stepper.step_buckets(by_place[self._offloaded], grad_norm, step_device)
+        self.share_settings()
 
     def verdict_device(self) -> torch.device | None:
         return None if self.stepper.has_slots else self._subs["device"].verdict_device()

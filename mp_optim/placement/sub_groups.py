@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,14 +20,6 @@ def sub_group(group: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]
     if names := group.get("param_names"):
         sub["fqns"] = [names[position] for position in positions]
     return sub
-
-
-def push_settings(groups: ParamGroups, subs: Iterable[SlotOptimizer]) -> None:
-    """Hand current hyperparameters to the sub-optimizers."""
-    for index, group in enumerate(groups):
-        settings = _settings(group)
-        for sub in subs:
-            sub.param_groups[index].update(settings)
 
 
 def adopt_defaults(groups: ParamGroups, subs: Sequence[SlotOptimizer]) -> None:

@@ -216,9 +216,13 @@ class MainParams:
         """Give a slot this FP32 value, of the shape of :meth:`stepped_value`, and the model's
         parameter what follows from it."""
         self._inner.set_main_param(slot, value)
+        self.write_model(slot)
+
+    def write_model(self, slot: Slot) -> None:
+        """Give the model's parameter at a slot the value of what is stepped for it."""
         param = self._param(slot)
         if is_quantized(param):
-            quantize_(param, value)
+            quantize_(param, self._inner.main_param(slot))
         elif self.is_separate(slot):
             local = local_tensor(param)
             before_writing([local])

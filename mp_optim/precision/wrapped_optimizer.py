@@ -38,12 +38,13 @@ from mp_optim.slots import (
     Slot,
     SlotUpdate,
     current_grad,
-    group_settings,
     iter_slots,
     local_tensor,
     with_names,
 )
 from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.keyed_optimizer import Mode
+from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update import as_slot_optimizer, choose_backend
 
@@ -84,11 +85,12 @@ class WrappedOptimizer(MegatronOptimizer):
         self._table = self._mains.table
         self.averages.swaps.append(WeightSwap(self._mains))
         self.use_mark(self.step_mark)
+        self.share_settings()
         self.backward_link = BackwardOverlap(
             self,
             self._table,
             partial(_sum_of_squares, config.fused_backend),
-            partial(_push_settings, self),
+            self.share_settings,
             config.release_gradients,
         )
         self.agreed_sums = AgreedSums(
@@ -127,6 +129,7 @@ class WrappedOptimizer(MegatronOptimizer):
         self.inner.add_param_group(with_names(added))
         for key, value in self.inner.param_groups[-1].items():
             added.setdefault(key, value)
+        self.share_settings()
         self._mains.bind_group(len(self.param_groups) - 1)
         self.agreed_sums.group_added()
         self.backward_link.follow(
@@ -141,7 +144,7 @@ class WrappedOptimizer(MegatronOptimizer):
                 "the optimizer is offloaded: call restore_from_cpu() before step()"
             )
         self.backward_link.finish()
-        _push_settings(self)
+        self.share_settings()
         self.inner.check_groups()
         self.make_current()
         self.backward_link.follow(self._table.params)
@@ -155,8 +158,9 @@ class WrappedOptimizer(MegatronOptimizer):
         self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
     ) -> None:
         """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
-        _push_settings(self)
+        self.share_settings()
         self.inner.step_slots(updates, grad_norm=grad_norm)
+        self.share_settings()
 
     def verdict_device(self) -> torch.device | None:
         return self.inner.verdict_device()
@@ -183,6 +187,22 @@ class WrappedOptimizer(MegatronOptimizer):
             grad = released.get(index) if grad is None else grad
             if grad is not None:
                 yield self.slot_name(slot), local_tensor(grad)
+
+    # -- the optimizer below ----------------------------------------------------------------------
+
+    def optimizers_below(self) -> Sequence[SlotOptimizer]:
+        return [self.inner]
+
+    def switch_mode(self, mode: Mode) -> None:
+        with self.step_mark.step(self):
+            self.make_current()
+            self.share_settings()
+            self.step_mark.touch()
+            self.inner.switch_mode(mode)
+            for slot in self._mains.trained_slots():
+                self._mains.write_model(slot)
+            self._mains.take_as_seen()
+            self.share_settings()
 
     # -- main params and state --------------------------------------------------------------------
 
@@ -309,11 +329,3 @@ def _with_model_names(
 def _sum_of_squares(fused_backend: str, grads: Sequence[Tensor]) -> Tensor:
     backend, _ = choose_backend(fused_backend, grads[0].device)
     return backend.sum_of_squares(grads)
-
-
-def _push_settings(optimizer: WrappedOptimizer) -> None:
-    """Hand current hyperparameters to the wrapped optimizer's groups."""
-    for group, inner in zip(
-        optimizer.param_groups, optimizer.inner.param_groups, strict=True
-    ):
-        inner.update(group_settings(group))

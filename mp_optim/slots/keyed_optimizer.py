@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, slot_na
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.loading import restore
 from mp_optim.slots.model_parallel import ModelParallel
+from mp_optim.slots.shared_settings import SharedSettings
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.state_dict import CHECKSUMS, names_in_words, plain_groups
 
 Closure = Callable[[], Any]
+Mode = Literal["train", "eval"]
 
 
 class SlotKeyedOptimizer(torch.optim.Optimizer):
@@ -46,6 +48,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             lambda: self.param_groups, self.slot_state, self.load_slot_state
         )
         self.step_mark = StepMark()
+        self._settings = SharedSettings()
         super().__init__(params, defaults)
 
     # -- what a subclass provides ---------------------------------------------------------------
@@ -62,6 +65,50 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     def recover(self) -> None:
         """A step was broken off: forget what it left under way. Values are loaded after this."""
+
+    # -- optimizers below -------------------------------------------------------------------------
+
+    def optimizers_below(self) -> Sequence[SlotKeyedOptimizer]:
+        """Those that are handed this one's settings, with a group for each of its groups."""
+        return ()
+
+    def share_settings(self) -> None:
+        """Make settings here and below the same: what was changed in one since the last time is
+        changed in the others, so that optimizers that write into their own groups go on from there.
+
+        Raises:
+            ValueError: two optimizers below wrote different values for one group, naming them.
+        """
+        below = self.optimizers_below()
+        for optimizer in below:
+            optimizer.share_settings()
+        groups = [optimizer.param_groups for optimizer in below]
+        if self._settings.exchange(self.param_groups, groups):
+            for optimizer in below:
+                optimizer.share_settings()
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether an optimizer below has other weights for evaluation (``train()`` and ``eval()``,
+        as those of Schedule-Free have)."""
+        return any(optimizer.has_modes for optimizer in self.optimizers_below())
+
+    def switch_mode(self, mode: Mode) -> None:
+        """Let optimizers below switch, and follow the weights that they write."""
+
+    @in_own_modes
+    def train(self) -> None:
+        """The weights that are trained, if an optimizer below has others for evaluation; else
+        nothing."""
+        if self.has_modes:
+            self.switch_mode("train")
+
+    @in_own_modes
+    def eval(self) -> None:
+        """The weights to evaluate and keep, if an optimizer below has such; else nothing. Call
+        :meth:`train` before the next step."""
+        if self.has_modes:
+            self.switch_mode("eval")
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -144,6 +191,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.step_mark.check("state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        self.share_settings()
         groups = self.model_parallel.names.groups_out(plain_groups(self.param_groups))
         self.init_state()
         read = self.full_slot_state if full_precision else self.slot_state

@@ -47,6 +47,7 @@ class Loadable(Protocol):
     def check_settings(self, group: dict[str, Any]) -> None: ...
     def follow_model(self) -> None: ...
     def recover(self) -> None: ...
+    def share_settings(self) -> None: ...
 
 
 @in_own_modes
@@ -70,6 +71,7 @@ def restore(
     load.check()
     optimizer.step_mark.touch()
     load.write()
+    optimizer.share_settings()
     optimizer.load_beside(state_dict)
     written = load.write_model()
     optimizer.step_mark.clear()

@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, param_at
+
+
+class ShownState(dict[str, Any]):
+    """A slot's state as ``optimizer.state[param]`` shows it. What is assigned to a key is copied
+    into the slot; a copy or pickle of it is a plain dict.
+
+    Raises:
+        ValueError: the optimizer keeps nothing under the key that is assigned, or something of
+            another form.
+        TypeError: a key is deleted.
+    """
+
+    def __init__(self, state: dict[str, Any], write: Callable[[Any], None]) -> None:
+        super().__init__(state)
+        self._write = write
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self or self[key] is not value:  # += has written already
+            self._write({**self, key: value})
+
+    def update(self, *changes: Any, **more: Any) -> None:
+        for key, value in dict(*changes, **more).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
+
+    __delitem__ = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
@@ -46,7 +83,8 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             return False
 
     def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
-        return self._read(self._slot(tensor))
+        slot = self._slot(tensor)
+        return ShownState(self._read(slot), partial(self._write, slot))
 
     def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
         self._write(self._slot(tensor), state)

@@ -74,6 +74,7 @@ class StackOptimizer(torch.optim.Optimizer):
         CLASSES[self.rule](
             [{"params": []}], **construction_of(self._config), **defaults
         )
+        self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds its own
         super().__init__(params, defaults)
         warn_of_missing_kernels(
             self._config.fused_backend, self.rule, self.param_groups
@@ -103,7 +104,8 @@ class StackOptimizer(torch.optim.Optimizer):
                 self._config, [container], {}, ProcessGroups(), None
             )
         groups = [with_names(group) for group in self.param_groups]
-        settings = {**settings_of(self._config), **self.defaults}
+        of_rule = {name: self.defaults[name] for name in self._of_rule}
+        settings = {**settings_of(self._config), **of_rule}
         stack = AnyPrecisionStack(
             inner_optimizer(self._config, groups, settings), self._config
         )

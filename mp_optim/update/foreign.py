@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,10 +14,18 @@ from mp_optim.process.host_memory import as_tensor, empty_host_tensor
 from mp_optim.process.leases import before_writing, is_lending
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
-from mp_optim.slots.keyed_optimizer import Closure
+from mp_optim.slots.keyed_optimizer import Closure, Mode
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState, State, check_state, check_step
 from mp_optim.slots.state_keys import STEP
+
+
+@runtime_checkable
+class _HasModes(Protocol):
+    """An optimizer with other weights for evaluation."""
+
+    def train(self) -> Any: ...
+    def eval(self) -> Any: ...
 
 
 class ForeignOptimizer(SlotOptimizer):
@@ -30,18 +38,22 @@ class ForeignOptimizer(SlotOptimizer):
         super().__init__([{"params": [empty_host_tensor()]}], dict(optimizer.defaults))
         self.param_groups = optimizer.param_groups
         self._bound = [list(group["params"]) for group in self.param_groups]
-        self._counted: set[str] = set()
 
-    def _step(self, closure: Closure | None = None) -> Any:
-        """The foreign step. What it adds to its param groups (some count steps there) is state."""
-        before = [group.keys() - self._counted for group in self.param_groups]
+    @property
+    def has_modes(self) -> bool:
+        return isinstance(self.optimizer, _HasModes)
+
+    def switch_mode(self, mode: Mode) -> None:
+        self._rebind()
+        self._announce()
+        if isinstance(self.optimizer, _HasModes):
+            (self.optimizer.train if mode == "train" else self.optimizer.eval)()
+
+    def _announce(self) -> None:
+        """Everything may be written now."""
         if is_lending():
             for param, state in self.optimizer.state.items():
                 before_writing([param], dict(_flat(state)).values())
-        result = self.optimizer.step(closure)
-        for keys, group in zip(before, self.param_groups, strict=True):
-            self._counted |= group.keys() - keys
-        return result
 
     def _rebind(self) -> None:
         """Move the state of replaced tensors. All are taken out first: tensors may have swapped
@@ -77,15 +89,41 @@ class ForeignOptimizer(SlotOptimizer):
     def state_of(self, slot: Slot) -> SlotState:
         param = self._param(slot)
         group = self.param_groups[slot.group]
-        return ForeignSlotState(
-            self.optimizer, self.slot_name(slot), param, group, self._counted
-        )
+        return ForeignSlotState(self.optimizer, self.slot_name(slot), param, group)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Nothing: the optimizer does so when it steps a parameter for the first time.
+
+        Raises:
+            TypeError: it keeps what no state dict here can hold, so that training could not be
+                resumed, naming it.
+        """
+        kept: list[Any] = [
+            *self.optimizer.state_dict().keys() - {"state", "param_groups"}
+        ]
+        kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]
+        if slots and kept:
+            raise TypeError(
+                f"{type(self.optimizer).__name__} keeps {sorted(map(str, kept))} beside the state "
+                "of its parameters, which no state dict or checkpoint here holds: it can train "
+                "here, but not be saved"
+            )
+        for slot in slots:
+            for key, value in self.optimizer.state.get(self._param(slot), {}).items():
+                if (other := _other_than_tensors(value)) is not None:
+                    raise TypeError(
+                        f"state of {self.slot_name(slot)}: {type(self.optimizer).__name__} keeps "
+                        f"a {type(other).__name__} under {key!r}. State dicts and checkpoints hold "
+                        "tensors, numbers and lists of them: this optimizer can train here, but "
+                        "not be saved"
+                    )
 
     @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """The foreign optimizer's own step."""
         self._rebind()
-        return self._step(closure)
+        self._announce()
+        return self.optimizer.step(closure)
 
     @in_own_modes
     def step_slots(
@@ -108,7 +146,8 @@ class ForeignOptimizer(SlotOptimizer):
             )
         with self.step_mark.step(self):
             self.step_mark.touch()
-            self._step()
+            self._announce()
+            self.optimizer.step()
             for update, main in zip(updates, mains, strict=True):
                 main.grad = None
                 if update.output is not None:
@@ -124,23 +163,14 @@ class ForeignSlotState(SlotState):
         name: str,
         param: Tensor,
         group: dict[str, Any],
-        counted: set[str],
     ) -> None:
-        self._optimizer, self._name, self._param = optimizer, name, param
-        self._group, self._counted = group, counted
+        self._optimizer, self._name = optimizer, name
+        self._param, self._group = param, group
 
     def tensors(self) -> State:
         """The foreign state's tensors, and its numbers as tensors; empty before the first step.
-        What is in a list has a key of its own, ``key[0]``, and so has what the optimizer counts in
-        the param group, ``group:key``."""
-        state = dict(_flat(self._optimizer.state.get(self._param, {})))
-        if state:
-            counts = {
-                _GROUP + key: self._group[key]
-                for key in self._counted & self._group.keys()
-            }
-            state |= dict(_flat(counts))
-        return state
+        What is in a list has a key of its own, ``key[0]``."""
+        return dict(_flat(self._optimizer.state.get(self._param, {})))
 
     def is_required(self) -> bool:
         """Never: a foreign optimizer allocates state when it steps a parameter for the first
@@ -154,6 +184,7 @@ class ForeignSlotState(SlotState):
         """State that the foreign optimizer has not allocated yet fits anything, and a slot it has
         never stepped has none."""
         live = self.tensors()
+        state = {key: state[key] for key in state if not key.startswith(_GROUP)}
         if state and live:
             check_state(self._name, live, state)
         elif "step" in state:
@@ -175,7 +206,6 @@ class ForeignSlotState(SlotState):
             present = leaves.get(key, _present_form(key, value))
             loaded[key] = self._in_form_of(present, key, value)
         for key in [key for key in loaded if key.startswith(_GROUP)]:
-            self._counted.add(key.removeprefix(_GROUP))
             self._group[key.removeprefix(_GROUP)] = loaded.pop(key)
         self._optimizer.state[self._param] = {**live, **_nested(loaded)}
 
@@ -194,7 +224,17 @@ class ForeignSlotState(SlotState):
 
 
 _GROUP = "group:"
+"""Begins keys of older checkpoints: what an optimizer wrote into its groups was saved as state."""
 _ITEM = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]")
+
+
+def _other_than_tensors(value: Any) -> Any:
+    """What is neither a tensor nor a number, of a value or of what is in a list; None if there is
+    no such thing."""
+    if isinstance(value, list | tuple):
+        others = (_other_than_tensors(item) for item in value)
+        return next((other for other in others if other is not None), None)
+    return None if value is None or isinstance(value, Tensor | int | float) else value
 
 
 def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -221,8 +261,10 @@ def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _present_form(key: str, saved: Any) -> Any:
     """What a foreign optimizer, which has not allocated its state yet, would keep where this was
-    saved: :func:`_flat` the other way round. Torch's own ``step`` is a tensor."""
-    if not isinstance(saved, Tensor) or key == "step":
+    saved: :func:`_flat` the other way round. Torch's own ``step`` is a tensor,
+    of torch's default dtype if that is float64 and else float32."""
+    is_torchs = key == "step" and torch.get_default_dtype() == torch.float64
+    if not isinstance(saved, Tensor) or is_torchs:
         return saved
     if saved.dtype == torch.uint8 and saved.shape == (0,):
         return []

@@ -1,0 +1,86 @@
+"""Settings that the groups of an optimizer and of those below it have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from mp_optim.slots.identity import ParamGroups
+
+_OF_EACH = ("params", "param_names", "fqns")
+"""What every optimizer has of its own in a group."""
+_NOTHING = object()
+
+
+class SharedSettings:
+    """Hands on what was changed in one optimizer's groups since the last time to those of the
+    others: what the caller writes down, what an optimizer below writes (steps it counts, the rate
+    it found) up. Where both wrote, the caller did so later, or wants it otherwise."""
+
+    def __init__(self) -> None:
+        self._seen: list[list[dict[str, Any]]] = []
+
+    def exchange(self, groups: ParamGroups, below: Sequence[ParamGroups]) -> bool:
+        """Make groups at the same position alike; returns whether anything was handed down.
+
+        Raises:
+            ValueError: two of the optimizers below step parameters of one group, and wrote
+                different values for a setting.
+        """
+        is_handed_down = False
+        for index, group in enumerate(groups):
+            alike = [group, *(of_one[index] for of_one in below)]
+            if index == len(self._seen):
+                self._seen.append([{} for _ in alike])
+            if not all(map(_is_as_seen, alike, self._seen[index])):
+                is_handed_down |= _agree(index, alike, self._seen[index])
+                self._seen[index] = [dict(one) for one in alike]
+        return is_handed_down
+
+
+def _is_as_seen(group: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
+    return len(group) == len(seen) and all(map(is_, group.values(), seen.values()))
+
+
+def _agree(
+    index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[str, Any]]
+) -> bool:
+    above, *below = alike
+    told = _changed(above, seen[0])
+    news: dict[str, Any] = {}
+    for group, before in zip(below, seen[1:], strict=True):
+        if not group["params"]:
+            continue  # it steps nothing, so what it writes means nothing
+        for key, value in _changed(group, before).items():
+            if key in told:
+                continue
+            if not _is_same(news.setdefault(key, value), value):
+                raise ValueError(
+                    f"param group {index}: the optimizer that steps its parameters on the device "
+                    f"has {key}={news[key]!r}, the one on the host {value!r}. This rule goes by "
+                    "all parameters of a group together, so they have to be in one place: use "
+                    "offload_fraction 0 or 1, or make a group for each place"
+                )
+    for group in alike:
+        group.update({**news, **told})
+    return bool(told)
+
+
+def _changed(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _OF_EACH and not _is_same(value, seen.get(key, _NOTHING))
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two settings are one; of tensors and the like, whether they are the same object."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple) and len(one) == len(other):
+        return all(map(_is_same, one, other))
+    return isinstance(one, bool | int | float | str) and bool(one == other)

@@ -1,0 +1,235 @@
+"""Optimizers of other packages below the wrappers: each trains as it does by itself, and resumes.
+
+Many write into their own param groups (Prodigy, D-Adaptation, Schedule-Free, all that count steps
+there), some have other weights for evaluation.
+"""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    HybridDeviceOptimizer,
+    checkpoint,
+)
+from support.models import config_for, same_bits
+
+registry = pytest.importorskip("pytorch_optimizer")
+
+OF_GROUPS = (
+    "prodigy",
+    "dadaptadam",
+    "dadaptadan",
+    "dadaptsgd",
+    "dadaptadagrad",
+    "dadaptlion",
+    "schedulefreeadamw",
+    "schedulefreesgd",
+    "schedulefreeradam",
+    "asgd",
+    "avagrad",
+)
+"""Those whose steps depend on what they wrote into a group, beside a count."""
+OTHERS = (
+    "adabelief",
+    "adamp",
+    "adan",
+    "adanorm",
+    "adopt",
+    "ademamix",
+    "amos",
+    "came",
+    "fadam",
+    "grams",
+    "laprop",
+    "lion",
+    "mars",
+    "novograd",
+    "qhadam",
+    "shampoo",
+    "sm3",
+    "soap",
+    "tiger",
+    "yogi",
+)
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The bits of matrix products may depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(dtype):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+
+
+def alone(name, params):
+    return registry.load_optimizer(name)(params, lr=rate(name))
+
+
+def rate(name):
+    return 1.0 if name.startswith(("prodigy", "dadapt")) else 1e-2
+
+
+def on_the_host(name, params):
+    cls = registry.load_optimizer(name)
+    return HybridDeviceOptimizer(
+        params, 1.0, cls, cls, param_update_in_fp32=True, lr=rate(name)
+    )
+
+
+def wrapped(inner, dtype):
+    if dtype == torch.float32:
+        return FP32Optimizer(inner, config_for("fp32", clip_grad=0.0))
+    config = config_for("bf16", clip_grad=0.0)
+    return Float16OptimizerWithFloat16Params(inner, config, None)
+
+
+def train(optimizer, model, steps):
+    """Losses, and the weights of evaluation after the last step."""
+    losses = []
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(16, 8, generator=generator)
+        dtype = next(model.parameters()).dtype
+        out = model(batch.to(dtype)).float()
+        loss = (out - 3 * batch[:, :4].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+    return losses, [param.detach().clone() for param in model.parameters()]
+
+
+def are_same(one, other):
+    return one[0] == other[0] and all(map(same_bits, one[1], other[1]))
+
+
+def built(name, dtype=torch.float32, place=alone):
+    model = model_of(dtype)
+    return wrapped(place(name, list(model.parameters())), dtype), model
+
+
+@pytest.mark.parametrize("place", [alone, on_the_host])
+@pytest.mark.parametrize("name", OF_GROUPS + OTHERS)
+def test_it_trains_as_it_does_alone(name, place):
+    plain = model_of(torch.float32)
+    expected = train(alone(name, list(plain.parameters())), plain, range(STEPS))
+    optimizer, model = built(name, place=place)
+    assert are_same(train(optimizer, model, range(STEPS)), expected)
+    assert expected[0][-1] != expected[0][0]
+
+
+@pytest.mark.parametrize("name", OF_GROUPS + OTHERS)
+def test_in_16_bits_it_follows_what_it_is_in_32(name):
+    plain = model_of(torch.float32)
+    expected, _ = train(alone(name, list(plain.parameters())), plain, range(STEPS))
+    losses, _ = train(*built(name, torch.bfloat16), range(STEPS))
+    # dadaptadan overshoots, and magnifies every difference
+    assert losses == pytest.approx(expected, rel=0.5 if name == "dadaptadan" else 0.03)
+
+
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OF_GROUPS + OTHERS)
+def test_it_goes_on_where_it_was_saved(name, dtype, way, tmp_path):
+    optimizer, model = built(name, dtype)
+    train(optimizer, model, range(STEPS))
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    checkpoint.save(tmp_path, model, optimizer)
+    expected = train(optimizer, model, range(STEPS, STEPS + 3))
+    optimizer, model = built(name, dtype)
+    if way == "state dict":
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    else:
+        checkpoint.load(tmp_path, model, optimizer)
+    assert are_same(train(optimizer, model, range(STEPS, STEPS + 3)), expected)
+
+
+def test_what_a_scheduler_writes_goes_down_and_what_the_optimizer_writes_comes_up():
+    optimizer, model = built("prodigy")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(3):
+        train(optimizer, model, [step])
+        scheduler.step()
+    outer, inner = optimizer.param_groups[0], optimizer.optimizer.param_groups[0]
+    train(optimizer, model, [3])
+    assert outer["lr"] == inner["lr"] == 0.125
+    assert outer["step"] == inner["step"] == 5  # it begins with 1
+    assert outer["d"] == inner["d"] > outer["d0"]
+    outer["growth_rate"] = 1.0
+    train(optimizer, model, [4])
+    assert inner["growth_rate"] == 1.0 and inner["d"] == outer["d"]
+
+
+def test_two_optimizers_that_find_other_rates_for_one_group_are_refused():
+    model = model_of(torch.float32)
+    cls = registry.Prodigy
+    optimizer = HybridDeviceOptimizer(list(model.parameters()), 0.5, cls, cls, lr=1.0)
+    with pytest.raises(ValueError, match=r"param group 0: .* has d_.*offload_fraction"):
+        train(optimizer, model, range(STEPS))
+
+
+@pytest.mark.parametrize("face", ["wrapper", "hybrid", "chained"])
+def test_weights_for_evaluation_are_shown_at_every_face(face):
+    model = model_of(torch.bfloat16)
+    params = list(model.parameters())
+    if face == "hybrid":
+        optimizer = on_the_host("schedulefreeadamw", params)
+    elif face == "wrapper":
+        optimizer = wrapped(alone("schedulefreeadamw", params), torch.bfloat16)
+    else:
+        parts = [alone("schedulefreeadamw", some) for some in (params[:2], params[2:])]
+        optimizer = ChainedOptimizer([wrapped(one, torch.bfloat16) for one in parts])
+    _, shown = train(optimizer, model, range(STEPS))
+    assert not any(group["train_mode"] for group in optimizer.param_groups)
+    optimizer.train()
+    trained = [param.detach().clone() for param in params]
+    assert not any(map(same_bits, shown, trained))
+    assert all(group["train_mode"] for group in optimizer.param_groups)
+    optimizer.eval()
+    assert all(map(same_bits, shown, params))
+
+
+def test_an_optimizer_without_other_weights_takes_both_calls():
+    optimizer, model = built("lion")
+    before = train(optimizer, model, range(1))[1]
+    optimizer.eval()
+    optimizer.train()
+    assert all(map(same_bits, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("aggmo", "dict"), ("kron", "str"), ("conda", "Projector"), ("madgrad", "'k'")],
+)
+def test_what_cannot_be_kept_of_a_state_is_named_where_it_would_be_lost(
+    name, what, tmp_path
+):
+    optimizer, model = built(name)
+    train(optimizer, model, range(2))
+    for leave in (
+        optimizer.state_dict,
+        partial(checkpoint.save, tmp_path, model, optimizer),
+    ):
+        with pytest.raises(TypeError, match=what):
+            leave()
+    train(optimizer, model, range(2, 4))
