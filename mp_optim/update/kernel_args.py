@@ -162,8 +162,8 @@ class StableScalars(_Made):
 
     Attributes:
         floor: least second moment that a square is divided by.
-        limit: a power of two that no such quotient reaches, but by rounding of denormal numbers; what
-            stands for one whose square overflows.
+        limit: a power of two that no such quotient reaches, but by rounding of denormal numbers;
+            what stands for one whose square overflows.
         rate, decay_rate: of a parameter that is not clipped, before they are rounded to
             ``step_size`` and ``decay``.
     """
