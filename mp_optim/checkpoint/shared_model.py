@@ -34,7 +34,7 @@ def settings_of(
     optimizer: SlotKeyedOptimizer, parallel: ModelParallel
 ) -> dict[str, Any]:
     """An optimizer's state dict without state, and without checksums of what is a part here."""
-    settings, names = optimizer.state_dict(), optimizer.model_parallel.names
+    settings, names = optimizer.settings_dict(), optimizer.model_parallel.names
     here = names.groups_in(settings["param_groups"], optimizer.param_groups)
     groups = parallel.names.groups_out(here)
     plain = without_state({**settings, "param_groups": groups})

@@ -364,12 +364,15 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     ) -> dict[str, Any]:
         """Torch-shaped, plus ``grad_scaler`` if there is one. ``is_loading`` is accepted and not
         needed."""
-        state_dict = super().state_dict(full_precision=full_precision)
+        return super().state_dict(full_precision=full_precision)
+
+    def saved_beside(self) -> dict[str, Any]:
+        beside = {}
         if self.grad_scaler is not None:
-            state_dict["grad_scaler"] = self.grad_scaler.state_dict()
+            beside["grad_scaler"] = self.grad_scaler.state_dict()
         if self.skip_rule.is_on:
-            state_dict["skip_step"] = self.skip_rule.state_dict()
-        return state_dict
+            beside["skip_step"] = self.skip_rule.state_dict()
+        return beside
 
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         if self.grad_scaler is not None and state_dict.get("grad_scaler"):

@@ -21,7 +21,7 @@ from mp_optim.slots.loading import restore
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.shared_settings import SharedSettings
 from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.state_dict import CHECKSUMS, names_in_words, plain_groups
+from mp_optim.slots.state_dict import CHECKSUMS, carried, names_in_words, plain_groups
 
 Closure = Callable[[], Any]
 Mode = Literal["train", "eval"]
@@ -179,7 +179,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
         State tensors are the live ones, as torch's are: clone (or save) before the next step. 4-bit
-        moments are FP32 copies.
+        moments are FP32 copies; where ``torch.distributed`` is initialised 16-bit remainders are
+        copies of 32 bits, as no collective carries 16-bit integers.
         Settings are copies.
 
         Args:
@@ -188,26 +189,38 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         Raises:
             BrokenOffError: the last step or load was broken off half-way.
         """
+        read = self.full_slot_state if full_precision else self.slot_state
+        return self._dict_of(read, has_checksums=not full_precision)
+
+    @in_own_modes
+    def settings_dict(self) -> dict[str, Any]:
+        """:meth:`state_dict` without state, which hooks for state dicts get to see all the same."""
+        if self._optimizer_state_dict_post_hooks:
+            return {**self.state_dict(), "state": {}}
+        return self._dict_of(lambda _: {}, has_checksums=True)
+
+    def _dict_of(
+        self, read: Callable[[Slot], State], *, has_checksums: bool
+    ) -> dict[str, Any]:
         self.step_mark.check("state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self.share_settings()
         groups = self.model_parallel.names.groups_out(plain_groups(self.param_groups))
         self.init_state()
-        read = self.full_slot_state if full_precision else self.slot_state
-        states = (read(slot) for slot in self.slots())
+        states = map(read, self.slots())
         result: dict[str, Any] = {
             "state": {
-                index: dict(state) for index, state in enumerate(states) if state
+                index: carried(state) for index, state in enumerate(states) if state
             },
             "param_groups": groups,
         }
-        if not full_precision:
+        if has_checksums:
             _add_checksums(groups, self.param_checksums())
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             hooked = post_hook(self, result)
             result = result if hooked is None else hooked
-        return result
+        return {**result, **self.saved_beside()}
 
     def load_state_dict(
         self, state_dict: dict[str, Any], *, convert: bool = False
@@ -259,8 +272,12 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         stepped with."""
         check_schedule(group)
 
+    def saved_beside(self) -> dict[str, Any]:
+        """What a state dict holds beside slots and groups."""
+        return {}
+
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what a state dict holds beside slots."""
+        """Load what :meth:`saved_beside` made."""
 
     def param_checksums(self) -> list[int | None]:
         """For every slot, a checksum of the parameter that its remainder belongs to; None if there

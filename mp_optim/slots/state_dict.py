@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mp_optim.slots import ParamGroups, Slot, iter_slots, slot_name
@@ -58,6 +60,21 @@ def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
         packed.append({**plain, "params": list(range(start, start + count))})
         start += count
     return packed
+
+
+def carried(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A slot's state as it leaves by a state dict. Where there is a process group, torch's
+    functions for state dicts may gather or broadcast it, and neither NCCL nor gloo knows 16-bit
+    integers: these leave as copies of 32 bits, which are copied back without loss, also by
+    torch.distributed.checkpoint. (Read as 16-bit floats they would not: copies convert.)"""
+    if not dist.is_available() or not dist.is_initialized():
+        return dict(state)
+    return {
+        key: value.int()
+        if isinstance(value, Tensor) and value.dtype == torch.int16
+        else value
+        for key, value in state.items()
+    }
 
 
 def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:

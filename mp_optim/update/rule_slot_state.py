@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mp_optim.process.host_memory import as_tensor
@@ -101,11 +102,18 @@ class RuleSlotState(SlotState):
             self._rule.set_main_param(self._slot, main)
 
     def _packed(self, state: State) -> State:
-        """A state to load with 4-bit codes as codes, where it has the FP32 values they stand
-        for."""
+        """A state to load with 4-bit codes as codes, where it has the FP32 values they stand for,
+        and remainders in their own width."""
         for key, tensor in self._live.items():
-            is_unpacked = key in state and scale_key(key) not in state
+            value = state.get(key)
+            is_unpacked = value is not None and scale_key(key) not in state
             if is_packed(key, tensor.dtype) and is_unpacked:
+                return self.fit(state, convert=False)
+            if (
+                key == REMAINDER
+                and isinstance(value, Tensor)
+                and value.dtype == torch.int32
+            ):
                 return self.fit(state, convert=False)
         return state
 

@@ -201,6 +201,8 @@ def fitted(
     Raises:
         ValueError: a value would lose bits.
     """
+    if REMAINDER in saved:
+        saved = {**saved, REMAINDER: narrowed(label, saved[REMAINDER])}
     result = {key: value for key, value in saved.items() if not is_scale(key)}
     for key, own in mine.items():
         theirs, scale = saved.get(key), scale_key(key)
@@ -356,7 +358,21 @@ def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
             "one is "
             f"{main.dtype} {tuple(main.shape)}. Save with full_precision=True instead"
         )
-    return join(main, remainder.to(main.device))
+    return join(main, narrowed(label, remainder).to(main.device))
+
+
+def narrowed(label: str, remainder: Any) -> Any:
+    """A saved remainder of 32 bits, as state dicts hold it beside process groups, in 16.
+
+    Raises:
+        ValueError: it has more.
+    """
+    if not isinstance(remainder, Tensor) or remainder.dtype != torch.int32:
+        return remainder
+    narrow = remainder.short()
+    if not torch.equal(narrow.int(), remainder):
+        raise ValueError(f"{label}.{REMAINDER}: has values beyond 16 bits")
+    return narrow
 
 
 def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) -> None:

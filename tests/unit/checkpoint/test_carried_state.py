@@ -1,0 +1,67 @@
+"""Compact state goes through torch's own functions for state dicts, with the collectives that they
+use, and comes back with the same bits."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.launch import run_ranks
+from support.models import build, train
+from support.prints import differing, print_of
+
+
+def test_every_way_that_torch_has(tmp_path):
+    run_ranks("carried_state", 2, str(tmp_path), timeout=200)
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 72
+    for of_rank in found:
+        assert [name for name, is_same in of_rank.items() if not is_same] == []
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one process."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_width_of_remainders_in_state_dicts(alone):
+    model, optimizer = build("bf16-remainder", 0.5)
+    train(model, optimizer, 2)
+    state = optimizer.state_dict()
+    dtypes = {
+        held["remainder"].dtype
+        for held in state["state"].values()
+        if "remainder" in held
+    }
+    assert dtypes == {torch.int32}
+    assert optimizer.state[model.dense]["remainder"].dtype == torch.int16
+    before = print_of(model, optimizer)
+    train(model, optimizer, 1)
+    model.load_state_dict(build("bf16-remainder", seed=5)[0].state_dict())
+    index = list(dict(model.named_parameters())).index("dense")
+    state["state"][index]["remainder"][0, 0] = 1 << 15
+    after = print_of(model, optimizer)
+    with pytest.raises(
+        ValueError, match=r"dense\.remainder: has values beyond 16 bits"
+    ):
+        optimizer.load_state_dict(state, convert=True)
+    assert differing(after, print_of(model, optimizer)) == []
+    assert differing(before, after)
+
+
+def test_one_slot_takes_a_remainder_of_32_bits():
+    source, target = build("bf16-8bit", seed=1), build("bf16-8bit", seed=7)
+    train(*source, 2)
+    state = dict(source[1].state[source[0].dense])
+    with torch.no_grad():
+        target[0].dense.copy_(source[0].dense)
+    expected = state["remainder"]
+    target[1].state[target[0].dense] = {**state, "remainder": expected.int()}
+    found = target[1].state[target[0].dense]["remainder"]
+    assert found.dtype == torch.int16 and torch.equal(found, expected)
