@@ -335,10 +335,16 @@ def _converted(
     ):
         raise ValueError(
             f"{label}: saved with values that {_said(key, mine[key])} cannot hold without loss; "
-            "load with "
-            "convert=True, or configure this state as it was saved"
+            "load with convert=True, or configure this state as it was saved"
+            + (_OTHER_BLOCKS if is_blocked(mine[key].dtype) else "")
         )
     return fresh
+
+
+_OTHER_BLOCKS = (
+    ". (Codes share a scale in every 256 elements of what a rank holds: where it was saved so, too, "
+    "the ranks cut the parameter elsewhere)"
+)
 
 
 def _said(key: str, own: Tensor) -> str:
