@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.durable import replace_durably, sync_directory, sync_file
+from mp_optim.checkpoint.entries import Models
 from mp_optim.checkpoint.flat import FlatShard
 from mp_optim.checkpoint.partitioned import PartitionShard
 from mp_optim.checkpoint.pieces import narrowed, piece, places_of
 from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.slots import Slot
+from mp_optim.slots import ParamGroups, Slot, iter_slots
+from mp_optim.slots.identity import has_names
 from mp_optim.slots.keyed_optimizer import OverStack, stack_of
 from mp_optim.slots.model_parallel import ModelParallel
+from mp_optim.slots.names import named_params
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_keys import AVERAGE
 
@@ -33,7 +36,9 @@ class HasMainParams(Protocol):
     """What is needed of an optimizer: full-precision tensors under their names."""
 
     model_parallel: ModelParallel
+    param_groups: ParamGroups
 
+    def slot_name(self, slot: Slot) -> str: ...
     def named_main_params(self) -> Iterable[tuple[str, Tensor]]: ...
     def slots(self) -> list[Slot]: ...
     def slot_state(self, slot: Slot) -> State: ...
@@ -44,6 +49,7 @@ def export_safetensors(
     path: str | os.PathLike[str],
     optimizer: HasMainParams | OverStack,
     *,
+    model: Models | None = None,
     averaged: bool = False,
     max_shard_size: int = 5 * 10**9,
     process_group: ProcessGroup | None = None,
@@ -59,6 +65,9 @@ def export_safetensors(
     Args:
         path: folder; created if missing, other files in it are left alone.
         optimizer: parameters that several ranks hold parts of are put together.
+        model: names the parameters, which are found in it by identity: a module, or the list of
+            chunks. Needed where the param groups have no names (``AdamW(model.parameters())``, and
+            Hugging Face's Trainer).
         averaged: write the averages of the main params instead (``ema_decay``); of a parameter that
             was never stepped, or never trained, its value.
         max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
@@ -68,8 +77,8 @@ def export_safetensors(
         The safetensors files, in order.
 
     Raises:
-        ValueError: ``max_shard_size`` is not positive, no averages are kept, or ranks hold
-            different parameters, naming some.
+        ValueError: ``max_shard_size`` is not positive, no averages are kept, parameters have no
+            names or are not in ``model``, or ranks hold different parameters, naming some.
         ModuleNotFoundError: safetensors is not installed.
     """
     if max_shard_size < 1:
@@ -84,8 +93,8 @@ def export_safetensors(
         ) from error
     ranks, folder = Ranks.of(process_group), Path(path)
     stack: HasMainParams = stack_of(optimizer)
-    names = stack.model_parallel.names
-    own = {names[name] for name, _ in stack.named_main_params()}
+    names = ranks.each("exporting", lambda: _names(stack, model))
+    own = set(names.values())
     every = ranks.union(own)
     written: list[tuple[Path, list[str], int]] = []
     ranks.agree("exporting", lambda: _check_names(own, every))
@@ -99,10 +108,38 @@ def export_safetensors(
         written.append((temporary, list(tensors), size))
 
     named = _named_averages(stack) if averaged else stack.named_main_params()
-    for tensors in _files(_whole(stack, named, ranks), max_shard_size):
+    for tensors in _files(_whole(stack, named, names, ranks), max_shard_size):
         ranks.first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
     paths = ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
     return list(map(Path, paths))
+
+
+def _names(optimizer: HasMainParams, model: Models | None) -> dict[str, str]:
+    """What each of the optimizer's parameters is called in the file, by its name there."""
+    whole, groups = optimizer.model_parallel.names, optimizer.param_groups
+    if model is None:
+        for slot in optimizer.slots():
+            if not has_names(groups[slot.group]):
+                raise ValueError(
+                    f"{optimizer.slot_name(slot)}: param group {slot.group} has no names, and "
+                    "what is written under made-up ones nobody can load: pass model=, or build "
+                    "the optimizer of model.named_parameters()"
+                )
+        return {
+            name: whole[name] for name in map(optimizer.slot_name, optimizer.slots())
+        }
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    called = {id(param): name for name, param in named_params(chunks)}
+    found: dict[str, str] = {}
+    for slot, param in iter_slots(groups):
+        own = optimizer.slot_name(slot)
+        if id(param) not in called:
+            raise ValueError(
+                f"{own} of shape {tuple(param.shape)} is no parameter of model=: give the model "
+                "that the optimizer steps (prepared, if it was prepared)"
+            )
+        found[own] = whole[called[id(param)]]
+    return found
 
 
 def _check_names(own: set[str], every: set[str]) -> None:
@@ -126,13 +163,16 @@ def _named_averages(optimizer: HasMainParams) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(
-    optimizer: HasMainParams, named: Iterable[tuple[str, Tensor]], ranks: Ranks
+    optimizer: HasMainParams,
+    named: Iterable[tuple[str, Tensor]],
+    names: Mapping[str, str],
+    ranks: Ranks,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, whole, on the host, where this rank writes; empty ones of the same size
     elsewhere.
 
     Args:
-        named: main params, or what has their form.
+        named: main params, or what has their form. names: of these, in the file.
     """
     parallel = optimizer.model_parallel
     for name, main in named:
@@ -144,10 +184,10 @@ def _whole(
         elif isinstance(full, FlatShard):
             full = full.full_tensor(ranks.group)
         if ranks.is_first:
-            yield parallel.names[name], full.float().cpu().contiguous()
+            yield names[name], full.float().cpu().contiguous()
         else:
             empty = torch.empty(full.shape, dtype=full.dtype, device="meta")
-            yield parallel.names[name], empty
+            yield names[name], empty
 
 
 def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:

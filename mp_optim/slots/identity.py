@@ -50,6 +50,11 @@ def with_names(group: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "params": list(plain["params"])}
 
 
+def has_names(group: dict[str, Any]) -> bool:
+    """Whether a group's parameters have names, or :func:`slot_name` makes some up."""
+    return bool(group.get("param_names") or group.get("fqns"))
+
+
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
     """The FQN of a slot if its group carries ``param_names`` (or ``fqns``: torch forbids the former
     in a group without parameters, which sub-optimizers may have), else ``group<g>.param<i>``."""

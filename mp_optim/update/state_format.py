@@ -342,8 +342,8 @@ def _converted(
 
 
 _OTHER_BLOCKS = (
-    ". (Codes share a scale in every 256 elements of what a rank holds: where it was saved so, too, "
-    "the ranks cut the parameter elsewhere)"
+    ". (Codes share a scale in every 256 elements of what a rank holds: where it was saved so, "
+    "too, the ranks cut the parameter elsewhere)"
 )
 
 

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import mp_optim
 from mp_optim import checkpoint
 from mp_optim.checkpoint.contents import compare, open_checkpoint
 from mp_optim.cli.command import main
-from support.models import build, same_bits, train
+from support.models import build, same_bits, tokens_of, train
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,57 @@ def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
 def test_a_limit_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_shard_size=0"):
         checkpoint.export_safetensors(tmp_path, build("bf16")[1], max_shard_size=0)
+
+
+def unnamed(seed=0, **settings):
+    model, _ = build("bf16", seed=seed)
+    optimizer = mp_optim.AdamW(list(model.parameters()), lr=1e-2, **settings)
+    model(tokens_of(0)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: model,
+        lambda model: [model],
+        lambda model: torch.compile(model),
+        lambda model: nn.DataParallel(model),
+    ],
+    ids=["module", "chunks", "compiled", "parallel"],
+)
+@pytest.mark.parametrize("averaged", [False, True])
+def test_an_export_without_names_takes_the_models(tmp_path, given, averaged):
+    model, optimizer = unnamed(ema_decay=0.5) if averaged else unnamed()
+    (path,) = checkpoint.export_safetensors(
+        tmp_path, optimizer, model=given(model), averaged=averaged
+    )
+    found = load_file(path)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    if not averaged:
+        assert all(
+            torch.equal(found[name].bfloat16(), param.bfloat16())
+            for name, param in model.named_parameters()
+        )
+
+
+def test_an_export_under_made_up_names_is_refused(tmp_path):
+    _, optimizer = unnamed()
+    with pytest.raises(ValueError, match=r"group0\.param0: .* no names.*model="):
+        checkpoint.export_safetensors(tmp_path / "out", optimizer)
+    other, _ = unnamed(seed=1)
+    with pytest.raises(
+        ValueError, match=r"group0\.param0 of shape .* no parameter of model="
+    ):
+        checkpoint.export_safetensors(tmp_path / "out", optimizer, model=other)
+    assert not (tmp_path / "out").exists()
+    named = build("bf16")
+    checkpoint.export_safetensors(tmp_path / "out", named[1], model=named[0])
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys()
+        == dict(named[0].named_parameters()).keys()
+    )
 
 
 def saved(path, **tensors):
