@@ -52,7 +52,7 @@ def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
 def _settled(config: Any, optimizer: torch.optim.Optimizer | None) -> OptimizerConfig:
     """Our config; the rate is the given optimizer's where the config leaves it open."""
     if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
-        lr = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        lr = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"] or 0.0)
         config = dataclasses.replace(config, lr=lr)
     return config_from_megatron(config)
 

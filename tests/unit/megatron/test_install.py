@@ -108,19 +108,7 @@ def test_what_a_training_loop_asks_around_a_step() -> None:
     assert not optimizer.is_stub_optimizer
     assert optimizer.get_loss_scale().item() == 1.0
     assert all(group["default_config"] for group in optimizer.param_groups)
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=1e-2,
-        min_lr=1e-3,
-        lr_warmup_steps=2,
-        lr_decay_steps=10,
-        lr_decay_style="cosine",
-        start_wd=0.1,
-        end_wd=0.1,
-        wd_incr_steps=10,
-        wd_incr_style="constant",
-    )
+    scheduler = scheduler_of(optimizer)
     rates = []
     for step in range(4):
         train(model, optimizer, range(step, step + 1))
@@ -134,6 +122,62 @@ def test_what_a_training_loop_asks_around_a_step() -> None:
     assert optimizer.step() == (True, 1.0, None)
     del optimizer.step
     assert optimizer.step == plain
+
+
+def scheduler_of(optimizer: Any, **settings: Any) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        **{
+            "init_lr": 0.0,
+            "max_lr": 1e-2,
+            "min_lr": 1e-3,
+            "lr_warmup_steps": 2,
+            "lr_decay_steps": 10,
+            "lr_decay_style": "cosine",
+            "start_wd": 0.1,
+            "end_wd": 0.1,
+            "wd_incr_steps": 10,
+            "wd_incr_style": "constant",
+            **settings,
+        },
+    )
+
+
+def scheduled(optimizer: Any, model: nn.Module) -> tuple[list[Any], list[float]]:
+    scheduler = scheduler_of(optimizer)
+    rates, losses = [], []
+    for step in range(5):
+        scheduler.step(increment=1)
+        losses += train(model, optimizer, range(step, step + 1))
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    return rates, losses
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optimizer": "sgd"},
+        {"optimizer": "muon"},
+        {"decoupled_lr": 5e-3, "decoupled_min_lr": 1e-3},
+        {"min_lr": 1e-3},
+    ],
+    ids=str,
+)
+def test_a_rate_that_the_config_leaves_open_is_the_schedulers(
+    settings: dict[str, Any],
+) -> None:
+    """And no step is taken before there is one."""
+    model, optimizer = build(lr=None, **settings)
+    assert any(group["lr"] is None for group in optimizer.param_groups)
+    before = [param.detach().clone() for param in model.parameters()]
+    model(tokens_of(0)).backward()
+    with pytest.raises(ValueError, match=r"lr=None: no learning rate has been set"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    (other, given) = build(lr=1e-2, **settings)
+    assert scheduled(optimizer, model) == scheduled(given, other)
 
 
 @pytest.mark.usefixtures("installed")

@@ -1,0 +1,227 @@
+#!/usr/bin/env python
+"""What Megatron's optimizer reads beside its config: attributes of parameters, keys of param
+groups, attributes of models. Finds them in its sources without importing those, and writes the
+table of docs/migrate.md that says what becomes of each here, from ``megatron_attributes.json``.
+
+python tools/megatron_attributes.py --source CHECKOUT          what the list does not have yet
+python tools/megatron_attributes.py --write                    the table
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch import nn
+
+LIST = Path(__file__).with_suffix(".json")
+DOCUMENT = Path(__file__).parents[1] / "docs" / "migrate.md"
+BEGIN, END = "<!-- tools/megatron_attributes.py -->", "<!-- end of this table -->"
+ANSWERS = ("read", "refused", "not needed")
+"""What may become of a name: it means the same; where it is set, an error names it; what it is for
+is done otherwise, or is no matter of the optimizer."""
+Names = dict[str, set[str]]
+"""By what has them: ``parameter``, ``group``, ``model``."""
+
+_OWNERS = {
+    "parameter": re.compile(
+        r"(^|[._])(p|param|parameter|weight|tensor|source|destination|source_tensor|"
+        r"destination_tensor|(params|parameters|param_list|params_list)\[0\])$"
+    ),
+    "group": re.compile(
+        r"(^|_)(g|group|groups\[0\]|param_groups?(\[\w+\])?|override)$"
+    ),
+    "model": re.compile(
+        r"(^|_)(model|module|model_chunk|chunk|(model_)?chunks\[0\]|model_cfg)$"
+    ),
+}
+"""What expressions of Megatron's are called that stand for each."""
+_KNOWN = {
+    "parameter": {*dir(nn.Parameter(torch.empty(0))), *dir(dict)},
+    "group": {"params"},
+    "model": {*dir(nn.Module())},
+}
+"""What torch's own have, and the dictionaries that go by the same names."""
+_ASKS = ("getattr", "hasattr", "setattr", "delattr")
+_FOLDERS = ("optimizer",)
+_FILES = ("optimizer_param_scheduler.py",)
+_FUNCTIONS = {
+    "tensor_parallel/layers.py": re.compile(r"^(param_is_|copy_)"),
+    "transformer/module.py": re.compile(r"^param_is_"),
+}
+"""Functions elsewhere that the optimizer asks about a parameter."""
+
+
+def read_in(source: Path) -> Names:
+    """What an optimizer of Megatron's asks for.
+
+    Args:
+        source: a checkout of Megatron-LM, or what holds an installed ``megatron`` package.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    names: Names = defaultdict(set)
+    for tree, constants in _trees(source / "megatron" / "core"):
+        for node in ast.walk(tree):
+            for owner, name in _asked(node, constants):
+                if name not in _KNOWN[owner]:
+                    names[owner].add(name)
+    return names
+
+
+def _trees(core: Path) -> Iterator[tuple[ast.AST, Mapping[str, list[str]]]]:
+    """What is read of each file, and the strings that its names stand for."""
+    files = [path for folder in _FOLDERS for path in (core / folder).rglob("*.py")]
+    for path in [*files, *(core / name for name in _FILES)]:
+        tree = ast.parse(path.read_text())
+        yield tree, _constants(tree)
+    for name, wanted in _FUNCTIONS.items():
+        tree = ast.parse((core / name).read_text())
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and wanted.match(node.name):
+                yield node, _constants(tree)
+
+
+def _constants(tree: ast.AST) -> dict[str, list[str]]:
+    """Names that stand for a string, or run over several."""
+    constants: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = _strings(node.value, {})
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.For, ast.comprehension)):
+            values = _strings(node.iter, constants)
+            if isinstance(node.target, ast.Name) and values:
+                constants[node.target.id] = values
+    return constants
+
+
+def _strings(node: ast.AST | None, constants: Mapping[str, list[str]]) -> list[str]:
+    """The strings that an expression is, or holds."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    if isinstance(node, ast.Name):
+        return constants.get(node.id, [])
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return [text for item in node.elts for text in _strings(item, constants)]
+    if isinstance(node, ast.Dict):
+        return [text for key in node.keys for text in _strings(key, constants)]
+    return []
+
+
+def _asked(
+    node: ast.AST, constants: Mapping[str, list[str]]
+) -> Iterator[tuple[str, str]]:
+    """What one expression asks of whom."""
+    if isinstance(node, ast.Attribute):
+        owner = _owner(node.value, "parameter", "model")
+        if owner:
+            yield owner, node.attr
+    elif isinstance(node, ast.Subscript) and _owner(node.value, "group"):
+        for name in _strings(node.slice, constants):
+            yield "group", name
+    elif isinstance(node, ast.Compare) and _owner(node.comparators[0], "group"):
+        for name in _strings(node.left, constants):
+            yield "group", name
+    elif isinstance(node, ast.Call) and node.args:
+        yield from _asked_by_call(node, constants)
+
+
+def _asked_by_call(
+    node: ast.Call, constants: Mapping[str, list[str]]
+) -> Iterator[tuple[str, str]]:
+    called = node.func
+    if isinstance(called, ast.Name) and called.id in _ASKS and len(node.args) > 1:
+        owner = _owner(node.args[0], "parameter", "model")
+        for name in _strings(node.args[1], constants) if owner else []:
+            yield str(owner), name
+    elif isinstance(called, ast.Attribute) and called.attr in ("get", "setdefault"):
+        for name in _strings(node.args[0], constants):
+            if _owner(called.value, "group"):
+                yield "group", name
+
+
+def _owner(node: ast.AST, *kinds: str) -> str | None:
+    """What an expression stands for, of these kinds."""
+    text = ast.unparse(node)
+    return next((kind for kind in kinds if _OWNERS[kind].search(text)), None)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of a name here: one of :data:`ANSWERS`, and what to know."""
+
+    kind: str
+    note: str
+
+
+def answers(path: Path = LIST) -> dict[str, dict[str, Answer]]:
+    """The list that is kept here: by what has a name, and by name.
+
+    Raises:
+        ValueError: an answer is none of :data:`ANSWERS`.
+    """
+    listed: dict[str, dict[str, Answer]] = {}
+    for owner, rows in json.loads(path.read_text()).items():
+        listed[owner] = {}
+        for name, text in rows.items():
+            kind, _, note = text.partition(": ")
+            if kind not in ANSWERS:
+                raise ValueError(f"{name}: {kind!r} is none of {ANSWERS}")
+            listed[owner][name] = Answer(kind, note)
+    return listed
+
+
+def unlisted(names: Names) -> list[str]:
+    """What the list does not have, as ``owner.name``."""
+    listed = answers()
+    return [
+        f"{owner}.{name}"
+        for owner in sorted(names)
+        for name in sorted(names[owner] - listed[owner].keys())
+    ]
+
+
+def rendered() -> str:
+    """The list as a table of markdown, with the marks around it."""
+    lines = ["| of a | | here | |", "|---|---|---|---|"]
+    for owner, rows in answers().items():
+        for name, answer in sorted(rows.items()):
+            lines.append(f"| {owner} | `{name}` | {answer.kind} | {answer.note} |")
+    return "\n".join([BEGIN, "", *lines, "", END]).replace("|  |", "| |")
+
+
+def with_table(document: str) -> str:
+    """A document with the present table between its marks."""
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    return pattern.sub(lambda _: rendered(), document)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What Megatron's optimizer reads of parameters, param groups and models."""
+
+    source: tuple[Path, ...] = ()
+    """Checkouts of Megatron-LM, or directories that hold an installed megatron package: print what
+    the list does not have."""
+    write: bool = False
+    """Write the table into docs/migrate.md."""
+
+
+def main(options: Options) -> None:
+    for source in options.source:
+        print(*unlisted(read_in(source)), sep="\n")
+    if options.write:
+        DOCUMENT.write_text(with_table(DOCUMENT.read_text()))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
