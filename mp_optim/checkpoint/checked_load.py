@@ -106,10 +106,10 @@ class CheckedLoad:
             if optimizer is not None or name.startswith(MODEL)
         }
         tensors = dict(receiver.entries)
-        tensors |= unallocated(optimizer, parallel, saved, tensors)
+        tensors |= (new := unallocated(optimizer, parallel, saved, tensors))
         if convert:
             saved = without_surplus(saved, ranks.union(set(tensors)))
-        copies = copies_of(optimizer, parallel, tensors)
+        copies = copies_of(optimizer, parallel, tensors) | new.keys()
         self._saved = saved
         self._targets: Targets = targets_of(tensors, saved, copies, convert=convert)
         self._read_anywhere = ranks.union(set(self._targets.tensors))

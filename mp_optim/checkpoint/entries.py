@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.garbage import uncollected
 from mp_optim.checkpoint.index import Saved
@@ -176,7 +177,8 @@ def unallocated(
     saved: Mapping[str, Saved],
     present: Collection[str],
 ) -> dict[str, Tensor]:
-    """New tensors for saved state of optimizers that allocate theirs when they step first."""
+    """New tensors for saved state of optimizers that allocate theirs when they step first, and of
+    parameters that are frozen here."""
     if optimizer is None:
         return {}
     slots = [slot for slot in optimizer.slots() if optimizer.state_of(slot).takes_any()]
@@ -192,8 +194,9 @@ def unallocated(
 
 
 def _unallocated(param: Tensor, partition: Partition | None, saved: Saved) -> Tensor:
-    """A new tensor for state of a parameter: a part, if that is one and the state is of its
-    shape."""
+    """A new tensor for state of a parameter: split as that is, if the state is of its shape."""
+    if isinstance(param, DTensor) and saved.shape == param.shape:
+        return torch.empty_like(param, dtype=saved.dtype, requires_grad=False)
     if partition is None or saved.shape != partition.whole_shape(param.shape):
         return _new(saved)
     local = torch.empty(param.shape, dtype=saved.dtype, device="cpu")

@@ -135,6 +135,14 @@ class ShardState(LayeredState):
         return self._shard.shown_whole and self.below.takes_any()
 
     def fit(self, saved: State, convert: bool) -> State:
+        if saved and self._shard.grad is None and self._param.numel():
+            if convert:
+                return {}
+            raise ValueError(
+                f"state of {self._shard.name}: it was frozen when the optimizer was built, so it "
+                "is in no bucket, and no rank keeps its state; build the optimizer while it can be "
+                "trained, and freeze it then, or load with convert=True, which drops its state"
+            )
         return self.below.fit(self._shard.localize_state(saved), convert)
 
     def check(self, state: State) -> None:

@@ -9,6 +9,7 @@ are connected by position only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class MainParams:
         self._param_groups, self._inner = param_groups, inner
         self._process_groups, self._check_param = process_groups, check_param
         self._agreement = Agreement()
+        self._ready: dict[Slot, Tensor] = {}
+        """Parameters that have a main param in case they are trained."""
         self.table = SlotTable()
         self.reloaded = 0
         for index in range(len(param_groups)):
@@ -94,27 +97,35 @@ class MainParams:
 
     @in_own_modes
     def bind_group(self, index: int) -> None:
-        """Give main params to the trainable parameters of a new group, the last one."""
+        """Give main params to the trainable parameters of a new group, the last one. What may be
+        refused comes first; the table has the group at the end."""
         table, params = self.table, self._param_groups[index]["params"]
-        table.first.append(len(table.slots))
         coming = [
             (Slot(index, position), local_tensor(param))
             for position, param in enumerate(params)
             if param.requires_grad and not is_quantized(param)
         ]
-        self._inner.reserve_main_params(coming)
         for position, param in enumerate(params):
-            slot = Slot(index, position)
             if param.is_inference():
                 raise TypeError(
-                    f"{self.name(slot)} was made inside torch.inference_mode(), so nothing can "
-                    "train it; build the model outside of it"
+                    f"{self.name(Slot(index, position))} was made inside torch.inference_mode(), "
+                    "so nothing can train it; build the model outside of it"
                 )
+        self._inner.reserve_main_params(coming)
+        rows: list[tuple[Slot, Tensor, NormKey, Layout, int]] = []
+        mains: dict[Slot, Tensor] = {}
+        for position, param in enumerate(params):
+            slot = Slot(index, position)
             key, layout = self._norm_key(slot, param), self._layout(slot, param)
             stream = stream_of(self.name(slot), shard_info(param).first_element)
-            table.add(slot, param, key, layout, stream)
+            rows.append((slot, param, key, layout, stream))
             if param.requires_grad:
-                table.trained(len(table.slots) - 1, self._bind(slot, param))
+                mains[slot] = self._new_main(slot, param)
+        table.first.append(len(table.slots))
+        for row in rows:
+            table.add(*row)
+            if row[0] in mains:
+                self._trained(len(table.slots) - 1, mains[row[0]], row[1])
 
     def bind_trained(self, indices: Iterable[int]) -> None:
         """Give main params to parameters that were frozen when their group was added.
@@ -122,23 +133,58 @@ class MainParams:
         Args:
             indices: in the table, of slots that have a gradient now.
         """
-        table = self.table
         for index in indices:
-            if not table.bound[index]:
-                table.trained(
-                    index, self._bind(table.slots[index], table.params[index])
-                )
+            if not self.table.bound[index]:
+                self._take_in(self.table.slots[index])
 
-    def _bind(self, slot: Slot, param: Tensor) -> bool:
-        """Give a trainable parameter its main param; returns whether that is another tensor."""
+    @in_own_modes
+    def bind_trainable(self, slot: Slot | None) -> None:
+        """The same for one slot, or all, if its parameter is trainable by now."""
+        table = self.table
+        indices = range(len(table.slots)) if slot is None else [table.index(slot)]
+        self.bind_trained(i for i in indices if table.params[i].requires_grad)
+
+    def _take_in(self, slot: Slot) -> None:
+        """A parameter that was never trainable is from now on one that was."""
+        main, param = self._prepare(slot), self._param(slot)
+        if self._separates(slot, main):
+            is_coded = is_quantized(param)
+            value = dequantized(param) if is_coded else local_tensor(param)
+            self._inner.set_main_param(slot, value)
+        del self._ready[slot]
+        self._trained(self.table.index(slot), main, param)
+
+    def _prepare(self, slot: Slot) -> Tensor:
+        """The main param of a slot that may be trained soon; nothing else knows of it."""
+        param = self._param(slot)
+        if self._ready.get(slot) is not param:
+            self._new_main(slot, param)
+            self._ready[slot] = param
+        return self._stepped(slot)
+
+    def _bind(self, index: int, param: Tensor) -> None:
+        """Give a trainable parameter its main param."""
+        self._trained(index, self._new_main(self.table.slots[index], param), param)
+
+    def _new_main(self, slot: Slot, param: Tensor) -> Tensor:
+        """What is to be stepped for a parameter from now on: itself, or a tensor of its own."""
         self._check_param(slot, param)
         check_attributes(self.name(slot), param)
         check_quantized(self.name(slot), param)
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
-        main = self._inner.new_main_param(slot, local)
+        return self._inner.new_main_param(slot, local)
+
+    def _separates(self, slot: Slot, main: Tensor) -> bool:
+        """Whether what is stepped for a slot is another tensor than the model's."""
+        return is_quantized(self._param(slot)) or not same_memory(
+            main, self._local(slot)
+        )
+
+    def _trained(self, index: int, main: Tensor, param: Tensor) -> None:
+        """A parameter has a main param now, and state."""
         forget_initial_values(param)
         set_main_param(param, main)
-        return is_quantized(param) or not same_memory(main, local)
+        self.table.trained(index, self._separates(self.table.slots[index], main))
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
         ranks = self._tensor_parallel(slot)
@@ -275,7 +321,7 @@ class MainParams:
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
         main, local = self._stepped(slot), local_tensor(param)
         if is_quantized(param) != self.table.quantized[index]:
-            self.table.trained(index, self._bind(slot, param))
+            self._bind(index, param)
         elif self.table.separate[index]:
             set_main_param(param, main)
             self.reloaded += self._follow(slot, main, local, param)
@@ -285,7 +331,7 @@ class MainParams:
             set_main_param(param, local)
             self._inner.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
-            self.table.trained(index, self._bind(slot, param))
+            self._bind(index, param)
 
     def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
         """Make a main param agree with the model's; returns whether it took other values."""
@@ -325,16 +371,21 @@ class MainParams:
     def state_of(self, slot: Slot) -> SlotState:
         """A slot's state as the wrapper shows it."""
         if not self.is_bound(slot):
-            return UntrainedState(lambda: self._inner.state_of(slot))
-        return self._trained_state(slot)
+            prepared = partial(self._prepared_state, slot)
+            return UntrainedState(prepared, partial(self._take_in, slot))
+        return self._trained_state(slot, self.is_separate(slot))
 
-    def _trained_state(self, slot: Slot) -> ParamState:
+    def _prepared_state(self, slot: Slot) -> ParamState:
+        """What the state of a slot would be if it had been trainable."""
+        return self._trained_state(slot, self._separates(slot, self._prepare(slot)))
+
+    def _trained_state(self, slot: Slot, separate: bool) -> ParamState:
         bound = BoundParam(
             slot,
             self.name(slot),
             self._param(slot),
             self._stepped(slot),
-            self.is_separate(slot),
+            separate,
             lambda: self._inner.main_param(slot),
         )
         return ParamState(self._inner.state_of(slot), bound, self._agreement)
@@ -345,7 +396,7 @@ class MainParams:
             slot
             for slot in filter(self.is_bound, self.table.slots)
             if not is_cut(self._param(slot))
-            and self._trained_state(slot).has_remainder()
+            and self._trained_state(slot, self.is_separate(slot)).has_remainder()
         ]
         known = dict(
             zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,20 +59,48 @@ class BoundParam:
 
 
 class UntrainedState(SlotState):
-    """Of a parameter that has never been trainable: it costs nothing. The layer below is asked only
-    if a saved state has something for it."""
+    """Of a parameter that has never been trainable here: it costs nothing. Saved state, from a run
+    that froze it later, makes it one that has been.
 
-    def __init__(self, below: Callable[[], SlotState]) -> None:
-        self._below = below
+    Args:
+        prepared: gives it a main param, which nothing shows yet; returns its state as that of one
+            that is trained.
+        take: makes it one that is.
+    """
+
+    def __init__(
+        self, prepared: Callable[[], SlotState], take: Callable[[], None]
+    ) -> None:
+        self._prepared, self._take = prepared, take
+
+    @cached_property
+    def _trained(self) -> SlotState:
+        return self._prepared()
 
     def tensors(self) -> State:
         return {}
 
+    def takes_any(self) -> bool:
+        return True
+
+    def fit(self, saved: State, convert: bool) -> State:
+        return self._trained.fit(saved, convert) if saved else saved
+
     def check(self, state: State) -> None:
-        self._below().check(as_local_state(state))
+        if state:
+            self._trained.check(state)
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        self._trained.check_values(key, values)
+
+    def check_weights(self, saved: State, checksum: int | None) -> None:
+        if saved:
+            self._trained.check_weights(saved, checksum)
 
     def load(self, state: State) -> None:
-        self._below().load(as_local_state(state))
+        if state:
+            self._take()
+            self._trained.load(state)
 
 
 class ParamState(LayeredState):

@@ -1,0 +1,229 @@
+"""State of a parameter that was trained and is frozen now: kept, shown, saved and loaded as that of
+any other, in every place and form; and one that is thawed has state before its first step."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from support.models import same_bits
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "half": {"offload": 0.5},
+    "host": {"offload": 1.0},
+    "speculative": {"offload": 1.0, "offload_mode": "speculative"},
+    "streamed": {"offload": 1.0, "offload_place": "streamed"},
+    "disk": {"offload": 1.0, "optimizer_state_path": "here"},
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "": {},
+    "8bit": {"state": "8bit"},
+    "remainder": {"main_params": "remainder16", "state": "bf16"},
+    "average": {"ema_decay": 0.9},
+}
+
+
+class Run:
+    """A model of two matrices with an optimizer, some of whose parameters are frozen at times."""
+
+    def __init__(
+        self, tmp_path: Path, dtype: str, rule: str = "AdamW", **settings: Any
+    ) -> None:
+        if "optimizer_state_path" in settings:
+            settings["optimizer_state_path"] = str(tmp_path)
+        self.rule, self.settings = rule, settings
+        generator = torch.Generator().manual_seed(0)
+        self.model = nn.Module()
+        for name in ("a", "b"):
+            values = torch.randn(6, 4, generator=generator).to(DTYPES[dtype])
+            self.model.register_parameter(name, nn.Parameter(values))
+        self.count, self.optimizer = 0, self.built()
+
+    def built(self) -> Any:
+        named = list(self.model.named_parameters())
+        return getattr(mp_optim, self.rule)(named, lr=0.01, **self.settings)
+
+    def step(self) -> None:
+        for param in self.model.parameters():
+            generator = torch.Generator().manual_seed(self.count)
+            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.grad = grad if param.requires_grad else None
+        self.optimizer.step()
+        self.count += 1
+
+    def freeze(self, *names: str) -> None:
+        for name, param in self.model.named_parameters():
+            param.requires_grad_(name not in names)
+
+    def resume(self, via: str, path: Path) -> None:
+        if via == "checkpoint":
+            checkpoint.save(path, self.model, self.optimizer)
+            self.optimizer = self.built()
+            checkpoint.load(path, self.model, self.optimizer)
+        else:
+            saved = copy.deepcopy(self.optimizer.state_dict())
+            self.optimizer = self.built()
+            self.optimizer.load_state_dict(saved)
+
+    def everything(self) -> list[Tensor]:
+        state = self.optimizer.state_dict()["state"]
+        assert [*state] == [0, 1]
+        tensors = [value for slot in state.values() for value in slot.values()]
+        return [t.detach().clone() for t in [*tensors, *self.model.parameters()]]
+
+
+def alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(same_bits, a, b))
+
+
+def frozen_and_thawed(run: Run, resumes: int, via: str, path: Path) -> list[Tensor]:
+    run.step()
+    run.step()
+    run.freeze("a")
+    run.step()
+    for _ in range(resumes):
+        run.resume(via, path)
+        shown = run.everything()
+        run.step()
+        assert len(run.everything()) == len(shown)
+    for _ in range(2 - resumes):
+        run.step()
+    run.freeze()
+    run.step()
+    return run.everything()
+
+
+@pytest.mark.parametrize("via", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_state_of_a_frozen_parameter_survives_any_number_of_resumes(
+    dtype: str, place: str, via: str, tmp_path: Path
+) -> None:
+    ends = [
+        frozen_and_thawed(
+            Run(tmp_path, dtype, **PLACES[place]), resumes, via, tmp_path / "saved"
+        )
+        for resumes in (0, 1, 2)
+    ]
+    assert alike(ends[0], ends[1]) and alike(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("via", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form])
+@pytest.mark.parametrize("rule", ["AdamW", "SGD", "Adafactor", "Muon"])
+def test_in_every_form(rule: str, form: str, via: str, tmp_path: Path) -> None:
+    settings = FORMS[form]
+    if rule == "Adafactor" and form in ("8bit", "remainder"):
+        settings = {"main_params": "remainder16"}
+    if rule == "SGD":
+        settings = {"momentum": 0.9, **settings}
+    ends = [
+        frozen_and_thawed(
+            Run(tmp_path, "bf16", rule, **settings), resumes, via, tmp_path / "saved"
+        )
+        for resumes in (0, 2)
+    ]
+    assert alike(*ends)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_refused_shows_nothing(dtype: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, dtype)
+    run.step()
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    run.freeze("a")
+    run.optimizer = run.built()
+    run.step()
+    before = copy.deepcopy(run.optimizer.state_dict())
+    assert [*before["state"]] == [1]
+    for index, key in ((0, "exp_avg"), (1, "exp_avg_sq")):
+        wrong = copy.deepcopy(saved)
+        wrong["state"][index][key] = torch.zeros(5)
+        with pytest.raises(ValueError, match=f"{'ab'[index]}.{key}: saved shape"):
+            run.optimizer.load_state_dict(wrong)
+        now = run.optimizer.state_dict()["state"]
+        assert [*now] == [1]
+        assert all(
+            same_bits(now[1][key], value) for key, value in before["state"][1].items()
+        )
+    run.optimizer.load_state_dict(saved)
+    assert [*run.optimizer.state_dict()["state"]] == [0, 1]
+
+
+def test_a_main_param_that_was_prepared_takes_the_values_of_now(tmp_path: Path) -> None:
+    """FP32 on the host: a load that is refused, then other weights, then a load that is not."""
+    run = Run(tmp_path, "fp32", offload=1.0)
+    run.step()
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    run.freeze("a")
+    run.optimizer = run.built()
+    wrong = copy.deepcopy(saved)
+    wrong["state"][1]["exp_avg"] = torch.zeros(5)
+    with pytest.raises(ValueError, match="saved shape"):
+        run.optimizer.load_state_dict(wrong)
+    with torch.no_grad():
+        run.model.a.fill_(3.0)
+    run.optimizer.load_state_dict(saved)
+    run.freeze()
+    run.step()
+    assert bool((run.model.a > 2.9).all())
+
+
+@pytest.mark.parametrize("via", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize("thawed_before_resume", [True, False])
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_parameter_that_is_thawed_and_saved_before_its_first_step(
+    dtype: str, place: str, thawed_before_resume: bool, via: str, tmp_path: Path
+) -> None:
+    ends = []
+    for resumes in (False, True):
+        run = Run(tmp_path, dtype, "SGD", momentum=0.9, **PLACES[place])
+        run.freeze("a")
+        run.optimizer = run.built()
+        run.step()
+        run.freeze()
+        if resumes:
+            run.everything()
+            if not thawed_before_resume:
+                saved = copy.deepcopy(run.optimizer.state_dict())
+                run.freeze("a")
+                run.optimizer = run.built()
+                run.optimizer.load_state_dict(saved)
+                run.freeze()
+            run.resume(via, tmp_path / "saved")
+        run.step()
+        ends.append(run.everything())
+    assert alike(*ends)
+
+
+def test_a_stack_of_a_config_does_so_too(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
+    config = OptimizerConfig(lr=0.1, bf16=True)
+
+    def step(optimizer: Any) -> Any:
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(torch.ones(2, 3).bfloat16()).sum()).backward()
+        return optimizer.step()
+
+    def built() -> Any:
+        groups = [{"params": list(model.named_parameters())}]
+        return get_megatron_optimizer(config, model, param_groups=groups)
+
+    optimizer = built()
+    step(optimizer)
+    model[0].requires_grad_(False)
+    for _ in range(2):
+        checkpoint.save(tmp_path, model, optimizer)
+        optimizer = built()
+        checkpoint.load(tmp_path, model, optimizer)
+    assert len(optimizer.state_dict()["state"]) == 4
