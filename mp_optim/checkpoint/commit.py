@@ -47,7 +47,14 @@ def begin(root: Path) -> Path:
 
     Returns:
         The directory it will have when it is complete.
+
+    Raises:
+        FileExistsError: a file lies there.
     """
+    if root.exists() and not root.is_dir():
+        raise FileExistsError(
+            f"{root} is a file, and a checkpoint is a folder: give another path, or move the file"
+        )
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f".{_PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)

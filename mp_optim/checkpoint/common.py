@@ -48,7 +48,13 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
         if optimizer is not None:
             whole = _merged(groups, filter(None, others))
             content["optimizer"] = {**optimizer, "param_groups": whole}
-        torch.save(content, buffer)
+        try:
+            torch.save(content, buffer)
+        except Exception as error:  # of whatever it holds
+            raise ValueError(
+                f"extra or the scheduler's state holds what cannot be saved ({error}): give plain "
+                "data, numbers, strings, tensors and containers of them"
+            ) from error
         _check_plain(buffer, content)
         return buffer.getvalue()
 

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, SupportsIndex, overload
 
 import torch
 from torch.distributed import ProcessGroup
@@ -136,9 +136,10 @@ def save(
         RuntimeError: an earlier save in the background failed, or this one failed on another rank,
             naming it.
     """
-    if keep is not None and keep < 1:
+    if keep is not None and not _is_count(keep):
         raise ValueError(
-            f"keep={keep}: at least the version that is saved has to stay; None keeps all"
+            f"keep={keep!r}: must be a whole number of versions, with at least the one that is "
+            "saved; None keeps all"
         )
     stack: SlotKeyedOptimizer | None = stack_of(optimizer)
     ranks = Ranks.of(process_group)
@@ -177,6 +178,11 @@ def save(
     except BaseException:
         writing.give_back()
         raise
+
+
+def _is_count(value: Any) -> bool:
+    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    return is_whole and int(value) >= 1
 
 
 def _write(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,6 +38,22 @@ class Measured(Protocol):
     def device(self) -> torch.device: ...
     def slots(self) -> list[Slot]: ...
     def slot_name(self, slot: Slot) -> str: ...
+
+
+def _check_loss(loss: object) -> None:
+    if loss is None or (type(loss) is not bool and isinstance(loss, Real)):
+        return
+    if isinstance(loss, Tensor):
+        is_plain = loss.layout == torch.strided and not loss.is_meta
+        if is_plain and loss.numel() == 1 and not loss.is_complex():
+            return
+        what = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}, on {loss.device}"
+    else:
+        what = repr(loss)
+    raise ValueError(
+        f"report_loss: the loss is {what}, not one real number; give the mean over the batch "
+        "(loss.mean()), or None where this rank has none"
+    )
 
 
 class Update(NamedTuple):
@@ -74,7 +91,11 @@ class GradientHealth:
             loss: of the whole batch of this rank, not scaled, one element; a tensor is not waited
                 for. None if this rank has none (a stage of a pipeline).
             group: the ranks that step together; by default all of the job.
+
+        Raises:
+            ValueError: that is no loss of one element.
         """
+        _check_loss(loss)
         rule = self._stack.skip_rule
         if not rule.is_on:
             return

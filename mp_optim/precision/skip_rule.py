@@ -187,11 +187,11 @@ class RollingRule:
         """Raise ValueError unless :meth:`load_state_dict` can take this; write nothing. None is
         what a stack without the rule saved."""
         window = state_dict.get(_WINDOW) if isinstance(state_dict, Mapping) else None
-        fits = isinstance(window, Tensor) and window.dim() == 2 and len(window) == 2
-        if state_dict is not None and not fits:
+        if state_dict is not None and not _is_window(window):
             raise ValueError(
                 f"skip_step: it holds {state_dict!r}, not the norms and losses of a window as a "
-                "tensor of 2 rows; leave it away to start with an empty window"
+                "dense tensor of 2 rows without infinities; leave it away to start with an empty "
+                "window"
             )
 
     @in_own_modes
@@ -204,6 +204,18 @@ class RollingRule:
             kept = state_dict[_WINDOW][:, -self.length :]
             self._window[:, : kept.shape[1]].copy_(kept)
             self._next.fill_(kept.shape[1] % self.length)
+
+
+def _is_window(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_meta
+        and value.is_floating_point()
+        and value.dim() == 2
+        and len(value) == 2
+        and not bool(value.isinf().any())
+    )
 
 
 def _median(rows: Tensor, count: Tensor) -> Tensor:

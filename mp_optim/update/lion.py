@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.config.setting_checks import check_betas, check_schedule
+from mp_optim.config.setting_checks import check_betas, check_shared
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import LionScalars, TensorLists
@@ -44,8 +44,11 @@ class Lion(RuleOptimizer):
             StatePrecision(**precision),
         )
 
+    def reads_steps(self, group: dict[str, Any]) -> bool:
+        return False
+
     def check_settings(self, group: dict[str, Any]) -> None:
-        check_schedule(group)
+        check_shared(group)
         check_betas(group["betas"])
 
     def apply(

@@ -156,6 +156,9 @@ class Muon(RuleOptimizer):
     def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return adam_unread_moments(group) if group["optimizer"] == "adam" else ()
 
+    def reads_steps(self, group: dict[str, Any]) -> bool:
+        return bool(group["optimizer"] == "adam")
+
     def is_elementwise(self, group: dict[str, Any]) -> bool:
         return RULES[group["optimizer"]].reads == "elements"
 

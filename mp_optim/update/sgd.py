@@ -12,8 +12,8 @@ from mp_optim.config.setting_checks import (
     NOT_NEGATIVE,
     check_flags,
     check_range,
-    check_schedule,
     check_setting,
+    check_shared,
 )
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.backends import Backend
@@ -62,8 +62,11 @@ class SGD(RuleOptimizer):
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return super().moments(group) if group["momentum"] else ()
 
+    def reads_steps(self, group: dict[str, Any]) -> bool:
+        return False
+
     def check_settings(self, group: dict[str, Any]) -> None:
-        check_schedule(group)
+        check_shared(group)
         check_setting("momentum", group["momentum"], NOT_NEGATIVE)
         check_setting("dampening", group["dampening"], FINITE)
         check_flags(group, ("nesterov",))
