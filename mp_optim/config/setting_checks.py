@@ -102,6 +102,30 @@ def check_schedule(group: Mapping[str, Any]) -> None:
             check_setting(name, group[name], NOT_NEGATIVE)
 
 
+NOT_HERE = {
+    "amsgrad": "there is no amsgrad here",
+    "maximize": "negate the loss",
+    "capturable": "OptimizerConfig.optimizer_cuda_graph captures steps",
+    "differentiable": "steps are not differentiable here",
+}
+"""Switches of torch's optimizers that rules here do not have, and what to do."""
+
+
+def check_shared(group: Mapping[str, Any]) -> None:
+    """The settings that all rules share.
+
+    Raises:
+        ValueError: one is out of range, or a switch of torch's optimizers is on that is not here.
+    """
+    check_schedule(group)
+    for name, instead in NOT_HERE.items():
+        if group.get(name):
+            raise ValueError(
+                f"{name}={group[name]!r}: {instead}, and set it to False in the param group (or in "
+                "the state dict's, where it comes from one)"
+            )
+
+
 def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None:
     """Raise ValueError naming the setting unless ``good``."""
     if not good:
@@ -110,7 +134,7 @@ def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None
 
 def check_stable_adamw_settings(group: dict[str, Any]) -> None:
     """The settings of StableAdamW."""
-    check_schedule(group)
+    check_shared(group)
     check_betas(group["betas"])
     check_setting("eps", group["eps"], NOT_NEGATIVE)
     check_flags(group, ("bias_correction",))
@@ -118,7 +142,7 @@ def check_stable_adamw_settings(group: dict[str, Any]) -> None:
 
 def check_adam_settings(group: dict[str, Any]) -> None:
     """The settings Adam and LAMB share."""
-    check_schedule(group)
+    check_shared(group)
     check_betas(group["betas"])
     check_setting("eps", group["eps"], NOT_NEGATIVE)
     check_flags(group, ("bias_correction", "adam_w_mode"))

@@ -7,6 +7,7 @@ parameters or for none, and no part can drift to a scale of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from mp_optim.distributed.composite import CompositeOptimizer
@@ -73,6 +74,7 @@ class ChainedOptimizer(CompositeOptimizer):
         """Add a group to the last part of its kind (``is_expert_parallel`` or not)."""
         if not self.parts:  # torch's constructor is adding the parts' own groups
             self.param_groups.append(param_group)
+            self.lists_are_known()
             return
         expert = param_group.get("is_expert_parallel", False)
         alike = [part for part in self.parts if _is_expert(part) == expert]
@@ -80,6 +82,14 @@ class ChainedOptimizer(CompositeOptimizer):
         self.param_groups[:] = [
             group for part in self.parts for group in part.param_groups
         ]
+        self.lists_are_known()
+
+    def check_lists(self) -> None:
+        """Also give the parts groups that were put in the place of theirs here."""
+        super().check_lists()
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups[:] = islice(groups, len(part.param_groups))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:

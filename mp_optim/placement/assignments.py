@@ -115,6 +115,11 @@ class Assignments:
             self._groups.append(assigned)
         self._routes = None
 
+    def forget_groups(self, count: int) -> None:
+        """Forget the groups after the first ``count``."""
+        del self._groups[count:]
+        self._routes = None
+
     def make_resident(self, slot: Slot) -> Assignment:
         """From now on the tensor in ``param_groups`` is the one to step."""
         assigned, self._routes = self[slot], None

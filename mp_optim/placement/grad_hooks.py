@@ -75,6 +75,8 @@ class GradHooks:
         missing = len(params) - len(self._params)
         self._params += [None] * missing
         self._handles += [None] * missing
+        _remove(self._handles[len(params) :])
+        del self._params[len(params) :], self._handles[len(params) :]
         for index, (param, want) in enumerate(zip(params, wanted, strict=True)):
             now = param if want and param.requires_grad and param.is_leaf else None
             if now is self._params[index]:

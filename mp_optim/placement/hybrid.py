@@ -40,6 +40,7 @@ from mp_optim.slots import (
     param_at,
     update_of,
 )
+from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.keyed_optimizer import Closure, Mode
@@ -244,18 +245,29 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are placed on their own, by the same fraction and policy."""
-        super().add_param_group(param_group)
         if not self._subs:
             # torch's constructor is adding the first groups; they are planned together
+            super().add_param_group(param_group)
             return
-        index = len(self.param_groups) - 1
-        groups = [self.param_groups[index]]
-        self._assignments.assign(
-            groups, self.offload_fraction, self._offloaded, self._dtypes.stepped
-        )
-        for place, sub in self._subs.items():
-            sub.add_param_group(self._sub_group(index, place))
-        self._tell_subs([index])
+        with added_whole(self):
+            super().add_param_group(param_group)
+            index = len(self.param_groups) - 1
+            groups = [self.param_groups[index]]
+            self._assignments.assign(
+                groups, self.offload_fraction, self._offloaded, self._dtypes.stepped
+            )
+            for place, sub in self._subs.items():
+                sub.add_param_group(self._sub_group(index, place))
+            self._tell_subs([index])
+            self._cut_buckets()
+            self._watch()
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        self._assignments.forget_groups(count)
+        for sub in self._subs.values():
+            sub.forget_groups(count)
+        self._tensors.forget()
         self._cut_buckets()
         self._watch()
 
@@ -383,6 +395,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_lists()
         updates = [
             update_of(slot, self.slot_name(slot), param, grad)
             for slot, param in iter_slots(self.param_groups)

@@ -141,6 +141,10 @@ class BackwardOverlap:
         self._index = {id(param): index for index, param in enumerate(params)}
         self._hooks.follow(params, self._on_host)
 
+    def stop(self) -> None:
+        """Have no hooks."""
+        self._hooks.follow([], [])
+
     def _on_backward(self, index: int) -> None:
         if final_in_backward(self._table.params[index]):
             self._report(index)
@@ -284,6 +288,12 @@ class EarlyWork:
         """Forget what was done."""
         for host in self.hosts:
             host.discard()
+
+    def stop(self) -> None:
+        """Forget what was done, and begin nothing more: the stack is let go."""
+        self.discard()
+        for link in self.links:
+            link.stop()
 
     def remember_scale(self) -> None:
         """The loss scale may have changed."""

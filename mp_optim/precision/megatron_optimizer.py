@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
@@ -23,6 +24,7 @@ from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.graph_step import GraphedStep
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
+from mp_optim.precision.result import StepResult
 from mp_optim.precision.scaled_rows import scale_rows_
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.skip_rule import RollingRule
@@ -118,6 +120,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     # -- the step ---------------------------------------------------------------------------------
 
+    @_disable_dynamo  # what is made in the first step outlives a trace
     @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """One step: returns :class:`~mp_optim.precision.verdict.StepResult`, or the closure's loss
@@ -138,13 +141,20 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        result = self.unhooked_step()
+        return result if closure is None else loss
+
+    @in_own_modes
+    def unhooked_step(self) -> StepResult:
+        """:meth:`step` without torch's hooks around it, for an optimizer above that has them."""
+        self.check_lists()
         self.watch.check_scaled(self)
         with self.step_mark.step(self):
             self.early_work.finish()
             verdict = take_step(self)
             scale_follows(self, verdict)
         conclude(self, verdict)
-        return verdict.result if closure is None else loss
+        return verdict.result
 
     # -- loss scale, gradients --------------------------------------------------------------------
 

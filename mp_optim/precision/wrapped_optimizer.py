@@ -42,6 +42,7 @@ from mp_optim.slots import (
     local_tensor,
     with_names,
 )
+from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.keyed_optimizer import Mode
 from mp_optim.slots.optimizer import SlotOptimizer
@@ -122,19 +123,33 @@ class WrappedOptimizer(MegatronOptimizer):
         Raises:
             ValueError: some parameter is not there, and the other groups have names.
         """
+        if self._is_wrapped():
+            with added_whole(self):
+                self._add(param_group)
+        else:  # torch's constructor is adding the first groups
+            super().add_param_group(param_group)
+
+    def _is_wrapped(self) -> bool:
+        """Whether the first groups are there."""
+        return len(self.param_groups) >= len(self.inner.param_groups)
+
+    def _add(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(_with_model_names(self, param_group))
-        if len(self.param_groups) <= len(self.inner.param_groups):
-            return  # torch's constructor is adding the first groups
         added = self.param_groups[-1]
         self.inner.add_param_group(with_names(added))
+        self.inner.check_settings(self.inner.param_groups[-1])  # torch's do not
         for key, value in self.inner.param_groups[-1].items():
             added.setdefault(key, value)
         self.share_settings()
-        self._mains.bind_group(len(self.param_groups) - 1)
+        # backward may come before a step
+        self.backward_link.follow(self.get_parameters())
         self.agreed_sums.group_added()
-        self.backward_link.follow(
-            self.get_parameters()
-        )  # backward may come before a step
+        self._mains.bind_group(len(self.param_groups) - 1)
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        self.inner.forget_groups(count)
+        self.backward_link.follow(self.get_parameters())
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -211,6 +226,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def make_current(self, slot: Slot | None = None) -> None:
         self._mains.follow(slot)
+        self._mains.bind_trainable(slot)
         self._mains.check_remainders(slot)
 
     def state_of(self, slot: Slot) -> SlotState:

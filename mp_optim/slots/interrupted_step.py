@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 
 class BrokenOffError(RuntimeError):
@@ -29,6 +30,7 @@ class StepMark:
         self._why = ""
         self._rehearses = False
         self._lent_to = ""
+        self._thread = 0
 
     @property
     def is_set(self) -> bool:
@@ -70,17 +72,29 @@ class StepMark:
             self._lent_to = ""
 
     def check_lent(self, doing: str) -> None:
-        """Raise RuntimeError if the model has other weights now."""
+        """Raise RuntimeError if the model has other weights now, or another thread is inside of a
+        step or load."""
         if self._lent_to:
             raise RuntimeError(
                 f"{doing}: inside of `with optimizer.{self._lent_to}()`, where the model's weights "
                 "are not those that are trained; do it after the block"
             )
+        if self._outermost is not None and self._thread != get_ident():
+            raise self._under_way(doing, "another thread")
+
+    def _under_way(self, doing: str, who: str) -> RuntimeError:
+        return RuntimeError(
+            f"{doing}: {who} is inside of a step or load of this optimizer, which is not complete; "
+            "do it after that (a lock around both, or a flag that the training loop looks at "
+            "between steps)"
+        )
 
     def check(self, doing: str) -> None:
-        """Raise BrokenOffError if a step was broken off, and RuntimeError if the model has other
-        weights now."""
+        """Raise BrokenOffError if a step was broken off, and RuntimeError if one is under way, or
+        the model has other weights now."""
         self.check_lent(doing)
+        if self._touched and self._outermost is not None:
+            raise self._under_way(doing, "this thread")
         if self._touched:
             raise BrokenOffError(
                 f"{doing}: an earlier step, load or scaling of this optimizer was broken off "
@@ -96,17 +110,25 @@ class StepMark:
         Raises:
             BrokenOffError: one before it was broken off.
         """
-        if self._outermost is not None and self._outermost is not layer:
+        is_inner = self._outermost is not None and self._outermost is not layer
+        if is_inner and self._thread == get_ident():
             yield
             return
         self.check("step")
-        self._outermost = layer
+        with self.under_way(layer):
+            yield
+            # In this order: an interrupt between the two leaves the mark, which is safe.
+            self._outermost = None
+            self._touched = False
+
+    @contextmanager
+    def under_way(self, layer: object) -> Iterator[None]:
+        """Something is written by a layer; the mark stays what it is made."""
+        self._thread, self._outermost = get_ident(), layer
         try:
             yield
         except BaseException as error:
             self._why = repr(error)
-            self._outermost = None
             raise
-        # In this order: an interrupt between the two leaves the mark, which is safe.
-        self._outermost = None
-        self._touched = False
+        finally:
+            self._outermost = None

@@ -16,6 +16,7 @@ from mp_optim.process.caller_warnings import warn
 from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, slot_name
+from mp_optim.slots.group_lists import check_assigned, edited_lists, sizes_of
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.loading import restore
 from mp_optim.slots.model_parallel import ModelParallel
@@ -34,7 +35,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     sub-optimizer, in the layer below. How state is shown, saved, matched and loaded is the same.
     """
 
-    param_groups: ParamGroups
+    _live_groups: ParamGroups
     grad_scaler: Any = None
     """The loss scale, of an optimizer that has one."""
     skip_rule: Any = None
@@ -45,10 +46,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._state_view = SlotStateView(
-            lambda: self.param_groups, self.slot_state, self.load_slot_state
+            self._checked_groups, self.slot_state, self._assign_states
         )
         self.step_mark = StepMark()
         self._settings = SharedSettings()
+        self._sizes: list[int] = []
         super().__init__(params, defaults)
 
     # -- what a subclass provides ---------------------------------------------------------------
@@ -56,6 +58,54 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def state_of(self, slot: Slot) -> SlotState:
         """A slot's state as this layer shows and loads it."""
+
+    # -- param groups -----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> ParamGroups:
+        """Groups of the parameters that are there now. The list stays the same object; another one
+        that is assigned gives it its groups."""
+        return self._live_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: ParamGroups) -> None:
+        if not self.__dict__.get("_sizes"):  # torch's constructor
+            self.__dict__.setdefault("_live_groups", groups)
+            return
+        check_assigned(self._live_groups, groups, self.defaults)
+        self._live_groups[:] = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Where it is refused, nothing is changed.
+
+        Raises:
+            TypeError, ValueError: what is wrong with a parameter or setting.
+            RuntimeError: inside of ``averaged_weights()``.
+        """
+        self.step_mark.check_lent("add_param_group")
+        super().add_param_group(param_group)
+        self.lists_are_known()
+
+    def lists_are_known(self) -> None:
+        """There are as many groups, and parameters in them, as there should be."""
+        self._sizes = sizes_of(self.param_groups)
+
+    def check_lists(self) -> None:
+        """Raise ValueError if groups, or parameters in them, were added or taken away by editing
+        the lists, naming the first group."""
+        if sizes_of(self.param_groups) != self._sizes:
+            raise edited_lists(sizes_of(self.param_groups), self._sizes)
+
+    def _checked_groups(self) -> ParamGroups:
+        self.check_lists()
+        return self.param_groups
+
+    def forget_groups(self, count: int) -> None:
+        """Take back groups that were added after the first ``count``, however far adding them had
+        come."""
+        del self.param_groups[count:]
+        self._settings.forget_groups(count)
+        self.lists_are_known()
 
     # -- steps that were broken off ---------------------------------------------------------------
 
@@ -133,6 +183,19 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.follow_model(slot)
         self.state_of(slot).load(state)
 
+    @in_own_modes
+    def _assign_states(self, states: Mapping[Slot, State]) -> None:
+        """Copy states into slots; nothing if one of them does not fit."""
+        self.step_mark.check("state")
+        self.follow_model()
+        fitted: dict[Slot, State] = {}
+        for slot, state in states.items():
+            form = self.state_of(slot)
+            fitted[slot] = form.fit(dict(state), convert=False)
+            form.check(fitted[slot])
+        for slot, state in fitted.items():
+            self.load_slot_state(slot, state)
+
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Allocate the state of some slots together."""
         for slot in slots:
@@ -157,16 +220,21 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return self._state_view
 
     @state.setter
-    def state(self, value: dict[Tensor, dict[str, Any]]) -> None:
-        for param, state in value.items():
-            self._state_view[param] = state
+    def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
+        if self._sizes:  # torch's constructor begins with none
+            self._state_view.assign(value)
 
     def slot_name(self, slot: Slot) -> str:
         """FQN of a slot, for messages and checkpoints."""
         return slot_name(self.param_groups, slot)
 
     def slots(self) -> list[Slot]:
-        """All slots in order."""
+        """All slots in order.
+
+        Raises:
+            ValueError: the lists of groups and parameters were edited.
+        """
+        self.check_lists()
         return [slot for slot, _ in iter_slots(self.param_groups)]
 
     @in_own_modes

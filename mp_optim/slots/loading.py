@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ class Loadable(Protocol):
     _optimizer_load_state_dict_pre_hooks: Any
     _optimizer_load_state_dict_post_hooks: Any
 
+    def check_lists(self) -> None: ...
     def slot_name(self, slot: Slot) -> str: ...
     def slot_state(self, slot: Slot) -> State: ...
     def state_of(self, slot: Slot) -> SlotState: ...
@@ -58,6 +59,7 @@ def restore(
     """As ``load_state_dict``; returns the names of the parameters that were written, instead of
     warning."""
     optimizer.step_mark.check_lent("load_state_dict")
+    optimizer.check_lists()
     check_form(state_dict)
     state_dict = dict(state_dict)
     if optimizer.step_mark.is_set:
@@ -70,16 +72,38 @@ def restore(
     match = check_plain(optimizer, state_dict, convert=convert)
     load = StateLoad(optimizer, match, state_dict["state"], convert)
     load.check()
-    optimizer.step_mark.touch()
-    load.write()
-    optimizer.share_settings()
-    optimizer.load_beside(state_dict)
-    written = load.write_model()
+    with optimizer.step_mark.under_way(optimizer):
+        optimizer.step_mark.touch()
+        load.write()
+        optimizer.share_settings()
+        optimizer.load_beside(state_dict)
+        written = load.write_model()
     optimizer.step_mark.clear()
     load.tell_of_averages()  # where warnings are errors, after everything
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
     return written
+
+
+def matched_groups(
+    live: ParamGroups,
+    saved: Sequence[dict[str, Any]],
+    check_settings: Callable[[dict[str, Any]], None],
+) -> GroupMatch:
+    """Which saved parameters and settings go where.
+
+    Raises:
+        ValueError: parameters are missing on either side, or a setting is out of range.
+    """
+    match = match_groups(live, saved)
+    for index, (group, settings) in enumerate(zip(live, match.settings, strict=True)):
+        try:
+            check_settings({**group, **settings})
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"param group {index} of the saved state: {error}"
+            ) from error
+    return match
 
 
 def check_plain(
@@ -92,15 +116,8 @@ def check_plain(
             range.
     """
     live, names = optimizer.param_groups, optimizer.model_parallel.names
-    match = match_groups(live, names.groups_in(state_dict["param_groups"], live))
-    pairs = zip(optimizer.param_groups, match.settings, strict=True)
-    for index, (group, saved) in enumerate(pairs):
-        try:
-            optimizer.check_settings({**group, **saved})
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"param group {index} of the saved state: {error}"
-            ) from error
+    saved = names.groups_in(state_dict["param_groups"], live)
+    match = matched_groups(live, saved, optimizer.check_settings)
     scaler, scale = optimizer.grad_scaler, state_dict.get("grad_scaler")
     if scaler is not None and (scale or not convert):
         scaler.check_state_dict(scale)
@@ -153,7 +170,8 @@ class StateLoad:
                 f"the saved state has none for {len(missing)} of {len(self._match.index_of)} "
                 f"parameters: {names_in_words(missing)}. Was it saved before the first step of an "
                 "optimizer that has no state until then, or with these parameters frozen? Load a "
-                "complete one, or none"
+                "complete one, or none; parameters that had never been trained can be frozen "
+                "(requires_grad_(False)) while it is loaded"
             )
         return matched
 
@@ -180,10 +198,7 @@ class StateLoad:
             if fitted is None:
                 fitted = optimizer.state_of(slot).fit(saved, self._convert)
             optimizer.load_slot_state(slot, fitted)
-        for group, settings in zip(
-            optimizer.param_groups, self._match.settings, strict=True
-        ):
-            group.update(settings)
+        self._match.write_settings(optimizer.param_groups)
 
     def tell_of_averages(self) -> None:
         """Warn if averages are kept for which nothing was saved."""

@@ -21,6 +21,10 @@ class SharedSettings:
     def __init__(self) -> None:
         self._seen: list[list[dict[str, Any]]] = []
 
+    def forget_groups(self, count: int) -> None:
+        """Forget the groups after the first ``count``."""
+        del self._seen[count:]
+
     def exchange(self, groups: ParamGroups, below: Sequence[ParamGroups]) -> bool:
         """Make groups at the same position alike; returns whether anything was handed down.
 

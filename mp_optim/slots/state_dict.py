@@ -40,6 +40,11 @@ class GroupMatch:
     settings: list[dict[str, Any]]
     checksums: dict[Slot, int] = field(default_factory=dict)
 
+    def write_settings(self, live: ParamGroups) -> None:
+        """Give live groups the settings that they take."""
+        for group, settings in zip(live, self.settings, strict=True):
+            group.update(settings)
+
 
 def names_in_words(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -12,38 +11,48 @@ from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, param_at
 
 
 class ShownState(dict[str, Any]):
-    """A slot's state as ``optimizer.state[param]`` shows it. What is assigned to a key is copied
-    into the slot; a copy or pickle of it is a plain dict.
+    """The state of one slot. A tensor that is put under a key is copied into the slot; what could
+    only be put into this dict, which is another at each look, is refused.
 
-    Raises:
-        ValueError: the optimizer keeps nothing under the key that is assigned, or something of
-            another form.
-        TypeError: a key is deleted.
+    Args:
+        write: loads a whole state.
     """
 
-    def __init__(self, state: dict[str, Any], write: Callable[[Any], None]) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]
+    ) -> None:
         super().__init__(state)
         self._write = write
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self or self[key] is not value:  # += has written already
-            self._write({**self, key: value})
+        self.update({key: value})
 
-    def update(self, *changes: Any, **more: Any) -> None:
-        for key, value in dict(*changes, **more).items():
-            self[key] = value
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError if a key is not one of the slot's state, or a value does not fit."""
+        changes = dict(*args, **kwargs)
+        # += has written already, into the tensor that it puts there
+        if any(key not in self or self[key] is not changes[key] for key in changes):
+            self._write({**self, **changes})
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's has overloads
+        self.update(other)
+        return self
 
     def setdefault(self, key: str, default: Any = None) -> Any:
+        """Raises ValueError if the key is none of the slot's state."""
         if key not in self:
-            self[key] = default
+            self.update({key: default})
         return self[key]
 
-    def _refuse(self, *_: Any) -> Any:
-        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
+    def _stays(self, *args: Any) -> Any:
+        raise TypeError(
+            "a slot's state is not taken away key by key; load_state_dict replaces it"
+        )
 
-    __delitem__ = pop = popitem = clear = _refuse
+    __delitem__ = pop = popitem = clear = _stays
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a plain dict."""
         return dict, (dict(self),)
 
 
@@ -58,7 +67,7 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         self,
         param_groups: Callable[[], ParamGroups],
         read: Callable[[Slot], dict[str, Any]],
-        write: Callable[[Slot, dict[str, Any]], None],
+        write: Callable[[Mapping[Slot, dict[str, Any]]], None],
     ) -> None:
         self._param_groups = param_groups
         self._read = read
@@ -84,10 +93,24 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
 
     def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
         slot = self._slot(tensor)
-        return ShownState(self._read(slot), partial(self._write, slot))
+        return ShownState(self._read(slot), lambda state: self._write({slot: state}))
 
     def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
-        self._write(self._slot(tensor), state)
+        self._write({self._slot(tensor): state})
+
+    def assign(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Copy states into slots, as ``optimizer.state = ...`` does; the others keep theirs.
+
+        Raises:
+            ValueError: nothing is given, or a state does not fit.
+        """
+        if not states:
+            raise ValueError(
+                "optimizer.state = {}: state is not taken away so. To begin anew, build another "
+                "optimizer, or load a state dict from before the first step"
+            )
+        given = {self._slot(tensor): state for tensor, state in states.items()}
+        self._write(given)
 
     def __delitem__(self, tensor: Tensor) -> None:
         raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
+from mp_optim.config import OptimizerConfig
 from mp_optim.factory import inner_optimizer, set_up_host
 from mp_optim.planner.auto import with_chosen_fraction
 from mp_optim.precision import Float16OptimizerWithFloat16Params, StepResult
@@ -18,9 +20,11 @@ from mp_optim.process.caller_warnings import warn
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.process_groups import ProcessGroups
-from mp_optim.slots import Slot, iter_slots, local_tensor, with_names
+from mp_optim.slots import ParamGroups, Slot, iter_slots, local_tensor, with_names
+from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.keyed_optimizer import Closure
-from mp_optim.slots.state_dict import plain_groups
+from mp_optim.slots.loading import matched_groups
+from mp_optim.slots.state_dict import check_form, plain_groups
 from mp_optim.slots.state_view import SlotStateView
 from mp_optim.torch_style.amp import AmpLossScale
 from mp_optim.torch_style.settings import config_of
@@ -33,7 +37,20 @@ _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
 
 class AnyPrecisionStack(Float16OptimizerWithFloat16Params):
     """A stack over any mix of 16-bit and FP32 parameters, with nobody's loss scale but that of a
-    ``GradScaler``."""
+    ``GradScaler``.
+
+    Args:
+        groups: an empty list, which is to hold the param groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        groups: ParamGroups,
+    ) -> None:
+        self._live_groups = groups
+        super().__init__(optimizer, config)
 
     def check_param(self, slot: Slot, param: Tensor) -> None:
         if param.dtype not in _TRAINED:
@@ -71,7 +88,7 @@ class StackOptimizer(torch.optim.Optimizer):
         self._warned_of_fp16 = False
         self._settings = dict(settings)
         self._config = config_of(self.rule, settings)
-        CLASSES[self.rule](
+        self._rule = CLASSES[self.rule](
             [{"params": []}], **construction_of(self._config), **defaults
         )
         self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds its own
@@ -79,6 +96,19 @@ class StackOptimizer(torch.optim.Optimizer):
         warn_of_missing_kernels(
             self._config.fused_backend, self.rule, self.param_groups
         )
+
+    @property
+    def param_groups(self) -> ParamGroups:
+        """As torch's: live. Another list may be assigned; after the first step its groups take the
+        place of those that are here, and have to hold as many parameters."""
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: ParamGroups) -> None:
+        if self._stack is None:
+            self._groups = groups
+        else:
+            self._stack.param_groups = groups
 
     # -- the stack below --------------------------------------------------------------------------
 
@@ -106,15 +136,17 @@ class StackOptimizer(torch.optim.Optimizer):
         groups = [with_names(group) for group in self.param_groups]
         of_rule = {name: self.defaults[name] for name in self._of_rule}
         settings = {**settings_of(self._config), **of_rule}
-        stack = AnyPrecisionStack(
-            inner_optimizer(self._config, groups, settings), self._config
-        )
-        # NOTE: schedulers and frameworks hold our groups; the stack below goes by the same objects.
-        for ours, built in zip(self.param_groups, stack.param_groups, strict=True):
-            for name, value in built.items():
-                ours.setdefault(name, value)
-        stack.param_groups[:] = self.param_groups
-        self.param_groups = stack.param_groups
+        inner = inner_optimizer(self._config, groups, settings)
+        # NOTE: callers hold our list, schedulers our groups; the stack goes by the same objects.
+        held, ours = self.param_groups, list(self.param_groups)
+        held.clear()
+        try:
+            stack = AnyPrecisionStack(inner, self._config, held)
+            for group, built in zip(ours, held, strict=True):
+                for name, value in built.items():
+                    group.setdefault(name, value)
+        finally:
+            held[:] = ours
         return stack
 
     def describe(self) -> Description:
@@ -150,6 +182,7 @@ class StackOptimizer(torch.optim.Optimizer):
 
     # -- stepping ---------------------------------------------------------------------------------
 
+    @_disable_dynamo  # what is built at the first step outlives a trace
     def step(self, closure: Closure | None = None) -> Any:
         """One step; returns the closure's loss, or None. Gradients with an inf or nan change
         nothing, and are told of (:attr:`last_step`, warnings).
@@ -169,7 +202,7 @@ class StackOptimizer(torch.optim.Optimizer):
             self._last = StepResult(False, None, None, "GradScaler found an inf or nan")
             return loss
         stack.grad_scaler = None if scale is None else AmpLossScale(scale)
-        self._last = stack.step()
+        self._last = stack.unhooked_step()
         return loss
 
     @property
@@ -195,12 +228,28 @@ class StackOptimizer(torch.optim.Optimizer):
             self._stack.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
-        for group in self.arranged(param_group):
-            if self._stack is None:
-                super().add_param_group(group)
-            else:
-                self._stack.add_param_group(group)
+        """As torch's. Where it is refused, nothing is changed.
+
+        Raises:
+            TypeError, ValueError: what is wrong with a parameter or setting.
+        """
+        with added_whole(self):
+            for group in self.arranged(param_group):
+                if self._stack is None:
+                    super().add_param_group(group)
+                    self._check_settings(self.param_groups[-1])
+                else:
+                    self._stack.add_param_group(group)
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        self._rule.check_settings({**self._rule.defaults, **group})
+
+    def forget_groups(self, count: int) -> None:
+        """Take back groups that were added after the first ``count``."""
+        if self._stack is None:
+            del self.param_groups[count:]
+        else:
+            self._stack.forget_groups(count)
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """A group as it is given, as the groups that it becomes."""
@@ -215,8 +264,8 @@ class StackOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        if value:  # torch's constructor begins with none
-            self.stack.state = dict(value)
+        if value or self._stack is not None:  # torch's constructor begins with none
+            self.stack.state = value
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: without state before the first step (or look at :attr:`state`)."""
@@ -232,34 +281,35 @@ class StackOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` made, by name where both have names, else by position.
+        """Load what :meth:`state_dict` made, by name where both have names, else by position. A
+        state dict without state is one from before the first step: state begins anew from the
+        model's weights.
 
         Raises:
             ValueError: it does not fit, naming the parameter; nothing was loaded.
         """
+        check_form(state_dict)
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             hooked = before(self, state_dict)
             state_dict = state_dict if hooked is None else hooked
-        if self._stack is None and not state_dict["state"]:
-            self._load_settings(state_dict["param_groups"])
-        else:
+        check_form(state_dict)
+        if state_dict["state"]:
             self.stack.load_state_dict(state_dict)
+        else:
+            self._begin_anew(state_dict["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _load_settings(self, saved: list[dict[str, Any]]) -> None:
-        sizes = [len(group["params"]) for group in saved]
-        here = [len(group["params"]) for group in self.param_groups]
-        if sizes != here:
-            raise ValueError(
-                f"param_groups have {sizes} parameters in the state dict, {here} in the optimizer"
-            )
-        for group, settings in zip(self.param_groups, saved, strict=True):
-            kept = {"params": group["params"]}
-            if "param_names" in group:
-                kept["param_names"] = group["param_names"]
-            group.update({**settings, **kept})
+    def _begin_anew(self, saved: list[dict[str, Any]]) -> None:
+        """Take settings, and have no state."""
+        if self._stack is not None:
+            self._stack.step_mark.check_lent("load_state_dict")
+        match = matched_groups(self.param_groups, saved, self._check_settings)
+        if self._stack is not None:
+            self._stack.early_work.stop()
+        self._stack = self._last = None
+        match.write_settings(self.param_groups)
 
     # -- copies -----------------------------------------------------------------------------------
 

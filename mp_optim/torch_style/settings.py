@@ -12,6 +12,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.field_kinds import nearest
 from mp_optim.config.other_names import elsewhere
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE, UINT4
+from mp_optim.config.setting_checks import NOT_HERE
 
 _STATES = {
     "fp32": torch.float32,
@@ -119,12 +120,6 @@ _DEFAULTS: StackSettings = {
     "backend": "auto",
 }
 _FUSED = ("foreach", "fused")
-_NONE_OF_THAT = {
-    "amsgrad": "there is no amsgrad here",
-    "maximize": "negate the loss",
-    "capturable": "OptimizerConfig.optimizer_cuda_graph captures steps",
-    "differentiable": "steps are not differentiable here",
-}
 
 _CALLED_HERE = {
     "use_precision_aware_optimizer=True and ": "",
@@ -172,11 +167,11 @@ def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
 def _without_torchs(settings: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in settings.items():
-        if name in _NONE_OF_THAT and value:
-            raise ValueError(f"{name}={value!r}: {_NONE_OF_THAT[name]}")
+        if name in NOT_HERE and value:
+            raise ValueError(f"{name}={value!r}: {NOT_HERE[name]}")
         if name in _DEFAULTS:
             kept[name] = value
-        elif name not in _FUSED and name not in _NONE_OF_THAT:
+        elif name not in _FUSED and name not in NOT_HERE:
             raise TypeError(f"unexpected argument {name!r}{_hint(name)}")
     return kept
 
@@ -225,7 +220,7 @@ def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:
-    if chosen[name] not in choices:
+    if chosen[name] not in list(choices):
         raise ValueError(f"{name}={chosen[name]!r}: must be one of {list(choices)}")
     return choices[chosen[name]]
 

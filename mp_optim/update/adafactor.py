@@ -15,8 +15,8 @@ from mp_optim.config.setting_checks import (
     NOT_NEGATIVE,
     as_number,
     check_range,
-    check_schedule,
     check_setting,
+    check_shared,
 )
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.state_keys import REMAINDER
@@ -89,7 +89,7 @@ class Adafactor(RuleOptimizer):
         return bool(update.shard_groups)
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        check_schedule(group)
+        check_shared(group)
         check_range(
             group,
             "beta2_decay",

@@ -14,6 +14,7 @@ from mp_optim.process.host_memory import as_tensor, empty_host_tensor
 from mp_optim.process.leases import before_writing, is_lending
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
+from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.keyed_optimizer import Closure, Mode
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState, State, check_state, check_step
@@ -36,7 +37,8 @@ class ForeignOptimizer(SlotOptimizer):
         self.optimizer = optimizer
         self._bound: list[list[Tensor]] = []
         super().__init__([{"params": [empty_host_tensor()]}], dict(optimizer.defaults))
-        self.param_groups = optimizer.param_groups
+        self._live_groups = optimizer.param_groups
+        self.lists_are_known()
         self._bound = [list(group["params"]) for group in self.param_groups]
 
     @property
@@ -81,10 +83,16 @@ class ForeignOptimizer(SlotOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the foreign optimizer."""
-        if self._bound:
-            self.optimizer.add_param_group(param_group)
-        else:  # torch's constructor
+        if not self._bound:  # torch's constructor
             super().add_param_group(param_group)
+            return
+        with added_whole(self):
+            self.optimizer.add_param_group(param_group)
+            self.lists_are_known()
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        del self._bound[count:]
 
     def state_of(self, slot: Slot) -> SlotState:
         param = self._param(slot)

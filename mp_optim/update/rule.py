@@ -130,6 +130,7 @@ class RuleOptimizer(RuleState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_lists()
         updates = []
         for slot, param in iter_slots(self.param_groups):
             if (grad := current_grad(param)) is None:

@@ -25,6 +25,7 @@ from mp_optim.slots import (
     are_plain,
     local_tensor,
 )
+from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
@@ -73,6 +74,10 @@ class RuleState(SlotOptimizer):
         it."""
         return ()
 
+    def reads_steps(self, group: dict[str, Any]) -> bool:
+        """Whether the formula needs to know how often a slot was stepped, beyond whether it was."""
+        return True
+
     def is_elementwise(self, group: dict[str, Any]) -> bool:
         """Whether elements are stepped by themselves under a group's settings, so that a part of a
         parameter can be."""
@@ -95,14 +100,15 @@ class RuleState(SlotOptimizer):
         Raises:
             ValueError: a setting is out of range, naming it.
         """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
+        with added_whole(self):
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
             self.check_settings(group)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        self._groups.append(GroupState(group["params"]))
+            self._groups.append(GroupState(group["params"]))
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        del self._groups[count:]
 
     def state_of(self, slot: Slot) -> SlotState:
         return RuleSlotState(self, slot)

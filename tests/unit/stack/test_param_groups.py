@@ -1,0 +1,413 @@
+"""Param groups as programs treat them: added in vain, edited, assigned, with switches of torch's.
+Each face of an optimizer takes them as torch does, or refuses by name and is what it was."""
+
+from __future__ import annotations
+
+import copy
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import mp_optim
+from mp_optim import (
+    ChainedOptimizer,
+    FP32Optimizer,
+    FusedAdam,
+    HybridDeviceOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
+from mp_optim.placement.main_memory import MainMemory
+from support.models import same_bits
+
+Named = list[tuple[str, nn.Parameter]]
+ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+
+
+class Pair(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for index, name in enumerate(("first", "second")):
+            values = torch.linspace(-1, 1, 6).view(2, 3) + index
+            self.register_parameter(name, nn.Parameter(values.to(dtype)))
+
+
+def megatron(named: Named, **fields: Any) -> Any:
+    model = nn.Module()
+    for name, param in named:
+        model.register_parameter(name, param)
+    bf16 = named[0][1].dtype == torch.bfloat16
+    config = OptimizerConfig(lr=0.1, bf16=bf16, clip_grad=1.0, **fields)
+    return get_megatron_optimizer(config, model)
+
+
+def stepped(optimizer: Any) -> Any:
+    """The same after a step, when its stack is built."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = torch.full_like(param, 0.5)
+    optimizer.step()
+    return optimizer
+
+
+def chain(named: Named) -> Any:
+    return ChainedOptimizer([megatron([pair]) for pair in named])
+
+
+FACES: dict[str, tuple[torch.dtype, Callable[[Named], Any]]] = {
+    "AdamW, new": (torch.bfloat16, lambda named: mp_optim.AdamW(named, lr=0.1)),
+    "AdamW": (torch.bfloat16, lambda named: stepped(mp_optim.AdamW(named, lr=0.1))),
+    "Muon": (torch.bfloat16, lambda named: stepped(mp_optim.Muon(named, lr=0.1))),
+    "AdamW, speculative": (
+        torch.bfloat16,
+        lambda named: stepped(
+            mp_optim.AdamW(named, lr=0.1, offload=1.0, offload_mode="speculative")
+        ),
+    ),
+    "bf16": (torch.bfloat16, megatron),
+    "bf16 on the host": (torch.bfloat16, lambda named: megatron(named, **ON_HOST)),
+    "fp32": (torch.float32, megatron),
+    "chain": (torch.bfloat16, chain),
+    "over torch's": (
+        torch.float32,
+        lambda named: FP32Optimizer(
+            torch.optim.AdamW(named, lr=0.1), OptimizerConfig(lr=0.1)
+        ),
+    ),
+    "Hybrid": (
+        torch.float32,
+        lambda named: HybridDeviceOptimizer(named, offload_fraction=0.5, lr=0.1),
+    ),
+    "FusedAdam": (torch.float32, lambda named: FusedAdam(named, lr=0.1)),
+}
+
+
+def made_in_inference_mode() -> nn.Parameter:
+    with torch.inference_mode():
+        return nn.Parameter(torch.zeros(2))
+
+
+def late(dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, 2, dtype=dtype))
+
+
+REFUSED: dict[str, tuple[Callable[[torch.dtype], dict[str, Any]], str]] = {
+    "lr": (lambda dtype: {"params": [("late", late(dtype))], "lr": -1.0}, "lr=-1.0"),
+    "betas": (
+        lambda dtype: {"params": [("late", late(dtype))], "betas": (2.0, 0.9)},
+        "betas|beta parameter",
+    ),
+    "inference": (
+        lambda dtype: {"params": [("late", made_in_inference_mode())]},
+        "inference_mode",
+    ),
+    "the second is float64": (
+        lambda dtype: {"params": [("late", late(dtype)), ("x", late(torch.float64))]},
+        r"x is (torch\.)?float64",
+    ),
+}
+
+
+def everything(optimizer: Any, params: list[nn.Parameter]) -> list[Tensor]:
+    state = optimizer.state_dict()
+    tensors = [
+        value
+        for slot in state["state"].values()
+        for value in slot.values()
+        if isinstance(value, Tensor)
+    ]
+    return [tensor.detach().clone() for tensor in [*tensors, *params]]
+
+
+def alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(same_bits, a, b))
+
+
+LATE = ("inference", "the second is float64")
+"""Said by a wrapper, or at the first step, until when parameters may be replaced."""
+PAIRS = [
+    (face, what)
+    for face in FACES
+    for what in REFUSED
+    if not (what in LATE and face in ("AdamW, new", "FusedAdam", "Hybrid"))
+    and (face, what) != ("over torch's", "betas")  # torch's takes any
+]
+
+
+@pytest.mark.parametrize(("face", "what"), PAIRS)
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(
+    face: str, what: str
+) -> None:
+    """Beside one that was never asked; and the next group is taken."""
+    dtype, build = FACES[face]
+    group, said = REFUSED[what]
+    ends = []
+    for asks in (True, False):
+        pair = Pair(dtype)
+        optimizer = build(list(pair.named_parameters()))
+        if face != "AdamW, new":
+            stepped(optimizer)
+        groups = copy.deepcopy([{**g, "params": []} for g in optimizer.param_groups])
+        params = list(pair.parameters())
+        if asks:
+            with pytest.raises((TypeError, ValueError), match=said):
+                optimizer.add_param_group(group(dtype))
+            now = [{**g, "params": []} for g in optimizer.param_groups]
+            assert now == groups
+        stepped(optimizer)
+        more = late(dtype)
+        optimizer.add_param_group({"params": [("more", more)], "lr": 0.2})
+        stepped(optimizer)
+        ends.append(everything(optimizer, [*params, more]))
+    assert alike(*ends)
+
+
+def test_a_disk_that_is_full_refuses_a_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    ends = []
+    for asks in (True, False):
+        pair = Pair(torch.bfloat16)
+        path = {"optimizer_state_path": str(tmp_path)}
+        optimizer = stepped(megatron(list(pair.named_parameters()), **ON_HOST, **path))
+        if asks:
+            with monkeypatch.context() as patch:
+
+                def full(*args: Any) -> Any:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+                patch.setattr(MainMemory, "copy", full)
+                with pytest.raises(OSError, match="No space"):
+                    optimizer.add_param_group(
+                        {"params": [("late", late(torch.bfloat16))]}
+                    )
+        stepped(optimizer)
+        ends.append(everything(optimizer, list(pair.parameters())))
+    assert alike(*ends)
+
+
+def test_the_parts_that_one_group_becomes_are_added_together() -> None:
+    optimizer = mp_optim.Muon([("w", late(torch.float32))], lr=0.1)
+    for built in (False, True):
+        if built:
+            stepped(optimizer)
+        named = [
+            ("matrix", late(torch.float32)),
+            ("w", optimizer.param_groups[0]["params"][0]),
+        ]
+        named += [("vector", nn.Parameter(torch.ones(2)))]
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": named})
+        assert len(optimizer.param_groups) == 1
+        stepped(optimizer)
+
+
+def test_no_group_is_added_while_the_weights_are_averages() -> None:
+    pair = Pair(torch.float32)
+    optimizer = stepped(mp_optim.AdamW(pair.named_parameters(), ema_decay=0.5))
+    with (
+        optimizer.averaged_weights(),
+        pytest.raises(RuntimeError, match=r"add_param_group: inside of .*averaged_we"),
+    ):
+        optimizer.add_param_group({"params": [("late", late(torch.float32))]})
+    stepped(optimizer)
+
+
+# -- lists ----------------------------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "append": lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(1))),
+    "pop": lambda groups: groups[0]["params"].pop(),
+    "pop group": lambda groups: groups.pop(),
+    "append group": lambda groups: groups.append({"params": [], "lr": 0.1}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("face", FACES)
+def test_edited_lists_are_named_before_anything_is_stepped(
+    face: str, edit: str
+) -> None:
+    dtype, build = FACES[face]
+    pair = Pair(dtype)
+    optimizer = stepped(build(list(pair.named_parameters())))
+    for param in pair.parameters():
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in pair.parameters()]
+    saved = copy.deepcopy(optimizer.state_dict())
+    EDITS[edit](optimizer.param_groups)
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: list(optimizer.state),
+        lambda: optimizer.load_state_dict(saved),
+    ):
+        with pytest.raises(
+            ValueError, match=r"added.* by editing the lists\. Add a group"
+        ):
+            use()
+    assert alike(before, [param.detach() for param in pair.parameters()])
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_groups_that_are_assigned_are_those_that_are_stepped(face: str) -> None:
+    dtype, build = FACES[face]
+    pair = Pair(dtype)
+    optimizer = stepped(build(list(pair.named_parameters())))
+    held = optimizer.param_groups
+    before = [param.detach().clone() for param in pair.parameters()]
+    groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in held]
+    optimizer.param_groups = groups
+    stepped(optimizer)
+    assert alike(before, [param.detach() for param in pair.parameters()])
+    groups[0]["lr"] = 0.1
+    stepped(optimizer)
+    assert not alike(before, [param.detach() for param in pair.parameters()])
+    assert held is optimizer.param_groups and held[0] is groups[0]
+    for wrong, said in (
+        (groups[1:], "added"),
+        ([{"params": group["params"]} for group in groups], "group 0 has no lr"),
+        (dict(groups[0]), "a list of dicts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            optimizer.param_groups = wrong
+    assert held[0] is groups[0]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
+def test_a_list_that_was_held_from_the_beginning_stays_the_live_one(name: str) -> None:
+    optimizer = getattr(mp_optim, name)([("w", late(torch.float32))], lr=0.1)
+    held = optimizer.param_groups
+    stepped(optimizer)
+    optimizer.add_param_group({"params": [("late", late(torch.float32))]})
+    assert len(held) == 2 and held is optimizer.param_groups
+
+
+def test_a_build_that_fails_leaves_the_groups() -> None:
+    good, bad = late(torch.float32), late(torch.float64)
+    optimizer = mp_optim.AdamW([("good", good), ("bad", bad)], lr=0.1)
+    held, group = optimizer.param_groups, optimizer.param_groups[0]
+    with pytest.raises(TypeError, match=r"bad is torch\.float64"):
+        stepped(optimizer)
+    assert held is optimizer.param_groups and held == [group]
+    bad.data = bad.data.float()
+    bad.grad = None
+    stepped(optimizer)
+
+
+# -- switches of torch's --------------------------------------------------------------------------
+
+RULES = ["AdamW", "Adam", "StableAdamW", "LAMB", "Lion", "SGD", "Adafactor", "Muon"]
+SWITCHES = ["maximize", "amsgrad", "capturable", "differentiable"]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("rule", RULES)
+def test_switches_that_are_not_here_are_refused_where_they_enter(
+    rule: str, switch: str
+) -> None:
+    build = getattr(mp_optim, rule)
+    with pytest.raises(ValueError, match=f"{switch}=True"):
+        build([{"params": [("w", late(torch.float32))], switch: True}])
+    with pytest.raises(ValueError, match=f"{switch}=True"):
+        build([("w", late(torch.float32))], **{switch: True})
+    param = late(torch.float32)
+    optimizer = stepped(build([("w", param)], lr=0.1))
+    with pytest.raises(ValueError, match=f"{switch}=True"):
+        optimizer.add_param_group(
+            {"params": [("x", late(torch.float32))], switch: True}
+        )
+    state, before = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
+    state["param_groups"][0][switch] = True
+    for saved in (state, {**state, "state": {}}):
+        with pytest.raises(ValueError, match=f"{switch}=True.* state dict"):
+            optimizer.load_state_dict(saved)
+    optimizer.param_groups[0][switch] = True
+    with pytest.raises(ValueError, match=f"{switch}=True.*nothing was stepped"):
+        optimizer.step()
+    assert torch.equal(param, before)
+    optimizer.param_groups[0][switch] = False
+    stepped(optimizer)
+
+
+def test_switches_of_torchs_that_say_how_to_step_may_be_in_groups() -> None:
+    stepped(
+        mp_optim.AdamW(
+            [{"params": [late(torch.float32)], "foreach": True, "fused": False}]
+        )
+    )
+
+
+@pytest.mark.parametrize("switch", ["maximize", "amsgrad", "capturable"])
+def test_state_of_torchs_with_a_switch_is_refused(switch: str) -> None:
+    param = late(torch.float32)
+    theirs = stepped(torch.optim.AdamW([param], **{switch: switch != "capturable"}))
+    saved = theirs.state_dict()
+    saved["param_groups"][0][switch] = True
+    with pytest.raises(ValueError, match=f"{switch}=True"):
+        mp_optim.AdamW([late(torch.float32)]).load_state_dict(saved)
+
+
+def test_torchs_optimizer_below_keeps_its_switches() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    below = torch.optim.AdamW([param], lr=0.1, maximize=True)
+    stepped(FP32Optimizer(below, OptimizerConfig(lr=0.1)))
+    assert bool((param > 0).all())
+
+
+# -- hooks, compiled steps ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("face", [face for face in FACES if face != "over torch's"])
+def test_torchs_global_hooks_run_once_a_step(face: str) -> None:
+    dtype, build = FACES[face]
+    optimizer = stepped(build(list(Pair(dtype).named_parameters())))
+    seen: list[Any] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, *_: seen.append(o)),
+        register_optimizer_step_post_hook(lambda o, *_: seen.append(o)),
+    ]
+    try:
+        stepped(optimizer)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [optimizer, optimizer]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_step_before_the_first_one(whole: bool, offload: float) -> None:
+    """The whole of a train step, or ``optimizer.step`` alone."""
+
+    def trained(is_compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3).bfloat16()
+        optimizer = mp_optim.AdamW(layer.named_parameters(), lr=0.1, offload=offload)
+
+        def train(step: Callable[[], Any]) -> None:
+            optimizer.zero_grad()
+            layer(torch.ones(2, 3).bfloat16()).square().mean().backward()
+            step()
+
+        compiled = torch.compile(train if whole else optimizer.step, backend="eager")
+        for _ in range(3):
+            if not is_compiled:
+                train(optimizer.step)
+            elif whole:
+                compiled(optimizer.step)
+            else:
+                train(compiled)
+        return everything(optimizer, list(layer.parameters()))
+
+    torch._dynamo.reset()
+    assert alike(trained(True), trained(False))

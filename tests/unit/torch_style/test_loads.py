@@ -1,0 +1,379 @@
+"""State dicts from before the first step and from torch, and calls that are refused: what they
+change, and what they say."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mp_optim
+from mp_optim import checkpoint
+from support.models import same_bits
+
+RULES = ["AdamW", "Adam", "StableAdamW", "LAMB", "Lion", "SGD", "Adafactor", "Muon"]
+Named = list[tuple[str, nn.Parameter]]
+
+
+def named(*names: str) -> Named:
+    return [(name, nn.Parameter(torch.ones(3, 2))) for name in names]
+
+
+def stepped(optimizer: Any, steps: int = 1) -> Any:
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.full_like(param, 0.5)
+        optimizer.step()
+    return optimizer
+
+
+def two_groups(rule: str, first: str, second: str, lrs: tuple[Any, Any]) -> Any:
+    pairs = zip(named(first, second), lrs, strict=True)
+    return getattr(mp_optim, rule)([{"params": [pair], "lr": lr} for pair, lr in pairs])
+
+
+def rates(optimizer: Any) -> dict[str, float]:
+    return {g["param_names"][0]: float(g["lr"]) for g in optimizer.param_groups}
+
+
+# -- from before the first step -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_settings_go_by_name_and_are_copies(rule: str, steps: int) -> None:
+    tensors = torch.tensor(0.1), torch.tensor(0.5)
+    saved = two_groups(rule, "a", "b", tensors).state_dict()
+    others = [stepped(two_groups(rule, "b", "a", (0.5, 0.1)), steps) for _ in range(2)]
+    for other in others:
+        other.load_state_dict(saved)
+        assert rates(other) == pytest.approx({"a": 0.1, "b": 0.5})
+    with torch.no_grad():
+        for tensor in (*tensors, others[0].param_groups[0]["lr"]):
+            tensor.fill_(7.0)
+    assert rates(others[1]) == pytest.approx({"a": 0.1, "b": 0.5})
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_settings_that_cannot_be_are_refused(rule: str, steps: int) -> None:
+    saved = two_groups(rule, "a", "b", (0.1, 0.2)).state_dict()
+    other = stepped(two_groups(rule, "a", "b", (0.3, 0.4)), steps)
+    shown = copy.deepcopy(other.state_dict())
+    for key, value in (("lr", -1.0), ("weight_decay", math.nan)):
+        wrong = copy.deepcopy(saved)
+        wrong["param_groups"][1][key] = value
+        with pytest.raises(
+            ValueError, match=f"param group 1 of the saved state: {key}="
+        ):
+            other.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="missing"):
+        other.load_state_dict(two_groups(rule, "a", "c", (0.1, 0.2)).state_dict())
+    assert rates(other) == pytest.approx({"a": 0.3, "b": 0.4})
+    now = other.state_dict()["state"]
+    assert now.keys() == shown["state"].keys()
+    for index, state in now.items():
+        assert all(same_bits(state[k], v) for k, v in shown["state"][index].items())
+
+
+@pytest.mark.parametrize("place", [{}, {"offload": 1.0, "offload_mode": "overlap"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_of_the_beginning_begins_anew(
+    rule: str, dtype: torch.dtype, place: dict[str, Any]
+) -> None:
+    """As a learning-rate finder does it: the start is kept, tried from, and restored."""
+
+    def run(tries: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4).to(dtype)
+        optimizer = getattr(mp_optim, rule)(layer.named_parameters(), lr=0.1, **place)
+        held = optimizer.param_groups
+
+        def train() -> None:
+            optimizer.zero_grad()
+            layer(torch.ones(2, 4).to(dtype)).square().mean().backward()
+            optimizer.step()
+
+        if tries:
+            start = copy.deepcopy((layer.state_dict(), optimizer.state_dict()))
+            optimizer.param_groups[0]["lr"] = 0.3
+            train()
+            train()
+            layer.load_state_dict(start[0])
+            optimizer.load_state_dict(start[1])
+            assert optimizer.state_dict()["state"] == {}
+            assert optimizer.last_step is None and optimizer.param_groups is held
+        train()
+        train()
+        state = optimizer.state_dict()["state"].values()
+        tensors = [value.clone() for slot in state for value in slot.values()]
+        return [*tensors, *(param.detach().clone() for param in layer.parameters())]
+
+    assert all(map(same_bits, run(True), run(False)))
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "said"),
+    [
+        ({"param_groups": []}, "'state' is NoneType"),
+        ({"state": {}, "param_groups": {}}, "'param_groups' is dict"),
+        ([], "not a list"),
+        ({"state": {}, "param_groups": [{"lr": 1.0}]}, "no list 'params'"),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_is_no_state_dict(state_dict: Any, said: str, steps: int) -> None:
+    with pytest.raises(ValueError, match=said):
+        stepped(mp_optim.AdamW(named("a")), steps).load_state_dict(state_dict)
+
+
+# -- from torch -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
+)
+def test_state_of_torchs_sgd_goes_on(settings: dict[str, Any]) -> None:
+    here, there = named("w"), named("w")
+    theirs = stepped(torch.optim.SGD(there, lr=0.1, **settings), 3)
+    with torch.no_grad():
+        here[0][1].copy_(there[0][1])
+    ours = mp_optim.SGD(here, lr=0.5, **settings)
+    ours.load_state_dict(theirs.state_dict())
+    for _ in range(3):
+        stepped(ours)
+        stepped(theirs)
+        torch.testing.assert_close(here[0][1], there[0][1], rtol=1e-6, atol=1e-7)
+
+
+def test_no_momentum_of_older_versions_of_torch_goes_on() -> None:
+    there = stepped(torch.optim.SGD(named("w"), lr=0.1)).state_dict()
+    ours = mp_optim.SGD(named("w"), lr=0.5)
+    ours.load_state_dict({**there, "state": {0: {"momentum_buffer": None}}})
+    assert float(ours.state[ours.param_groups[0]["params"][0]]["step"]) == 1.0
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "Adafactor"])
+def test_a_rule_that_counts_wants_a_number_of_steps(rule: str) -> None:
+    saved = copy.deepcopy(stepped(getattr(mp_optim, rule)(named("w"))).state_dict())
+    del saved["state"][0]["step"]
+    with pytest.raises(ValueError, match=r"missing \['step'\]"):
+        getattr(mp_optim, rule)(named("w")).load_state_dict(saved)
+
+
+# -- state that is written into -------------------------------------------------------------------
+
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"offload": 1.0},
+    "speculative": {"offload": 1.0, "offload_mode": "speculative"},
+    "4bit": {"state": "4bit"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tensor_under_a_key_is_taken_or_refused(place: str) -> None:
+    pairs = named("w")
+    param = pairs[0][1]
+    optimizer = stepped(mp_optim.AdamW(pairs, lr=0.1, **PLACES[place]))
+    optimizer.state[param]["exp_avg"] = torch.zeros(3, 2)
+    assert not bool(optimizer.state[param]["exp_avg"].any())
+    optimizer.state[param].update(step=torch.tensor(5.0))
+    assert float(optimizer.state[param]["step"]) == 5.0
+    state = optimizer.state[param]
+    state |= {"exp_avg_sq": torch.zeros(3, 2)}
+    assert not bool(optimizer.state[param]["exp_avg_sq"].any())
+    with pytest.raises(ValueError, match=r"unknown \['mine'\]"):
+        optimizer.state[param]["mine"] = torch.zeros(3, 2)
+    with pytest.raises(ValueError, match="exp_avg"):
+        optimizer.state[param]["exp_avg"] = torch.zeros(5)
+    for take in (
+        lambda: optimizer.state[param].pop("exp_avg"),
+        lambda: optimizer.state[param].clear(),
+        lambda: optimizer.state[param].__delitem__("exp_avg"),
+        lambda: optimizer.state.__delitem__(param),
+    ):
+        with pytest.raises(TypeError, match="load_state_dict replaces it"):
+            take()
+    assert type(copy.deepcopy(optimizer.state[param])) is dict
+    stepped(optimizer)
+    assert float(optimizer.state[param]["step"]) == 6.0
+
+
+def test_state_that_is_assigned_is_checked_before_any_of_it_is_copied() -> None:
+    pairs = named("a", "b")
+    optimizer = stepped(mp_optim.AdamW(pairs, lr=0.1))
+    (_, a), (_, b) = pairs
+    zeros = {key: torch.zeros_like(value) for key, value in optimizer.state[a].items()}
+    with pytest.raises(ValueError, match="b: missing"):
+        optimizer.state = {a: zeros, b: {"step": torch.tensor(0.0)}}
+    with pytest.raises(ValueError, match=r"optimizer.state = \{\}: state is not taken"):
+        optimizer.state = {}
+    assert bool(optimizer.state[a]["exp_avg"].any())
+    optimizer.state = {a: zeros}
+    assert not bool(optimizer.state[a]["exp_avg"].any())
+    assert bool(optimizer.state[b]["exp_avg"].any())
+
+
+def test_no_state_before_the_first_step_may_be_assigned() -> None:
+    optimizer = mp_optim.AdamW(named("a"))
+    optimizer.state = {}
+    assert optimizer.state_dict()["state"] == {}
+
+
+# -- beside a step --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("from_inside", [True, False])
+def test_what_is_asked_in_the_middle_of_a_step_says_so(
+    from_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, or a signal's handler; and nothing is taken for broken off."""
+    optimizer = stepped(mp_optim.AdamW(named("a"), lr=0.1))
+    saved, said = copy.deepcopy(optimizer.state_dict()), []
+
+    def look() -> None:
+        uses: list[Callable[[], Any]] = [optimizer.state_dict]
+        if not from_inside:
+            uses += [optimizer.step, lambda: optimizer.load_state_dict(saved)]
+        for use in uses:
+            with pytest.raises(RuntimeError) as caught:
+                use()
+            said.append(caught)
+
+    inner = optimizer.stack.inner
+
+    def carry_out(planned: Any, original: Any = inner.carry_out) -> None:
+        if from_inside:
+            look()
+        else:
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+        original(planned)
+
+    monkeypatch.setattr(inner, "carry_out", carry_out)
+    stepped(optimizer)
+    monkeypatch.undo()
+    who = "this thread" if from_inside else "another thread"
+    assert len(said) == (1 if from_inside else 3)
+    for caught in said:
+        assert caught.type is RuntimeError and who in str(caught.value)
+    stepped(optimizer)
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 3.0
+
+
+# -- refused, and nothing changed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        torch.zeros(2, 4, device="meta"),
+        torch.zeros(2, 4).to_sparse(),
+        torch.zeros(2, 4, dtype=torch.int64),
+        torch.full((2, 4), math.inf),
+        torch.zeros(3, 4),
+        [[1.0], [1.0]],
+    ],
+    ids=["meta", "sparse", "whole", "infinite", "rows", "list"],
+)
+def test_a_window_that_cannot_be_loaded_is_refused_first(window: Any) -> None:
+    pairs = named("a")
+    optimizer = stepped(mp_optim.AdamW(pairs, lr=0.1, skip_step_sigma_factor=3.0), 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong["state"][0]["exp_avg"].zero_()
+    wrong["skip_step"]["window"] = window
+    with pytest.raises(ValueError, match="skip_step: it holds"):
+        optimizer.load_state_dict(wrong)
+    now = optimizer.state_dict()
+    assert same_bits(now["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
+    stepped(optimizer)
+
+
+@pytest.mark.parametrize("keep", [1.5, "2", True, 0, -1])
+def test_a_number_of_versions_that_is_none_is_refused_first(
+    keep: Any, tmp_path: Path
+) -> None:
+    layer = nn.Linear(2, 2)
+    for _ in range(2):
+        checkpoint.save(tmp_path, layer, None, keep=None)
+    with pytest.raises(ValueError, match=r"keep=.*whole number"):
+        checkpoint.save(tmp_path, layer, None, keep=keep)
+    assert len(checkpoint.versions(tmp_path)) == 2
+
+
+def test_a_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match="saved is a file, and a checkpoint is a"):
+        checkpoint.save(path, nn.Linear(2, 2), None)
+    assert path.read_text() == "mine"
+
+
+def test_extra_that_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="extra or the scheduler's state holds what"):
+        checkpoint.save(tmp_path, nn.Linear(2, 2), None, extra={"f": lambda: None})
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        torch.ones(2),
+        torch.ones(0),
+        torch.ones((), device="meta"),
+        torch.ones((), dtype=torch.complex64),
+        "1.0",
+        True,
+        [1.0],
+    ],
+    ids=["two", "none", "meta", "complex", "text", "bool", "list"],
+)
+def test_a_loss_that_is_none(loss: Any) -> None:
+    optimizer = stepped(mp_optim.AdamW(named("a"), skip_step_sigma_factor=3.0))
+    with pytest.raises(ValueError, match=r"report_loss: the loss is .* not one real"):
+        optimizer.health.report_loss(loss)
+    optimizer.health.report_loss(torch.ones(1, 1))
+    stepped(optimizer)
+
+
+@pytest.mark.parametrize("name", ["state", "main_params", "ema_dtype"])
+def test_a_choice_that_is_a_list(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=\['8bit'\]: must be one of"):
+        mp_optim.AdamW(named("a"), **{name: ["8bit"]})
+
+
+# -- a GradScaler at times ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.filterwarnings("ignore:float16 parameters are stepped without")
+def test_a_plain_step_after_one_with_a_grad_scaler_divides_by_nothing(
+    dtype: torch.dtype,
+) -> None:
+    def run(scales: bool) -> list[Tensor]:
+        param = nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = mp_optim.SGD([("w", param)], lr=0.125)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scales)
+        scaler.scale(param.float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ends = [param.detach().clone()]
+        optimizer.zero_grad()
+        param.float().sum().backward()
+        optimizer.step()
+        return [*ends, param.detach().clone()]
+
+    found, expected = run(True), run(False)
+    assert all(map(same_bits, found, expected)) and float(expected[1][0]) == 0.75
