@@ -5,6 +5,10 @@ In a ring only the neighbours of a dead process notice that it is gone. So a ran
 leaves a note in the store through which the processes met, and a rank that waits looks for such a
 note now and then. Which process is gone is asked of its kernel (:mod:`mp_optim.ranks.presence`),
 not inferred from who is late.
+
+The store may outlive the process group (torchrun's agent keeps it), and the next one has the same
+names. So notes belong to a life of the job: from ``init_process_group`` to
+``destroy_process_group``.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from mp_optim.process.background_calls import in_background
 from mp_optim.ranks import last_works
@@ -37,9 +43,16 @@ _LOOK = timedelta(seconds=1.0)
 _STORE = 3.0
 """Seconds that the store may take beyond that."""
 
-_SIGNS = "gloo|Connection|[Tt]imed out|NCCL|monitoredBarrier"
+_SIGNS = "gloo|Connection|[Tt]imed out|[Tt]imeout|NCCL|monitoredBarrier"
 """What the text of an error is known by that comes of communication."""
 
+_STORE_KEEPER = 0
+"""The rank whose process keeps the store, unless another process does (torchrun's agent)."""
+
+_joined: WeakSet[ProcessGroup] = WeakSet()
+"""The group of all processes, in whose life this one has said that it takes part."""
+_life = 0
+"""The number of that life."""
 _addresses: dict[int, Address] = {}
 _looks: list[futures.Future[bool]] = []
 
@@ -52,26 +65,46 @@ class _NoticedError(RuntimeError):
     """Another rank left a note that communication failed."""
 
 
-def _failed(group: ProcessGroup, rank: int | str) -> str:
-    return f"mp_optim/failed/{group.group_name}/{rank}"
+def shared_store(topic: str) -> PrefixStore:
+    """What the processes tell each other about a topic in this life of the job; every rank has
+    announced itself."""
+    announce()
+    return PrefixStore(f"mp_optim/{_life}/{topic}", _get_default_store())
 
 
-def _present(rank: int) -> str:
-    return f"mp_optim/present/{rank}"
+def _notes(group: ProcessGroup) -> PrefixStore:
+    """Notes of failure: of each rank by its number what it was doing, ``any`` if there is one,
+    ``verdict`` for who is missing."""
+    return shared_store(f"failed/{group.group_name}")
 
 
 def announce() -> None:
     """Let other ranks ask whether this process exists. Not collective; cheap when repeated."""
     last_works.finish_at_exit()
-    if not dist.is_initialized():  # a stand-in for a group has no store
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world in _joined:  # a stand-in for a group has no store
         return
-    store = _get_default_store()
+    store, rank = _get_default_store(), dist.get_rank()
+    last, own = _number(store, "life"), _number(store, f"life/{rank}")
+    _joined.add(world)
+    _addresses.clear()  # a process group before this one may have had other ranks
+    # if this rank took part in the last one, that one is over
+    _take_part(store, rank, last if own < last else last + 1)
+
+
+def _take_part(store: Any, rank: int, life: int) -> None:
+    global _life
+    _life = life
+    for name in ("life", f"life/{rank}"):
+        store.set(f"mp_optim/{name}", str(life))
     address = own_address(_master(store))
-    rank = dist.get_rank()
-    if address is not None and _addresses.get(rank) != address:
-        _addresses.clear()  # a process group before this one may have had other ranks
+    if address is not None:
         _addresses[rank] = address
-        store.set(_present(rank), str(address))
+        shared_store("present").set(str(rank), str(address))
+
+
+def _number(store: Any, name: str) -> int:
+    return int(store.add(f"mp_optim/{name}", 0))
 
 
 def _master(store: Any) -> tuple[str, int] | None:
@@ -85,13 +118,17 @@ def _master(store: Any) -> tuple[str, int] | None:
 def learn_addresses(group: ProcessGroup) -> None:
     """Look up where a group's processes listen, so that it is known when the store is gone. Every
     rank has announced itself: this follows a communication of the group."""
-    _learn(_get_default_store(), dist.get_process_group_ranks(group))
+    store = _get_default_store()
+    if (last := _number(store, "life")) != _life:  # it was not known who has begun
+        _take_part(store, dist.get_rank(), last)
+    _learn(dist.get_process_group_ranks(group))
 
 
-def _learn(store: Any, ranks: list[int]) -> None:
+def _learn(ranks: list[int]) -> None:
+    present = shared_store("present")
     for rank in ranks:
-        if rank not in _addresses and store.check([_present(rank)]):
-            _addresses[rank] = Address.parse(store.get(_present(rank)).decode())
+        if rank not in _addresses and present.check([str(rank)]):
+            _addresses[rank] = Address.parse(present.get(str(rank)).decode())
 
 
 # -- waiting --------------------------------------------------------------------------------------
@@ -155,15 +192,15 @@ def _raise_if_noticed(group: ProcessGroup) -> None:
     question has no answer."""
     if any(not look.done() for look in _looks):
         return
-    look = in_background(lambda: _is_noticed(group))
+    look = in_background(partial(_is_noticed, _notes(group)))
     _looks[:] = [look]
     if futures.wait([look], _STORE).done and look.result():
         raise _NoticedError("another rank found that communication failed")
 
 
-def _is_noticed(group: ProcessGroup) -> bool:
+def _is_noticed(notes: PrefixStore) -> bool:
     try:
-        noticed: bool = _get_default_store().check([_failed(group, "any")])
+        noticed: bool = notes.check(["any"])
         return noticed
     except RuntimeError:  # the store is gone, and the rank that kept it
         return True
@@ -198,10 +235,8 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
 
 
 def _tell_of_failure(group: ProcessGroup) -> None:
-    with contextlib.suppress(
-        RuntimeError
-    ):  # the store is gone, and its readers with it
-        _get_default_store().set(_failed(group, "any"), "failed")
+    with contextlib.suppress(RuntimeError):  # the store and its readers are gone
+        _notes(group).set("any", "failed")
 
 
 def _is_communication(error: RuntimeError) -> bool:
@@ -219,15 +254,26 @@ def _who_is_missing(group: ProcessGroup, doing: str) -> str:
     gone, or stopped."""
     ranks = dist.get_process_group_ranks(group)
     noticed: set[int] = {dist.get_rank()}
-    verdict = in_background(lambda: _by_notes(group, doing, noticed))
-    if futures.wait([verdict], _PATIENCE + _STORE).done and verdict.result():
+    verdict = in_background(partial(_by_notes, _notes(group), ranks, doing, noticed))
+    is_over = bool(futures.wait([verdict], _PATIENCE + _STORE).done)
+    if is_over and verdict.result():
         return verdict.result()
-    if gone := _gone(rank for rank in ranks if rank not in noticed):
-        return _named(gone, ranks, "ended")
-    return (
-        "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, "
-        "has ended or is stuck"
-    )
+    return _without_store(ranks, _gone(rank for rank in ranks if rank not in noticed))
+
+
+def _without_store(ranks: list[int], gone: list[int]) -> str:
+    """Who is missing, where no note can be read: a rank that noticed the same failure before, and
+    ended, looks like one that failed."""
+    others = [rank for rank in gone if rank != _STORE_KEEPER]
+    too = f"; {_counted('rank', 'ranks', others)} ended, perhaps because of it"
+    if _STORE_KEEPER in gone:
+        who = _named([_STORE_KEEPER], ranks, "ended")
+    else:
+        who = (
+            "the store is gone, or does not answer: the process that keeps it, perhaps rank "
+            f"{_STORE_KEEPER}, has ended or is stuck"
+        )
+    return who + (too if others else "")
 
 
 def _gone(ranks: Iterable[int]) -> list[int]:
@@ -239,7 +285,9 @@ def _gone(ranks: Iterable[int]) -> list[int]:
     ]
 
 
-def _by_notes(group: ProcessGroup, doing: str, noticed: set[int]) -> str:
+def _by_notes(
+    notes: PrefixStore, ranks: list[int], doing: str, noticed: set[int]
+) -> str:
     """Who is missing by the notes in the store; empty if it is gone.
 
     A rank that is well and busy somewhere else gets time to come here: a rank that ended earlier
@@ -248,41 +296,42 @@ def _by_notes(group: ProcessGroup, doing: str, noticed: set[int]) -> str:
     Args:
         noticed: gets those who left a note.
     """
-    ranks = dist.get_process_group_ranks(group)
+    own = dist.get_rank()
     try:
-        store = _get_default_store()
-        store.set(_failed(group, dist.get_rank()), doing)
-        store.set(_failed(group, "any"), "failed")
-        _learn(store, ranks)
-        if store.check(
-            [_failed(group, "verdict")]
-        ):  # of ranks that may have ended since
-            told: str = store.get(_failed(group, "verdict")).decode()
-            return told
-        verdict = _watch(group, ranks, noticed)
-        store.set(_failed(group, "verdict"), verdict)
+        notes.set(str(own), doing)
+        notes.set("any", "failed")
+        _learn(ranks)
+        if notes.check(["verdict"]):  # of ranks that may have ended since
+            missing, verdict = notes.get("verdict").decode().split(":", 1)
+            if str(own) in missing.split():
+                return f"{verdict}; rank {own} is this one, which came too late"
+            return verdict
+        silent, verdict = _watch(notes, ranks, noticed)
+        notes.set("verdict", f"{' '.join(map(str, silent))}:{verdict}")
         time.sleep(_GRACE)
         return verdict
     except RuntimeError:
         return ""
 
 
-def _watch(group: ProcessGroup, ranks: list[int], noticed: set[int]) -> str:
-    """Wait until every rank has left a note or is gone, or has had the time to; who is missing, in
-    words."""
-    store, until, gone = _get_default_store(), time.monotonic() + _PATIENCE, list[int]()
+def _watch(
+    notes: PrefixStore, ranks: list[int], noticed: set[int]
+) -> tuple[list[int], str]:
+    """Wait until every rank has left a note or is gone, or has had the time to; who is missing,
+    by number and in words."""
+    until, gone = time.monotonic() + _PATIENCE, list[int]()
     silent = [rank for rank in ranks if rank not in noticed]
     while set(silent) != set(gone) and time.monotonic() < until:
-        noticed.update(rank for rank in silent if store.check([_failed(group, rank)]))
+        noticed.update(rank for rank in silent if notes.check([str(rank)]))
         silent = [rank for rank in silent if rank not in noticed]
         gone = _gone(silent)
         time.sleep(0.1 if set(silent) != set(gone) else 0.0)
     if gone:
-        return _named(gone, ranks, "ended")
+        return gone, _named(gone, ranks, "ended")
     if silent:
-        return _named(silent, ranks, "stuck or doing something else")
-    doings = {rank: store.get(_failed(group, rank)).decode() for rank in ranks}
-    return f"all of ranks {ranks} noticed{_at_other_places(doings)}"
+        return silent, _named(silent, ranks, "stuck or doing something else")
+    doings = {rank: notes.get(str(rank)).decode() for rank in ranks}
+    return [], f"all of ranks {ranks} noticed{_at_other_places(doings)}"
 
 
 def _at_other_places(doings: dict[int, str]) -> str:
