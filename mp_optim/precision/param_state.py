@@ -93,9 +93,11 @@ class UntrainedState(SlotState):
     def check_values(self, key: str, values: Tensor) -> None:
         self._trained.check_values(key, values)
 
-    def check_weights(self, saved: State, checksum: int | None) -> None:
+    def check_weights(
+        self, saved: State, checksum: int | None, weights: Tensor | None = None
+    ) -> None:
         if saved:
-            self._trained.check_weights(saved, checksum)
+            self._trained.check_weights(saved, checksum, weights)
 
     def load(self, state: State) -> None:
         if state:
