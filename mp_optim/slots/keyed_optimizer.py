@@ -271,6 +271,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self, read: Callable[[Slot], State], *, has_checksums: bool
     ) -> dict[str, Any]:
         self.step_mark.check("state_dict")
+        self.check_lists()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self.share_settings()

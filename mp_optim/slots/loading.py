@@ -256,8 +256,11 @@ def kept_state(optimizer: Loadable) -> Callable[[], None]:
 
     def put_back() -> None:
         for slot, state in states.items():
-            fitted = optimizer.state_of(slot).fit(state, convert=False)
-            optimizer.load_slot_state(slot, fitted)
+            form = optimizer.state_of(slot)
+            if (
+                state or not form.is_required()
+            ):  # else frozen, and the load gave it state
+                optimizer.load_slot_state(slot, form.fit(state, convert=False))
         optimizer.load_beside(beside)
 
     return put_back

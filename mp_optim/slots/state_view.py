@@ -45,9 +45,7 @@ class ShownState(dict[str, Any]):
         return self[key]
 
     def _stays(self, *args: Any) -> Any:
-        raise TypeError(
-            "a slot's state is not taken away key by key; load_state_dict replaces it"
-        )
+        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
 
     __delitem__ = pop = popitem = clear = _stays
 
