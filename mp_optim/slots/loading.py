@@ -68,6 +68,7 @@ def restore(
         hooked = pre_hook(optimizer, state_dict)
         state_dict = state_dict if hooked is None else hooked
     check_form(state_dict)
+    optimizer.share_settings()  # which say what state there is
     optimizer.follow_model()
     match = check_plain(optimizer, state_dict, convert=convert)
     load = StateLoad(optimizer, match, state_dict["state"], convert)

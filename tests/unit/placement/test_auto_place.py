@@ -252,6 +252,14 @@ def test_what_follows_from_the_times(on_host, streamed, both, tried, stays):
     assert split.share == pytest.approx(stays) and not split.is_measuring
 
 
+def test_a_first_step_that_is_the_fastest_says_nothing():
+    """It has other work than those that follow."""
+    split = MeasuredSplit()
+    for seconds in (0.1, 3.0, 3.0, 0.1, 1.0, 1.0):
+        split.record(StepTime(seconds, 0.0 if split.share else seconds))
+    assert split.share == pytest.approx(0.75)
+
+
 def test_all_stays_on_the_host_where_it_is_hidden():
     _, split = measured((0.0, 3.0), (1.0, 0.0), (0.0, 3.0))
     assert split.share == 0.0 and not split.is_measuring

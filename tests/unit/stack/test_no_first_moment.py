@@ -180,3 +180,30 @@ def test_muons_other_parameters():
         assert ("exp_avg" in keys(optimizer)) == kept_first
         models.append(model)
     assert_same_params(*models)
+
+
+@pytest.mark.parametrize("precision", ["bf16", EIGHT_BITS])
+def test_a_moment_that_stayed_is_zero_after_a_load_of_state_without_one(precision):
+    """The moment is stepped on though nothing reads it: not the one from before the load."""
+    saved = build(precision, adam_beta1=0.0, adam_beta2=0.95)
+    train(*saved, 2)
+    model, optimizer = build(precision, adam_beta1=0.5, adam_beta2=0.95, seed=5)
+    train(model, optimizer, 3)
+    use(optimizer, 0.0)
+    model.load_state_dict(saved[0].state_dict())
+    optimizer.load_state_dict(saved[1].state_dict())
+    states = optimizer.state_dict(full_precision=True)["state"].values()
+    assert not any(bool(state["exp_avg"].any()) for state in states)
+    train(model, optimizer, 2, start=2)
+    train(*saved, 2, start=2)
+    assert_same_params(model, saved[0])
+
+
+@pytest.mark.parametrize("precision", ["bf16", EIGHT_BITS])
+def test_a_moment_that_is_dropped_takes_its_scales_along(precision):
+    saved = build(precision, adam_beta1=0.5, adam_beta2=0.95)
+    train(*saved, 2)
+    model, optimizer = build(precision, adam_beta1=0.0, adam_beta2=0.95, seed=5)
+    model.load_state_dict(saved[0].state_dict())
+    optimizer.load_state_dict(saved[1].state_dict(), convert=True)
+    assert keys(optimizer) == {"exp_avg_sq"}

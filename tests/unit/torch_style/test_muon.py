@@ -74,3 +74,42 @@ def test_a_group_that_says_which(mark: dict[str, object]) -> None:
     net(torch.arange(11)).square().mean().backward()
     optimizer.step()
     assert optimizer.last_step.success
+
+
+def test_only_experts_of_three_dimensions_are_stacks_of_matrices() -> None:
+    """The weight of a convolution has three, too."""
+    marked = nn.Parameter(torch.ones(2, 4, 4))
+    marked.allreduce = False  # Megatron's mark of an expert
+    named = [
+        ("conv.weight", nn.Conv1d(4, 4, 3).weight),
+        ("layers.0.experts.up", nn.Parameter(torch.ones(2, 4, 4))),
+        ("layers.0.mlp.marked", marked),
+    ]
+    found = {
+        group["optimizer"]: group["param_names"]
+        for group in mp_optim.Muon(named).param_groups
+    }
+    assert found["adam"] == ["conv.weight"] and len(found["muon"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "first", "second"),
+    [
+        ("8bit", torch.int8, torch.uint8),
+        ("bf16", torch.bfloat16, torch.bfloat16),
+        ("fp16", torch.float16, torch.float16),
+    ],
+)
+def test_adamws_moments_are_stored_as_asked(
+    state: str, first: torch.dtype, second: torch.dtype
+) -> None:
+    net = Net().bfloat16()
+    optimizer = mp_optim.Muon(net.named_parameters(), state=state)
+    net(torch.arange(11)).float().square().mean().backward()
+    optimizer.step()
+    adams, muons = (
+        optimizer.state[net.lm_head.weight],
+        optimizer.state[net.hidden.weight],
+    )
+    assert (adams["exp_avg"].dtype, adams["exp_avg_sq"].dtype) == (first, second)
+    assert muons["momentum_buffer"].dtype == first

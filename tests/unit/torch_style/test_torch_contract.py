@@ -201,6 +201,11 @@ def test_before_the_first_step_there_are_settings_and_no_state() -> None:
         ValueError, match=r"groups of \[5\] parameters, the saved state has \[6\]"
     ):
         mp_optim.AdamW(list(layers.parameters())[1:]).load_state_dict(state)
+    params = list(layers.parameters())
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    others = [{"params": params[:4]}, {"params": params[4:]}]  # as many in all
+    with pytest.raises(ValueError, match=r"groups of \[4, 2\] .* state has \[2, 4\]"):
+        mp_optim.AdamW(others).load_state_dict(mp_optim.AdamW(groups).state_dict())
 
 
 def test_a_group_that_was_held_from_the_beginning_stays_the_live_one() -> None:
