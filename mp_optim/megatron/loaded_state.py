@@ -16,7 +16,7 @@ from mp_optim.megatron.saved_groups import (
     matched_settings,
     saved_parts,
 )
-from mp_optim.megatron.sharded import STATE
+from mp_optim.megatron.sharded import MAINS, STATE
 from mp_optim.precision import MegatronOptimizer
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import plain_groups
@@ -44,8 +44,8 @@ def plain_state_dict(
         if "step" not in stack.slot_state(slot):
             continue  # never trained
         tensors = dict(loaded.get(STATE, {}).get(index, {}))
-        if request["main"] in tensors:
-            tensors[MASTER] = tensors.pop(request["main"])
+        for main in MAINS & tensors.keys():
+            tensors[MASTER] = tensors.pop(main)
         if request["in_buckets"]:
             live = stack.full_slot_state(slot)
             del live["step"]

@@ -55,14 +55,14 @@ def requested_state_dict(
                 add_prefix_for_sharding(asked, f"chained_{index}.")
             tensors.update(asked)
         first += len(part.slots())
-    return {STATE: tensors, **_request(form.main, in_buckets=False)}
+    return {STATE: tensors, **_request(in_buckets=False)}
 
 
 def _in_buckets(
     stack: MegatronOptimizer, kept: Sequence[int], chunks: Sequence[nn.Module]
 ) -> dict[Any, Any]:
     tensors: dict[int, dict[str, Any]] = {}
-    asked: dict[Any, Any] = {STATE: tensors, **_request("param", in_buckets=True)}
+    asked: dict[Any, Any] = {STATE: tensors, **_request(in_buckets=True)}
     first = 0
     for index, part in enumerate(stack.chained_optimizers):
         if index in kept:
@@ -72,8 +72,8 @@ def _in_buckets(
     return asked
 
 
-def _request(main: str, *, in_buckets: bool) -> dict[str, Any]:
-    return {REQUEST: LocalNonpersistentObject({"main": main, "in_buckets": in_buckets})}
+def _request(*, in_buckets: bool) -> dict[str, Any]:
+    return {REQUEST: LocalNonpersistentObject({"in_buckets": in_buckets})}
 
 
 def _requested_tensors(
@@ -87,12 +87,12 @@ def _requested_tensors(
         zip(slots, of_model, strict=True), first
     ):
         state = checked(part, slot, _keys(part, slot))
-        tensors = {
-            form.key(key): state_tensor(
-                model_tensor, form.key(key), _empty(part, slot, key)
+        tensors = {}
+        for key in state:
+            called = form.key(part, slot, key)
+            tensors[called] = state_tensor(
+                model_tensor, called, _empty(part, slot, key)
             )
-            for key in state
-        }
         if tensors:
             yield index, tensors
 

@@ -91,6 +91,7 @@ def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Sett
             f"no saved param group has {_kind_in_words(live)}; saved are "
             f"{'; '.join(map(_kind_in_words, saved)) or 'none'}"
         )
+    kind = [group for group in kind if _has_rule_of(group, live)] or kind
     likeness = [
         sum(_plain(group.get(key)) == value for key, value in wanted) for group in kind
     ]
@@ -117,6 +118,14 @@ def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def same_kind(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two groups have the settings that tell groups apart in common."""
     return _kind(group) == _kind(other)
+
+
+def _has_rule_of(group: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    """Whether a saved group was stepped by a live one's rule: beside Muon, Megatron names only the
+    scalar optimizer."""
+    return (
+        "optimizer" not in live or group.get("optimizer", "muon") == live["optimizer"]
+    )
 
 
 def _without_experts(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -29,6 +29,9 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 """In Megatron's metadata: in which form its distributed optimizer writes, or wrote."""
 RESHARDABLE = "fully_reshardable"
 _WRITTEN_AS_RESHARDABLE = (RESHARDABLE, "dp_reshardable", "fully_sharded_model_space")
+_FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
+MAINS = {_FLOAT16_MAIN, _DISTRIBUTED_MAIN}
+"""What Megatron's Float16 optimizer calls a main param, and its distributed one."""
 STATE = "param_state"
 """Key of the tensors, by running index."""
 
@@ -55,17 +58,22 @@ class Form:
         """
         avoids = bool(metadata.get("chained_optim_avoid_prefix", False))
         if sharding_type is None:
-            return cls("fp32_param", False, avoids)
+            return cls(_FLOAT16_MAIN, False, avoids)
         if sharding_type not in _WRITTEN_AS_RESHARDABLE:
             raise ValueError(
                 f"{SHARDING_TYPE}={sharding_type!r}: state is saved and loaded as "
                 f"{RESHARDABLE!r} (--dist-ckpt-optim-fully-reshardable)"
             )
-        return cls("param", True, avoids)
+        return cls(_DISTRIBUTED_MAIN, True, avoids)
 
-    def key(self, key: str) -> str:
-        """What a state tensor is called."""
-        return self.main if key == MASTER else key
+    def key(self, part: MegatronOptimizer, slot: Slot, key: str) -> str:
+        """What a state tensor is called. Megatron's layer-wise optimizer calls main params of
+        Muon's matrices as its Float16 optimizer does, beside a distributed one of the rest."""
+        if key != MASTER:
+            return key
+        is_float16 = name_of(part, slot)[1].dtype != torch.float32
+        is_muons = part.param_groups[slot.group].get("optimizer") == "muon"
+        return _FLOAT16_MAIN if is_muons and is_float16 else self.main
 
 
 def sharded_state_dict(
@@ -183,12 +191,12 @@ def _saved_tensors(
     pairs = zip(whole_states(part), of_model, strict=True)
     for index, (whole, model_tensor) in enumerate(pairs):
         state = checked(part, whole.slot, _with_main(part, whole, form))
-        tensors = {
-            form.key(key): state_tensor(
-                model_tensor, form.key(key), value, only_here=whole.only_here
+        tensors = {}
+        for key, value in state.items():
+            called = form.key(part, whole.slot, key)
+            tensors[called] = state_tensor(
+                model_tensor, called, value, only_here=whole.only_here
             )
-            for key, value in state.items()
-        }
         if tensors:
             yield index, tensors
 

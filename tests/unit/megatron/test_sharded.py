@@ -151,6 +151,55 @@ def test_megatrons_own_goes_on_under_ours(run: str, tmp_path: Path) -> None:
     assert gpt.train(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-4)
 
 
+class AsMegatronSavesMuon:
+    """Groups of a state dict as Megatron's layer-wise optimizer has them: it names the rule of the
+    scalar optimizer's alone, and each group has the settings of its own rule and no others."""
+
+    OF_MUON = ("momentum", "nesterov", "num_ns_steps", "scale_mode", "qkv_split_shapes")
+    OF_ADAM = ("betas", "eps")
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def sharded_state_dict(self, *arguments: Any, **settings: Any) -> Any:
+        saved = self.optimizer.sharded_state_dict(*arguments, **settings)
+        for group in saved["optimizer"]["param_groups"]:
+            of_muon = group["optimizer"] == "muon"
+            for key in self.OF_ADAM if of_muon else self.OF_MUON:
+                group.pop(key, None)
+            if of_muon:
+                del group["optimizer"]
+        return saved
+
+
+@pytest.mark.parametrize("sharding", [None, RESHARDABLE])
+def test_muon_beside_a_distributed_optimizer_goes_on(
+    sharding: str | None, tmp_path: Path
+) -> None:
+    settings = RUNS["muon"] if sharding is None else {**RUNS["muon"], **SHARED}
+    metadata = {} if sharding is None else {TYPE: sharding}
+    model, optimizer = built(**settings)
+    gpt.train(model, optimizer, range(3))
+    gpt.save(tmp_path, model, AsMegatronSavesMuon(optimizer), metadata)
+    rules = {
+        name: group["optimizer"]
+        for group in optimizer.param_groups
+        for name in group.get("param_names", ())
+    }
+    saved = dist_checkpointing.load_tensors_metadata(str(tmp_path))
+    of_muon = {key for key in saved if ".momentum_buffer." in key}
+    assert of_muon and set(rules.values()) == {"muon", "adam"}
+    for key in of_muon:
+        assert key.replace(".momentum_buffer.", ".fp32_param.") in saved
+    main = "fp32_param" if sharding is None else "param"
+    for key in {key for key in saved if ".exp_avg." in key}:
+        assert key.replace(".exp_avg.", f".{main}.") in saved
+    expected = gpt.train(model, optimizer, range(3, 6))
+    model, optimizer = built(**settings)
+    gpt.load(tmp_path, model, optimizer)
+    assert gpt.train(model, optimizer, range(3, 6)) == expected
+
+
 @pytest.mark.parametrize("run", ["bf16", "experts", "fp16"])
 def test_megatrons_legacy_state_goes_on_under_ours(run: str, tmp_path: Path) -> None:
     """By position in the groups; the tolerance is as above."""
