@@ -1,9 +1,14 @@
-"""Which tensors go into one launch: those that share the dtypes of all their parts."""
+"""Which tensors go into one launch: those that share the dtypes of all their parts, and fit each
+other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import repeat
+from operator import add, attrgetter, floordiv, ge
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +16,7 @@ from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
-from mp_optim.update.codecs import is_blocked
+from mp_optim.update.codecs import blocks_of, is_blocked, packed_bytes
 from mp_optim.update.kernel_args import TensorLists
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -129,3 +134,79 @@ def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind
     rounds = kind.average != torch.bfloat16 or lists.noise is not None
     fits = kind.is_supported and scaled and rounds
     return kind if fits and len(seeds) <= 1 else None
+
+
+# -- whether they fit each other ------------------------------------------------------------------
+
+_OPEN = ("grad", "main", "output")
+"""Columns of tensors that anybody may give other memory (``tensor.data = ...``), so that what was
+known of them at an earlier step may be true no more."""
+
+
+def check_fit(kind: Kind, columns: Mapping[str, CachedTensorList]) -> None:
+    """Kernels read and write as many elements as they are told, wherever they are told. So this
+    looks at the tensors as they are now, whoever has looked before.
+
+    Args:
+        columns: by the names of :class:`Kind`, ``scale1`` and ``scale2``, and each of them with
+            ``from_`` before it where present values lie elsewhere.
+
+    Raises:
+        ValueError: a tensor has not the elements or the dtype that the others of its slot ask for,
+            or its storage ends before it does. Nothing was written.
+    """
+    sized = columns.get("main") or columns["grad"]
+    numbers = sized.sizes.tobytes()
+    for name, tensors in columns.items():
+        dtype, expected = _form(kind, name.removeprefix("from_"), numbers)
+        found, dtypes = tensors.sizes, tensors.dtypes
+        if name in _OPEN:
+            found = array("q", map(Tensor.numel, tensors))
+            dtypes = set(map(_DTYPE, tensors))
+        if found != expected or dtypes - {dtype}:
+            raise ValueError(_misfit(name, tensors, expected, dtype))
+        if name == "grad":
+            ends = map(add, map(Tensor.storage_offset, tensors), expected)
+            held = map(torch.UntypedStorage.nbytes, map(_STORAGE, tensors))
+            if not all(map(ge, map(floordiv, held, repeat(dtype.itemsize)), ends)):
+                raise ValueError(_misfit(name, tensors, expected, dtype))
+
+
+_DTYPE, _STORAGE = attrgetter("dtype"), Tensor.untyped_storage
+
+
+def _form(kind: Kind, name: str, numbers: bytes) -> tuple[torch.dtype, array[int]]:
+    """Dtype of a column, and elements of each of its tensors."""
+    if name.startswith("scale"):
+        return torch.float32, _sizes(numbers, "blocks")
+    dtype: torch.dtype = getattr(kind, name)
+    is_packed = name == "moment1" and dtype == torch.uint8
+    return dtype, _sizes(numbers, "packed" if is_packed else "")
+
+
+@lru_cache(maxsize=64)
+def _sizes(numbers: bytes, form: str) -> array[int]:
+    sizes = array("q", numbers)
+    if form:
+        each = blocks_of if form == "blocks" else packed_bytes
+        return array("q", map(each, sizes))
+    return sizes
+
+
+def _misfit(
+    name: str, tensors: Sequence[Tensor], expected: Sequence[int], dtype: torch.dtype
+) -> str:
+    """The first of the tensors that is another one than the kernels were to be told."""
+    for place, (tensor, size) in enumerate(zip(tensors, expected, strict=False)):
+        held = tensor.untyped_storage().nbytes()
+        end = (tensor.storage_offset() + size) * dtype.itemsize
+        if (tensor.numel(), tensor.dtype) != (size, dtype) or held < end:
+            return (
+                f"tensor {place} of {len(tensors)} in column {name!r} of a kernel's call has "
+                f"{tensor.numel()} elements of {tensor.dtype} in a storage of {held} bytes, where "
+                f"its slot has {size} of {dtype}: it was given other memory or another form "
+                "(`tensor.data = ...`, `resize_`) that the optimizer was not told of, or its "
+                "parameter was; nothing was written. Put a new parameter into the param group, or "
+                "build the optimizer anew"
+            )
+    return f"column {name!r} of a kernel's call has {len(tensors)} tensors for {len(expected)}"

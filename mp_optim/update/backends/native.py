@@ -25,6 +25,7 @@ from mp_optim.update.backends.host_threads import thread_count
 from mp_optim.update.backends.launch_kinds import (
     FLOATS,
     Kind,
+    check_fit,
     kept_moments,
     parts_of,
 )
@@ -70,6 +71,7 @@ class Table:
         average_weight: float = 1.0,
     ) -> None:
         steady = {name: CachedTensorList.of(tensors) for name, tensors in lists.items()}
+        check_fit(kind, steady)
         self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
         sized = steady.get("main") or steady["grad"]
         self._arrays["numel"] = sized.sizes

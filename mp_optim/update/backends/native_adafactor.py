@@ -63,6 +63,7 @@ class NativeElementPasses(ElementPasses):
         self, grad: Tensor, variance: Tensor, scalars: Averages
     ) -> None:
         if grad.numel():
+            _check_alike(grad, variance)
             values = Adafactor(scalars.keep, scalars.weight, scalars.squared_floor)
             to = (grad.data_ptr(), variance.data_ptr(), grad.numel())
             self._call("mp_turn_by_variance", *to, ctypes.byref(values))
@@ -83,12 +84,28 @@ class NativeElementPasses(ElementPasses):
         self, main: Tensor, direction: Tensor, decay: float, size: float
     ) -> None:
         if main.numel():
+            _check_alike(main, direction)
             tensors = (main.data_ptr(), direction.data_ptr(), main.numel())
             self._call("mp_descend", *tensors, decay, size)
             tell_autograd([main])
 
     def _call(self, name: str, *arguments: Any) -> None:
         self._library.call(name, *arguments, thread_count())
+
+
+def _check_alike(one: Tensor, other: Tensor) -> None:
+    """Kernels go by the first of the two.
+
+    Raises:
+        ValueError: the other has not as many elements, or one is not FP32 without gaps.
+    """
+    forms = [(each.numel(), each.dtype, each.is_contiguous()) for each in (one, other)]
+    if forms != [(one.numel(), torch.float32, True)] * 2:
+        raise ValueError(
+            f"Adafactor's kernels were to step {list(one.shape)} by {list(other.shape)}: a "
+            "parameter, its gradient or its state was given other memory (`tensor.data = ...`) "
+            "that the optimizer was not told of"
+        )
 
 
 def _scale(top: float) -> float:

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
-from mp_optim.update.backends.launch_kinds import FLOATS, current_device
+from mp_optim.update.backends.launch_kinds import (
+    FLOATS,
+    Kind,
+    check_fit,
+    current_device,
+)
 from mp_optim.update.backends.triton.kernels import sums
 from mp_optim.update.backends.triton.launcher import OPTIONS, TYPES
 from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
@@ -24,6 +29,7 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
     if not tensors.contiguous:
         tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
     device = tensors[0].device
+    check_fit(Kind(tensors[0].dtype), {"grad": tensors})
     column = tables.column(tensors, device)
     total = None
     for plan, aligned in tables.plans(tensors, SUM_CHUNK, device, column.odd):

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
-from mp_optim.update.backends.launch_kinds import Part
+from mp_optim.update.backends.launch_kinds import Kind, Part, check_fit
 from mp_optim.update.kernel_args import TensorLists
 
 RUN = 1024
 """Sums that one program adds up."""
 
+_WIDE = Kind._fields
+"""Columns that are read 16 bytes at a time where all addresses allow it: not the scales."""
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "i": torch.int32, "I": torch.int32}
 _Value = TypeVar("_Value")
 
@@ -139,27 +141,32 @@ class Tables:
         plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
         lists, state, device = part.lists, part.lists.state, part.lists.grad[0].device
         first, second = [*moments, "", ""][:2]
-        written = part.kind is not None and part.kind.output is not None
-        columns = [
-            None if tensors is None else self.column(tensors, device)
-            for tensors in (
-                lists.grad,
-                lists.main or None,
-                state.get(REMAINDER),
-                state.get(first),
-                state.get(second),
-                cast(Sequence[Tensor], lists.output) if written else None,
-                state.get(AVERAGE),
-            )
-        ]
-        scales = [
-            None if scale is None else self.column(scale, device).values
-            for scale in (state.get(scale_key(name)) for name in (first, second))
-        ]
-        addresses = [None if column is None else column.values for column in columns]
-        odd = frozenset[int]().union(*(column.odd for column in columns if column))
-        plans = self.plans(lists.main or lists.grad, chunk, device, odd)
-        return [*addresses[:5], *scales, *addresses[5:]], plans
+        assert part.kind is not None
+        tensors = {
+            "grad": lists.grad,
+            "main": lists.main or None,
+            "remainder": state.get(REMAINDER),
+            "moment1": state.get(first),
+            "moment2": state.get(second),
+            "scale1": state.get(scale_key(first)),
+            "scale2": state.get(scale_key(second)),
+            "output": None if part.kind.output is None else lists.output,
+            "average": state.get(AVERAGE),
+        }
+        there = {
+            name: CachedTensorList.of(cast(Sequence[Tensor], each))
+            for name, each in tensors.items()
+            if each is not None
+        }
+        check_fit(part.kind, there)
+        columns = {name: self.column(each, device) for name, each in there.items()}
+        odd = frozenset[int]().union(
+            *(column.odd for name, column in columns.items() if name in _WIDE)
+        )
+        plans = self.plans(there.get("main") or there["grad"], chunk, device, odd)
+        return [
+            columns[name].values if name in columns else None for name in tensors
+        ], plans
 
     def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
         """Streams of random numbers on the device, each with the tensor's place in its own."""
