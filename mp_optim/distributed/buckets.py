@@ -7,7 +7,6 @@ before.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +23,8 @@ from mp_optim.distributed.bucket_plan import (
 )
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import is_quantized
+from mp_optim.slots import check_shape
+from mp_optim.slots.shared_memory import check_memory
 
 
 @dataclass(slots=True)
@@ -119,8 +120,12 @@ class Bucket:
                 f"{param.device}; its place in the bucket is for {tuple(entry.data.shape)}, "
                 f"{entry.data.dtype}, {entry.data.device}: build the optimizer again"
             )
+        check_shape(entry.data, param, entry.name)
         with torch.no_grad():
-            entry.data.copy_(param.detach())
+            values = param.detach()
+            if values.untyped_storage()._cdata == entry.data.untyped_storage()._cdata:
+                values = values.clone()  # another view of the bucket: transposed, say
+            entry.data.copy_(values)
         param.data = entry.data
         entry.param = param
 
@@ -132,7 +137,7 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
         ValueError: a parameter is a DTensor, in 8 bits, has strides that are not row-major, or
             shares memory with another one.
     """
-    spans: list[tuple[str, int, int, str]] = []
+    named = list(named)
     for name, param in named:
         if isinstance(param, DTensor):
             raise ValueError(
@@ -152,18 +157,7 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
                 "with param.data = param.data.contiguous() "
                 "(model.to(memory_format=torch.contiguous_format)), or freeze the parameter"
             )
-        if param.numel():
-            first = param.data_ptr()
-            spans.append((str(param.device), first, first + param.nbytes, name))
-    spans.sort()
-    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(
-        spans
-    ):
-        if device == other_device and start < end:
-            raise ValueError(
-                f"{name} and {other} are two parameters that share memory, which separate places "
-                "in a bucket would end; tie them by using one Parameter in both modules"
-            )
+    check_memory(named)
 
 
 def make_buckets(

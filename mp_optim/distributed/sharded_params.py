@@ -14,9 +14,17 @@ from mp_optim.config.rules import RULES
 from mp_optim.distributed.buckets import Bucket, Entry
 from mp_optim.distributed.param_shards import ParamShard, make_shard
 from mp_optim.distributed.transport import make_transport
-from mp_optim.precision.seen_params import SeenParams
-from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, slot_name
+from mp_optim.slots import (
+    ParamGroups,
+    Slot,
+    all_params,
+    group_settings,
+    iter_slots,
+    same_memory,
+    slot_name,
+)
 from mp_optim.slots.param_attributes import is_laid_out_whole, set_main_grad
+from mp_optim.slots.seen_params import SeenParams
 
 
 def in_forward_order(
@@ -121,7 +129,7 @@ class ShardedParams:
         return groups
 
     def _params(self) -> list[Tensor]:
-        return [param for _, param in iter_slots(self._param_groups)]
+        return all_params(self._param_groups)
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -179,7 +187,7 @@ class ShardedParams:
 
     def _follow_param(self, slot: Slot, param: Tensor) -> None:
         index, entry = self._entries[slot]
-        if param is not entry.param or param.data_ptr() != entry.data.data_ptr():
+        if param is not entry.param or not same_memory(param, entry.data):
             is_replaced = param is not entry.param
             self.transport.buckets[index].adopt(entry, param)
             if is_replaced:

@@ -24,6 +24,7 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.param_attributes import shard_info
+from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import split_dims
 
 PLACES: tuple[Place, ...] = ("device", "host", "streamed")
@@ -41,7 +42,7 @@ class Assignment:
         model_dtype: of the model's parameter; its gradient is expected to have it, too.
         resident: the tensor in ``param_groups`` is itself the one to step.
         main: the copy that is stepped, if it is not the parameter itself.
-        bound: the tensor seen in ``param_groups`` at the last step.
+        bound: the tensor in ``param_groups`` that the copy follows, as it was last seen.
     """
 
     place: Place
@@ -50,7 +51,7 @@ class Assignment:
     model_dtype: torch.dtype
     resident: bool
     main: Tensor | None = None
-    bound: Tensor | None = None
+    bound: SeenParams | None = None
 
 
 class _Routes(NamedTuple):

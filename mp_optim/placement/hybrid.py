@@ -426,6 +426,7 @@ class HybridDeviceOptimizer(SlotOptimizer):
                     )
 
             self.stepper.step_buckets(by_place[self._offloaded], grad_norm, step_device)
+            self._tensors.written()
         self.share_settings()
 
     def verdict_device(self) -> torch.device | None:

@@ -28,6 +28,7 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.seen_params import SeenParams
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,17 @@ class SteppedTensors:
             before, stepped = sub_params[position], self._stepped(slot)
             if before is not stepped and not same_memory(before, stepped):
                 sub_params[position] = stepped
-            # Only of this package's own tensors is the memory known to stay where it is.
-            stays = stays and (_is_own(param) or not assigned.resident)
+            # Only this package's own tensors are known to stay where they are, and unwritten.
+            stays = stays and _is_own(param)
         self._bound = params if stays else None
+
+    def written(self) -> None:
+        """What is followed was written by a step, and by nothing else."""
+        if self._bound is not None:
+            return  # this package's own tensors are stepped themselves
+        for slot, _ in iter_slots(self._param_groups):
+            if (bound := self._assignments[slot].bound) is not None:
+                bound.written()
 
     def in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
         """The optimizer that has a slot, made current, and what it calls the slot. The caller gets
@@ -129,15 +138,17 @@ class SteppedTensors:
         if assigned.resident:
             return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
-        if assigned.main is None:
+        if assigned.main is None or assigned.bound is None:
             dtype = self._dtypes.stepped(local.dtype)
             assigned.main = self.copy(local, assigned.place, dtype)
-        elif param is not assigned.bound:
+        elif assigned.bound.is_same(0, param):
+            return assigned.main
+        else:
             if assigned.place != "device":
                 self._exposed(assigned.sub_slot)
             follow(assigned.main, local, slot_name(self._param_groups, slot))
             self._subs[assigned.place].written_outside(assigned.sub_slot)
-        assigned.bound = param
+        assigned.bound = SeenParams([param])
         return assigned.main
 
 

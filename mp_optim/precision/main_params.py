@@ -36,6 +36,8 @@ from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
     ParamGroups,
     Slot,
+    all_params,
+    check_shape,
     follow,
     iter_slots,
     local_tensor,
@@ -53,6 +55,7 @@ from mp_optim.slots.param_attributes import (
     set_main_param,
     shard_info,
 )
+from mp_optim.slots.shared_memory import check_memory
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
 from mp_optim.update.checksums import checksums_of
@@ -100,6 +103,8 @@ class MainParams:
         """Give main params to the trainable parameters of a new group, the last one. What may be
         refused comes first; the table has the group at the end."""
         table, params = self.table, self._param_groups[index]["params"]
+        if index == len(self._param_groups) - 1:
+            self._check_memory()
         coming = [
             (Slot(index, position), local_tensor(param))
             for position, param in enumerate(params)
@@ -133,9 +138,19 @@ class MainParams:
         Args:
             indices: in the table, of slots that have a gradient now.
         """
-        for index in indices:
-            if not self.table.bound[index]:
-                self._take_in(self.table.slots[index])
+        coming = [index for index in indices if not self.table.bound[index]]
+        if coming:
+            self._check_memory()
+        for index in coming:
+            self._take_in(self.table.slots[index])
+
+    def _check_memory(self) -> None:
+        """Raise ValueError if parameters that are trained share memory, naming them."""
+        check_memory(
+            (self.name(slot), param)
+            for slot, param in iter_slots(self._param_groups)
+            if param.requires_grad
+        )
 
     @in_own_modes
     def bind_trainable(self, slot: Slot | None) -> None:
@@ -214,7 +229,7 @@ class MainParams:
         return slot_name(self._param_groups, slot)
 
     def _params(self) -> list[Tensor]:
-        return [param for _, param in iter_slots(self._param_groups)]
+        return all_params(self._param_groups)
 
     def _param(self, slot: Slot) -> Tensor:
         return param_at(self._param_groups, slot)
@@ -300,7 +315,8 @@ class MainParams:
                 has not changed.
 
         Raises:
-            ValueError: a tensor's shape changed, naming the parameter.
+            TypeError: a tensor's dtype cannot be stepped, naming the parameter.
+            ValueError: its shape changed, or its memory is gone or another parameter's.
         """
         table = self.table
         if slot is not None and table.seen.is_same(
@@ -309,6 +325,8 @@ class MainParams:
             return
         params = self._params()
         changed = table.seen.changed(params)
+        if changed:
+            self._check_memory()
         for index in changed:
             slot, param = table.slots[index], params[index]
             if table.bound[index]:
@@ -320,6 +338,8 @@ class MainParams:
 
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
         main, local = self._stepped(slot), local_tensor(param)
+        self._check_param(slot, param)
+        check_shape(main, local, self.name(slot))
         if is_quantized(param) != self.table.quantized[index]:
             self._bind(index, param)
         elif self.table.separate[index]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.precision.measure import NormKey
-from mp_optim.precision.seen_params import SeenParams
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.slots import (
@@ -29,7 +28,9 @@ from mp_optim.slots import (
     local_tensor,
 )
 from mp_optim.slots.param_attributes import is_tensor_parallel
+from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import Layout
+from mp_optim.slots.tensors import has_memory
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,8 @@ class SlotTable:
 
         Raises:
             TypeError: a gradient is sparse or not floating point, naming the parameter.
-            ValueError: it has no values, because its parameter is on the meta device; or there is
-                another one beside it that was released.
+            ValueError: it has no values, because its parameter is on the meta device, or another
+                shape than its parameter; or there is another one beside it that was released.
         """
         simple = self.seen.plain and not released and have_grad_only(self.params)
         present: list[Tensor | None] = list(
@@ -174,6 +175,7 @@ class SlotTable:
                 whole.params
             )
             self._check(whole.indices, grads, name_of)
+            self._check_shapes(whole.indices, self.seen.shapes, grads, name_of)
             return whole.indices, grads
         for index, grad in released.items():
             if present[index] is not None:
@@ -190,11 +192,13 @@ class SlotTable:
             indices = self._everything().indices
         grads = CachedTensorList(grad for grad in present if grad is not None)
         self._check(indices, grads, name_of)
-        if are_plain(grads):
-            return indices, grads
-        return indices, CachedTensorList(
-            map(local_grad, [self.params[index] for index in indices], grads)
-        )
+        if not are_plain(grads):
+            grads = CachedTensorList(
+                map(local_grad, [self.params[index] for index in indices], grads)
+            )
+        shapes = [self.seen.shapes[index] for index in indices]
+        self._check_shapes(indices, shapes, grads, name_of)
+        return indices, grads
 
     def _check(
         self,
@@ -220,6 +224,31 @@ class SlotTable:
             f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
             "floating-point gradients are supported (build the embedding with sparse=False)"
         )
+
+    def _check_shapes(
+        self,
+        indices: Sequence[int],
+        shapes: list[torch.Size],
+        grads: CachedTensorList,
+        name_of: Callable[[Slot], str],
+    ) -> None:
+        """torch checks the shape of a gradient when it is put there, and not when the parameter's
+        or the gradient's memory is exchanged after that."""
+        present = list(map(Tensor.size, grads))
+        if present == shapes and 0 not in grads.addresses:
+            return
+        for index, shape, grad in zip(indices, shapes, grads, strict=True):
+            if grad.shape != shape:
+                raise ValueError(
+                    f"{name_of(self.slots[index])}: the gradient has the shape "
+                    f"{tuple(grad.shape)} here, the parameter {tuple(shape)}: the memory of one "
+                    "of them was replaced after backward; call zero_grad(), and backward again"
+                )
+            if not has_memory(grad):
+                raise ValueError(
+                    f"{name_of(self.slots[index])}: the gradient's memory was freed "
+                    "(untyped_storage().resize_); call zero_grad(), and backward again"
+                )
 
     def _refuse_meta(
         self,

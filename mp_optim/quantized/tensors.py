@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.process.leases import before_writing
+from mp_optim.process.tensor_values import same_values
 
 FLOAT8_DTYPES = tuple(
     dtype
@@ -123,13 +124,13 @@ def holds(param: Any, main: Tensor) -> bool:
         if _brings_its_own(param):
             other: Any = torch.empty_like(param.detach())
             other.quantize_(values)
-            return torch.equal(
+            return same_values(
                 other.dequantize(dtype=torch.float32),
                 param.dequantize(dtype=torch.float32),
             )
         scale, codes = scaled_codes(values, param.fp8_scale.shape, param.dtype)
         return bool(
-            torch.equal(scale, param.fp8_scale)
+            same_values(scale, param.fp8_scale)
             and torch.equal(codes.view(torch.uint8), param.detach().view(torch.uint8))
         )
 

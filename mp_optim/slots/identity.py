@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,6 +30,11 @@ def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             yield Slot(index, position), param
+
+
+def all_params(param_groups: ParamGroups) -> list[Tensor]:
+    """The tensors that sit at the slots now, in slot order."""
+    return [*chain.from_iterable(map(itemgetter("params"), param_groups))]
 
 
 def param_at(param_groups: ParamGroups, slot: Slot) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import Slot, SlotUpdate, param_at
+from mp_optim.slots import Slot, SlotUpdate, iter_slots, param_at
 from mp_optim.slots.host_part import HostPart, Place
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
+from mp_optim.slots.shared_memory import check_memory
 from mp_optim.slots.tensor_layout import Part
 
 
@@ -26,6 +27,23 @@ class SlotOptimizer(SlotKeyedOptimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._reserved: Iterator[Tensor] = iter(())
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group.
+
+        Raises:
+            ValueError: parameters share memory, naming them.
+        """
+        super().add_param_group(param_group)
+        try:
+            check_memory(
+                (self.slot_name(slot), param)
+                for slot, param in iter_slots(self.param_groups)
+                if param.requires_grad
+            )
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @abstractmethod
     def step_slots(

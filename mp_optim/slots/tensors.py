@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.process.leases import before_writing
+from mp_optim.process.tensor_values import same_values
 
 
 class CachedTensorList(list[Tensor]):
@@ -116,6 +117,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def held_tensor(tensor: Tensor) -> Tensor:
+    """What a DTensor holds, without a detour through autograd; anything else as it is. For marks
+    (versions, addresses) alone: a collective on it may still be under way."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_grad(param: Tensor, grad: Tensor) -> Tensor:
     """The rank's part of a parameter's gradient. One that is split in another way than its
     parameter, or still to be added up (tensor parallelism leaves such ones), is brought into the
@@ -129,6 +136,34 @@ def local_grad(param: Tensor, grad: Tensor) -> Tensor:
     return local_tensor(grad)
 
 
+def check_shape(before: Tensor, local: Tensor, name: str) -> None:
+    """Check what a parameter has here against the tensor that is stepped for it.
+
+    Raises:
+        ValueError: its shape changed, or its memory does not hold it any more.
+    """
+    if before.shape != local.shape:
+        raise ValueError(
+            f"{name}: the parameter's local shape changed from {tuple(before.shape)} to "
+            f"{tuple(local.shape)} after its optimizer state was created; shard or prune the model "
+            "first, then build the optimizer"
+        )
+    if not has_memory(local):
+        raise ValueError(
+            f"{name}: the parameter's memory was freed or made smaller than the parameter "
+            "(untyped_storage().resize_): bring its values back before the optimizer is used"
+        )
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether all elements of a tensor with strides lie in its memory."""
+    if tensor.is_meta or not are_plain([tensor]) or not tensor.numel():
+        return True
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in extents)
+    return (last + 1) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
 def follow(main: Tensor, local: Tensor, name: str) -> bool:
     """Make a main param agree with a model tensor that was replaced or written from outside.
 
@@ -138,13 +173,8 @@ def follow(main: Tensor, local: Tensor, name: str) -> bool:
     Raises:
         ValueError: if the shape changed.
     """
-    if main.shape != local.shape:
-        raise ValueError(
-            f"{name}: the parameter's local shape changed from {tuple(main.shape)} to "
-            f"{tuple(local.shape)} after its optimizer state was created; shard the model first, "
-            "then build the optimizer"
-        )
-    if torch.equal(main.to(device=local.device, dtype=local.dtype), local):
+    check_shape(main, local, name)
+    if same_values(main.to(device=local.device, dtype=local.dtype), local):
         return False
     before_writing([main])
     main.copy_(local)

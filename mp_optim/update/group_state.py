@@ -38,7 +38,7 @@ class GroupState:
         steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step``
             is a view of it.
         slots: state tensors of each slot; empty until they are read.
-        mains: the tensor each slot's state was last found to fit.
+        mains, shapes: the tensor each slot's state was last found to fit, and its shape then.
         steady_mains: all of them, if they are this package's own tensors and not a model's
             parameters, whose memory others may move (``param.data = ...``).
     """
@@ -49,6 +49,7 @@ class GroupState:
         self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
+        self.shapes: list[torch.Size | None] = [None] * count
         self.steady_mains: CachedTensorList | None = None
         self._whole: dict[str, CachedTensorList] = {}
         self._positions = list(range(count))

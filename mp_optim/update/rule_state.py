@@ -98,7 +98,7 @@ class RuleState(SlotOptimizer):
         """Add a group.
 
         Raises:
-            ValueError: a setting is out of range, naming it.
+            ValueError: a setting is out of range, or parameters share memory, naming them.
         """
         with added_whole(self):
             super().add_param_group(param_group)
@@ -139,8 +139,12 @@ class RuleState(SlotOptimizer):
             group_state.replaced()
         if not self._is_split(main):
             state.pop(REMAINDER, None)  # the parameter was bfloat16 once
-        if group_state.mains[slot.position] is not tensor:
+        if (
+            group_state.mains[slot.position] is not tensor
+            or group_state.shapes[slot.position] != main.shape
+        ):
             group_state.mains[slot.position] = tensor
+            group_state.shapes[slot.position] = main.shape
             group_state.steady_mains = None
         return state
 
@@ -209,18 +213,17 @@ class RuleState(SlotOptimizer):
             shape = moment_of(name).local_shape(main_shape, whole)
             if shape is None:
                 continue
-            wanted = moment_forms(name, shape, self.precision.stored_dtype(name))
-            if name in state and state[name].shape != wanted[name][0]:
-                raise ValueError(
-                    f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
-                    "its "
-                    f"{name} has {tuple(state[name].shape)}; a replacement must keep the shape"
-                )
-            forms |= wanted
+            forms |= moment_forms(name, shape, self.precision.stored_dtype(name))
         if self._is_split_dtype(dtype):
             forms[REMAINDER] = (main_shape, self.precision.remainder_dtype)
         if self.precision.ema_decay is not None:
             forms[AVERAGE] = (main_shape, self.precision.ema_dtype)
+        for key, (form, _) in forms.items():
+            if key in state and state[key].shape != form:
+                raise ValueError(
+                    f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
+                    f"its {key} has {tuple(state[key].shape)}; a replacement must keep the shape"
+                )
         return forms
 
     @in_own_modes
@@ -249,16 +252,19 @@ class RuleState(SlotOptimizer):
         params, group_state = self.param_groups[index]["params"], self._groups[index]
         whole = group_state.is_whole(positions)
         tensors, fitting = list(params), group_state.mains
+        shapes = group_state.shapes
         if not whole:
             tensors = [params[position] for position in positions]
             fitting = [group_state.mains[position] for position in positions]
-        if not all_same(tensors, fitting):
-            self.allocate_state([Slot(index, position) for position in positions])
-        elif whole and group_state.steady_mains is not None:
+            shapes = [group_state.shapes[position] for position in positions]
+        same = all_same(tensors, fitting)
+        if same and whole and group_state.steady_mains is not None:
             return group_state.steady_mains
         mains = CachedTensorList(
             tensors if are_plain(tensors) else map(local_tensor, tensors)
         )
+        if not (same and list(map(Tensor.size, mains)) == shapes):
+            self.allocate_state([Slot(index, position) for position in positions])
         for dtype in mains.dtypes:
             if dtype != self.precision.main_dtype(dtype):
                 position = next(

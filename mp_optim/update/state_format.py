@@ -17,6 +17,7 @@ from mp_optim.config.rules import (
     moment_of,
 )
 from mp_optim.process.host_memory import Form, zeros
+from mp_optim.process.tensor_values import same_values
 from mp_optim.slots.slot_state import State, check_fits
 from mp_optim.slots.state_keys import (
     AVERAGE,
@@ -330,9 +331,7 @@ def _converted(
     encode_(
         value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND
     )
-    if not convert and not torch.equal(
-        _decoded(fresh, key, value).nan_to_num(0.5), value.nan_to_num(0.5)
-    ):
+    if not convert and not same_values(_decoded(fresh, key, value), value):
         raise ValueError(
             f"{label}: saved with values that {_said(key, mine[key])} cannot hold without loss; "
             "load with convert=True, or configure this state as it was saved"
@@ -389,7 +388,7 @@ def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) 
         torch.empty_like(master, dtype=remainder.dtype),
     )
     split_(master, param, rest)
-    if not torch.equal(join(param, rest).nan_to_num(0.5), master.nan_to_num(0.5)):
+    if not same_values(join(param, rest), master):
         raise ValueError(_more_bits(label))
 
 

@@ -1,0 +1,150 @@
+"""The model's parameters as they were last seen, to notice what was done to them from outside."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.slots.tensors import all_same, are_plain, held_tensor
+
+_VERSION = operator.attrgetter("_version")
+_DTYPE = operator.attrgetter("dtype")
+
+
+class _Marks(NamedTuple):
+    """What tells that parameters were replaced, written, moved or laid out anew, as columns: one
+    call of C for each entry.
+
+    How large the memory is says its address: torch never resizes memory where it lies.
+    """
+
+    versions: list[int]
+    addresses: list[int]
+    shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], plain: bool) -> _Marks:
+        """The marks of some parameters; ``plain`` is whether all are plain tensors."""
+        if plain:
+            return cls(
+                list(map(_VERSION, params)),
+                list(map(Tensor.data_ptr, params)),
+                list(map(Tensor.size, params)),
+                list(map(Tensor.stride, params)),
+                list(map(_DTYPE, params)),
+            )
+        held = list(map(held_tensor, params))
+        # A DTensor counts what is done to it, its local tensor what is done to that.
+        versions = map(operator.add, map(_VERSION, params), map(_VERSION, held))
+        known = [tensor.data_ptr() if are_plain([tensor]) else 0 for tensor in held]
+        return cls(
+            list(versions),
+            known,
+            list(map(Tensor.size, held)),
+            list(map(Tensor.stride, held)),
+            list(map(_DTYPE, held)),
+        )
+
+    def rows(self) -> Iterable[tuple[Any, ...]]:
+        """The marks of each parameter."""
+        return zip(*self, strict=True)
+
+
+class SeenParams:
+    """Some parameters, and for each how often its data was written, where it lies, and how. To
+    replace, write, move or reshape one changes that, ``param.data = ...`` included.
+
+    An address alone may be that of other memory by now: torch tells when the memory of a parameter
+    is freed, so that asking costs nothing and nothing is kept alive.
+
+    Attributes:
+        params: the tensors.
+        plain: whether all of them are plain tensors.
+    """
+
+    def __init__(self, params: Iterable[Tensor] = ()) -> None:
+        self.params: list[Tensor] = []
+        self.plain = True
+        self._marks = _Marks([], [], [], [], [])
+        self._gone: set[int] = set()  # indices whose memory was freed
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self.extend(list(params))
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """What each has of its shape on this rank."""
+        return self._marks.shapes
+
+    def extend(self, params: Sequence[Tensor]) -> None:
+        """Take more parameters as seen."""
+        start, plain = len(self.params), are_plain(params)
+        self.params += params
+        columns: Iterable[tuple[list[Any], list[Any]]]
+        columns = zip(self._marks, _Marks.of(params, plain), strict=True)
+        for column, more in columns:
+            column += more
+        self.plain = self.plain and plain
+        self._watch(range(start, len(self.params)))
+
+    def look(self, params: Sequence[Tensor]) -> None:
+        """Take what is there now as seen."""
+        self.plain = are_plain(params)
+        before, self._marks = self._marks, _Marks.of(params, self.plain)
+        moved = [
+            index
+            for index, param in enumerate(params)
+            if self._marks.addresses[index] != before.addresses[index]
+            or param is not self.params[index]
+        ]
+        self.params = list(params)
+        self._watch([*moved, *self._gone])
+
+    def written(self) -> None:
+        """The parameters were written by a step, and by nothing else."""
+        if self.plain:
+            self._marks.versions[:] = map(_VERSION, self.params)
+        else:
+            self._marks = _Marks.of(self.params, self.plain)
+
+    def changed(self, params: Sequence[Tensor]) -> list[int]:
+        """Indices of parameters that are other tensors than were last seen, or were written, moved
+        or reshaped since."""
+        same = all_same(params, self.params)
+        marks = _Marks.of(params, self.plain if same else are_plain(params))
+        if same and marks == self._marks and not self._gone:
+            return []
+        rows = zip(params, self.params, marks.rows(), self._marks.rows(), strict=True)
+        return [
+            index
+            for index, (param, seen, now, before) in enumerate(rows)
+            if param is not seen or index in self._gone or now != before
+        ]
+
+    def is_same(self, index: int, param: Tensor) -> bool:
+        """Whether a parameter is the one that was last seen at an index, and was neither written,
+        moved nor reshaped since."""
+        if param is not self.params[index] or index in self._gone:
+            return False
+        now: Iterable[list[Any]] = _Marks.of([param], self.plain)
+        before: Iterable[list[Any]] = self._marks
+        return all(a[0] == b[index] for a, b in zip(now, before, strict=True))
+
+    def _watch(self, indices: Iterable[int]) -> None:
+        """Notice when the memory of these parameters is freed: others' may get its address."""
+        for index in list(indices):
+            self._gone.discard(index)
+            self._watched.pop(index, None)
+            local = held_tensor(self.params[index])
+            if are_plain([local]):
+                self._watched[index] = _when_freed(local, index, self._gone)
+
+
+def _when_freed(tensor: Tensor, index: int, gone: set[int]) -> weakref.ref[Any]:
+    return weakref.ref(tensor.untyped_storage(), lambda _: gone.add(index))

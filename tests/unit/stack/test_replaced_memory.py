@@ -1,0 +1,352 @@
+"""Parameters and gradients whose memory is exchanged, cut, turned, freed or shared behind the
+optimizer's back: followed as torch does, or refused by name before anything is stepped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import mp_optim
+from mp_optim import (
+    FusedAdam,
+    HybridDeviceOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
+
+HOST = {"offload": 1.0}
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "reference": {"backend": "reference"},
+    "host": HOST,
+    "half": {"offload": 0.5},
+    "overlap": {**HOST, "offload_mode": "overlap"},
+    "speculative": {**HOST, "offload_mode": "speculative"},
+    "streamed": {**HOST, "offload_place": "streamed"},
+    "disk": {**HOST, "optimizer_state_path": "here"},
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    settings = dict(PLACES[request.param])
+    if "optimizer_state_path" in settings:
+        settings["optimizer_state_path"] = str(tmp_path)
+    return settings
+
+
+def sgd(params: list[tuple[str, nn.Parameter]], **settings: Any) -> Any:
+    return mp_optim.SGD(params, lr=1.0, **settings)
+
+
+def zero_grads(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+
+
+def pair(dtype: torch.dtype, *shape: int) -> list[tuple[str, nn.Parameter]]:
+    made = (torch.arange(64.0).to(dtype).view(*shape) for _ in range(2))
+    return [
+        (name, nn.Parameter(values)) for name, values in zip("pq", made, strict=True)
+    ]
+
+
+RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "prefix": lambda t: t[:4],
+    "columns": lambda t: t[:, :4],
+    "flat": lambda t: t.view(-1),
+    "larger": lambda t: torch.ones(16, 8, dtype=t.dtype),
+    "as_strided": lambda t: t.as_strided((4, 16), (16, 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", RESHAPES)
+def test_another_shape_is_refused_by_name(
+    how: str, dtype: torch.dtype, place: dict[str, Any]
+) -> None:
+    named = pair(dtype, 8, 8)
+    optimizer = sgd(named, momentum=0.9, **place)
+    zero_grads(optimizer)
+    optimizer.step()
+    before = [param.detach().clone() for _, param in named]
+    (_, p), (_, q) = named
+    whole = p.data
+    p.grad, q.grad = None, torch.ones_like(q)
+    p.data = RESHAPES[how](p.data)
+    p.grad = torch.ones_like(p)
+    shape = str(tuple(p.shape)).replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=rf"p: .*changed from \(8, 8\) to {shape}"):
+        optimizer.step()
+    assert torch.equal(whole, before[0]) and torch.equal(q.detach(), before[1])
+    p.grad = None
+    p.data = whole
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(p.detach(), (before[0].float() - 1).to(dtype))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda t: t.transpose(0, 1),
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "channels last in place": lambda t: t.as_strided(t.shape, (32, 1, 8, 2)),
+    "copied": lambda t: t.clone(),
+    "flipped": lambda t: t.flip(0),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_another_layout_is_followed_as_torch_does(
+    how: str, dtype: torch.dtype, place: dict[str, Any]
+) -> None:
+    def trained(make: Any, **settings: Any) -> list[Tensor]:
+        p = nn.Parameter(torch.arange(64.0).to(dtype).view(2, 2, 4, 4))
+        q = nn.Parameter(torch.ones(64, dtype=dtype))
+        optimizer = make([("p", p), ("q", q)], lr=1.0, **settings)
+        for step in range(3):
+            values = torch.arange(64.0).add(step).to(dtype).view(p.shape)
+            p.grad, q.grad = values, torch.ones_like(q)
+            optimizer.step()
+            p.grad = None
+            if step == 1:
+                p.data = LAYOUTS[how](p.data)
+        return [p.detach(), q.detach()]
+
+    for got, expected in zip(
+        trained(mp_optim.SGD, **place), trained(torch.optim.SGD), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_dtype_is_followed_or_refused_alike(
+    dtype: torch.dtype, place: dict[str, Any]
+) -> None:
+    for other in (torch.float32, torch.bfloat16, torch.float64):
+        named = pair(dtype, 8, 8)
+        optimizer = sgd(named, **place)
+        zero_grads(optimizer)
+        optimizer.step()
+        p = named[0][1]
+        p.grad = None
+        p.data = p.data.to(other)
+        p.grad = torch.ones_like(p)
+        if other == torch.float64:
+            with pytest.raises(TypeError, match=r"p is torch\.float64"):
+                optimizer.step()
+            continue
+        optimizer.step()
+        assert p.dtype == other
+        assert torch.equal(p.detach().float().view(-1), torch.arange(64.0) - 1)
+
+
+def test_a_gradient_of_another_shape_is_refused(place: dict[str, Any]) -> None:
+    for shape in ((4, 8), (4, 16), (16, 8)):
+        named = pair(torch.float32, 8, 8)
+        optimizer = sgd(named, **place)
+        zero_grads(optimizer)
+        optimizer.step()
+        (_, p), (_, q) = named
+        q.grad = torch.ones_like(q)
+        p.grad.resize_(shape)
+        with pytest.raises(ValueError, match=r"p: the gradient has the shape"):
+            optimizer.step()
+        assert torch.equal(q.detach().view(-1), torch.arange(64.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_that_was_freed_is_refused(
+    dtype: torch.dtype, place: dict[str, Any]
+) -> None:
+    for size, of_gradient in ((0, False), (8, False), (0, True)):
+        named = pair(dtype, 8, 8)
+        optimizer = sgd(named, **place)
+        zero_grads(optimizer)
+        optimizer.step()
+        p = named[0][1]
+        (p.grad if of_gradient else p).untyped_storage().resize_(size)
+        with pytest.raises(ValueError, match=r"p: the .* memory was freed"):
+            optimizer.step()
+
+
+# -- memory that elements share ----------------------------------------------------------------
+
+
+def test_an_expanded_parameter_is_refused_before_anything_is_stepped(
+    place: dict[str, Any],
+) -> None:
+    first = nn.Parameter(torch.ones(4))
+    wide = nn.Parameter(torch.ones(4, 1).expand(4, 4))
+    optimizer = sgd([("first", first), ("wide", wide)], **place)
+    first.grad, wide.grad = torch.ones(4), torch.ones(4, 4)
+    with pytest.raises(ValueError, match=r"wide has shape \(4, 4\) .*one memory"):
+        optimizer.step()
+    assert first.detach().eq(1).all()
+    frozen = nn.Parameter(torch.ones(4, 1).expand(4, 4), requires_grad=False)
+    optimizer = sgd([("first", first), ("frozen", frozen)], **place)
+    optimizer.step()
+    frozen.requires_grad_()
+    frozen.grad = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="frozen has shape"):
+        optimizer.step()
+    assert first.detach().eq(0).all()
+
+
+@pytest.mark.parametrize("make", [FusedAdam, HybridDeviceOptimizer])
+def test_shared_memory_is_refused_where_an_optimizer_is_built(make: Any) -> None:
+    with pytest.raises(ValueError, match="wide has shape"):
+        make([("wide", nn.Parameter(torch.ones(1).expand(4)))])
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight.data = model["a"].weight.data
+    for attempt in (
+        lambda: make(model.named_parameters()),
+        lambda: get_megatron_optimizer(OptimizerConfig(lr=0.1), model),
+    ):
+        with pytest.raises(ValueError, match=r"a\.weight and b\.weight .*share memory"):
+            attempt()
+
+
+def test_memory_that_comes_to_be_shared_is_refused(place: dict[str, Any]) -> None:
+    named = pair(torch.bfloat16, 8, 8)
+    optimizer = sgd(named, **place)
+    zero_grads(optimizer)
+    optimizer.step()
+    (_, p), (_, q) = named
+    q.data = p.data
+    with pytest.raises(ValueError, match="p and q are two parameters that share"):
+        optimizer.step()
+
+
+def test_parameters_side_by_side_in_one_memory_are_fine(place: dict[str, Any]) -> None:
+    memory = torch.arange(64.0).view(8, 8)
+    views = [memory[:, :3], memory[:, 3:].t(), nn.Parameter(torch.ones(2)).data]
+    named = [(str(index), nn.Parameter(view)) for index, view in enumerate(views)]
+    interlocked = nn.Parameter(torch.arange(8.0).as_strided((3, 2), (2, 3)))
+    optimizer = sgd([*named, ("interlocked", interlocked)], **place)
+    for _, param in [*named, ("", interlocked)]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(memory, torch.arange(64.0).view(8, 8) - 1)
+    assert interlocked.tolist() == [[-1, 2], [1, 4], [3, 6]]
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_optimizers_alone_refuse_another_shape(size: int) -> None:
+    for make in (FusedAdam, lambda params: HybridDeviceOptimizer(params, 1.0)):
+        p = nn.Parameter(torch.ones(8))
+        optimizer = make([("p", p)])
+        p.grad = torch.ones(8)
+        optimizer.step()
+        p.grad = None
+        p.data = torch.ones(size)
+        p.grad = torch.ones(size)
+        with pytest.raises(ValueError, match=r"p: the parameter.s (local )?shape"):
+            optimizer.step()
+        assert p.detach().eq(1).all()
+
+
+# -- sharded -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", ["zero", "fsdp"])
+def test_shards_are_looked_at_too(
+    how: str, dtype: torch.dtype, fraction: float, one_rank: None
+) -> None:
+    model = nn.Linear(4, 4, bias=False).to(dtype)
+    if how == "fsdp":
+        fully_shard(model)
+    settings: dict[str, Any] = {"use_distributed_optimizer": how == "zero"}
+    if fraction:
+        settings["optimizer_cpu_offload"] = True
+        settings["optimizer_offload_fraction"] = fraction
+    config = OptimizerConfig(
+        lr=1.0,
+        optimizer="sgd",
+        sgd_momentum=0.0,
+        clip_grad=0.0,
+        weight_decay=0.0,
+        bf16=dtype == torch.bfloat16,
+        **settings,
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    param = model.weight
+
+    def step(value: float) -> None:
+        param.grad = torch.full_like(param, value)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def held() -> Tensor:
+        return param._local_tensor if how == "fsdp" else param
+
+    step(0.0)
+    values = held().detach().clone()
+    held().data = held().data.t()
+    step(0.0)
+    assert torch.equal(held().detach(), values.t())
+    held().data = held().data.contiguous().view(2, 8)
+    with pytest.raises(ValueError, match=r"^weight.* \(2, 8\)"):
+        optimizer.step()
+    held().data = torch.ones(4, 4, dtype=dtype)
+    held().untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"^weight: .* memory was freed"):
+        optimizer.step()
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves", ["state_dict", "checkpoint", "same values"])
+def test_one_nan_leaves_the_other_elements_their_bits(
+    leaves: str, place: dict[str, Any], tmp_path: Path
+) -> None:
+    def build(seed: int) -> tuple[nn.Module, Any]:
+        model = nn.Module()
+        values = torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        model.p = nn.Parameter(values.bfloat16())
+        return model, mp_optim.AdamW(model.named_parameters(), lr=1e-3, **place)
+
+    model, optimizer = build(0)
+    with torch.no_grad():
+        model.p[0] = float("nan")
+    for seed in range(3):
+        grad = torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        model.p.grad = grad.bfloat16()
+        optimizer.step()
+    before = dict(optimizer.stack.named_main_params())["p"].detach().clone()
+    if leaves == "same values":
+        with torch.no_grad():
+            model.p.copy_(model.p.clone())
+        after = dict(optimizer.stack.named_main_params())["p"]
+    else:
+        again, other = build(1)
+        if leaves == "checkpoint":
+            mp_optim.checkpoint.save(tmp_path / "saved", model, optimizer)
+            mp_optim.checkpoint.load(tmp_path / "saved", again, other)
+        else:
+            again.load_state_dict(model.state_dict())
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        after = dict(other.stack.named_main_params())["p"]
+    assert before[0].isnan() and after[0].isnan()
+    assert torch.equal(before[1:], after.detach()[1:])
