@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.grad_hooks import GradVersion
+from mp_optim.placement.second_look import same_bits
 from mp_optim.slots import Slot, SlotUpdates
 
 
@@ -18,7 +19,8 @@ class Arrivals:
     def __init__(self) -> None:
         self._counts: Counter[Slot] = Counter()
         self._uncounted: set[Slot] = set()
-        self._sums: dict[int, tuple[GradVersion, Slot, float]] = {}
+        self._sums: dict[int, tuple[GradVersion, Slot, float, Tensor | None]] = {}
+        self._compared: dict[Slot, bool] = {}
 
     def note(self, slot: Slot, writes_are_counted: bool) -> None:
         """A gradient got ready; ``writes_are_counted`` by torch, so that its version tells."""
@@ -36,10 +38,14 @@ class Arrivals:
 
     # -- versions ---------------------------------------------------------------------------------
 
-    def versions(self, updates: SlotUpdates) -> dict[Slot, GradVersion]:
-        """The gradients of some updates as they are now."""
+    def versions(
+        self, updates: SlotUpdates, with_bits: bool = False
+    ) -> dict[Slot, GradVersion]:
+        """The gradients of some updates as they are now; see :meth:`GradVersion.of`."""
         return {
-            slot: GradVersion.of(grad, self._counts[slot], slot not in self._uncounted)
+            slot: GradVersion.of(
+                grad, self._counts[slot], slot not in self._uncounted, with_bits
+            )
             for slot, grad in zip(updates.slots, updates.grads, strict=True)
         }
 
@@ -59,24 +65,46 @@ class Arrivals:
             for slot, version in job.versions.items()
         )
 
+    def is_as_staged(self, job: BackwardJob, updates: SlotUpdates) -> bool:
+        """Whether a job was given these gradients of memory that the host reads, and has in its
+        staging memory every bit that is in them now."""
+        rows = zip(updates.slots, updates.grads, job.staged.grads, strict=True)
+        return self.is_complete(job, updates) and all(
+            self._has_bits(slot, grad, staged) for slot, grad, staged in rows
+        )
+
+    def _has_bits(self, slot: Slot, grad: Tensor, staged: Tensor) -> bool:
+        """Compared once a step."""
+        if slot not in self._compared:
+            self._compared[slot] = same_bits([grad], [staged])
+        return self._compared[slot]
+
     # -- sums of squares --------------------------------------------------------------------------
 
-    def measured(self, job: BackwardJob | None) -> None:
-        """Remember what a job measured, if it did."""
+    def measured(self, job: BackwardJob | None, compares: bool) -> None:
+        """Remember what a job measured, if it did.
+
+        Args:
+            compares: the host can compare the gradients with what came down of them.
+        """
         if job is None or job.result is None:
             return
-        for (slot, version), value in zip(
-            job.versions.items(), job.result.sums, strict=True
-        ):
-            self._sums[version.address] = version, slot, value
+        rows = zip(job.versions.items(), job.result.sums, job.staged.grads, strict=True)
+        for (slot, version), value, grad in rows:
+            staged = grad if compares and not job.releases else None
+            self._sums[version.address] = version, slot, value, staged
 
     def sum_of_squares(self, grad: Tensor) -> float | None:
         """Of a gradient that was measured and is the same; else None."""
-        version, slot, value = self._sums.get(grad.data_ptr(), (None, None, None))
-        if version is None or slot is None or not grad.numel():
+        known = self._sums.get(grad.data_ptr())
+        if known is None or not grad.numel():
             return None
-        return value if version.matches(grad, self._counts[slot]) else None
+        version, slot, value, staged = known
+        if staged is None:
+            return value if version.matches(grad, self._counts[slot]) else None
+        is_last = version.count == self._counts[slot]
+        return value if is_last and self._has_bits(slot, grad, staged) else None
 
     def forget_sums(self) -> None:
         """What was measured is of no use any more."""
-        self._sums = {}
+        self._sums, self._compared = {}, {}

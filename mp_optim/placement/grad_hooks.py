@@ -7,11 +7,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
+
+from mp_optim.process.device_leases import sums_of_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +29,34 @@ class GradVersion:
             inference mode, and of local tensors of DTensors (torch's foreach operations write to
             them without a trace).
         count: how often a gradient of the slot had got ready.
+        bits: sums of its bits (:func:`sums_of_bits`) as they were; None if they are not asked for.
     """
 
     storage: StorageWeakRef
     address: int
     version: int | None
     count: int
+    bits: Tensor | None = None
 
     @classmethod
-    def of(cls, grad: Tensor, count: int, is_counted: bool = True) -> GradVersion:
-        """The version of a plain tensor; ``is_counted`` is whether writes to it are."""
+    def of(
+        cls,
+        grad: Tensor,
+        count: int,
+        is_counted: bool = True,
+        with_bits: bool = False,
+    ) -> GradVersion:
+        """The version of a plain tensor; ``is_counted`` is whether all writes to it are said to
+        be, ``with_bits`` whether those that leave no trace are to be noticed, too."""
         storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
         version = _version_of(grad) if is_counted else None
-        return cls(storage, grad.data_ptr(), version, count)
+        bits = _bits_of(grad) if with_bits and version is not None else None
+        return cls(storage, grad.data_ptr(), version, count, bits)
 
     def matches(self, grad: Tensor, count: int) -> bool:
-        """Whether this is the same gradient, not written to since (``grad.data`` leaves no
-        trace)."""
+        """Whether this is the same gradient, not written to since. By the version alone that is
+        not known: ``grad.data``, kernels of others and torch's own ``GradScaler.unscale_`` leave
+        none of these traces."""
         is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
         return (
             self.count == count
@@ -51,7 +65,16 @@ class GradVersion:
             and self.address == grad.data_ptr()
             and not is_gone
             and self.storage.cdata == grad.untyped_storage()._cdata
+            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
         )
+
+
+@torch.no_grad()
+def _bits_of(grad: Tensor) -> Tensor:
+    flat = grad.detach().reshape(-1)
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    return sums_of_bits(flat.view(torch.uint8))
 
 
 def _version_of(grad: Tensor) -> int | None:

@@ -235,7 +235,9 @@ class OverlappedHostStepper(HostStepper):
             self._begin_releasing(bucket)
             return
         updates = self._begun_with(bucket.take_waiting())
-        versions = self._arrivals.versions(updates)
+        # Elsewhere the host cannot compare what it has with what is there at the step.
+        with_bits = not self.transfer.is_same_place
+        versions = self._arrivals.versions(updates, with_bits)
         index = self._plan.bucket_of[bucket.slots[0]]
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
         # Nothing is written here; jobs of one bucket run one after the other.
@@ -283,7 +285,7 @@ class OverlappedHostStepper(HostStepper):
         self._arrivals.forget_sums()
         for bucket in self.buckets:
             bucket.take_back()
-            self._arrivals.measured(bucket.job)
+            self._arrivals.measured(bucket.job, self.transfer.is_same_place)
         self._is_collected = True
 
     def _finish_jobs(self) -> None:
@@ -357,7 +359,7 @@ class OverlappedHostStepper(HostStepper):
         self._end_iteration()
 
     def _bucket_steps(self, updates: SlotUpdates) -> list[BucketStep]:
-        steps = super()._bucket_steps(updates)
+        steps, stale = super()._bucket_steps(updates), 0
         for step in steps:
             job = self.buckets[step.bucket].job
             self.buckets[step.bucket].expect(step.updates.slots)
@@ -365,24 +367,18 @@ class OverlappedHostStepper(HostStepper):
             if job is None or job.result is None:
                 continue
             # Where its tensors did not fit these updates, others were made just now.
-            if job.staged.grads is step.staged.grads:
-                step.is_here = self._arrivals.is_fresh(job, step.updates)
-                may_be = not step.is_here and not job.releases
-                step.was_written = may_be and self._arrivals.is_complete(
-                    job, step.updates
-                )
+            if job.staged.grads is not step.staged.grads:
+                continue
+            arrived, updates = self._arrivals, step.updates
+            if self.transfer.is_same_place and not job.releases:
+                step.is_here = arrived.is_as_staged(job, updates)
+                stale += not step.is_here and arrived.is_complete(job, updates)
+                continue
+            step.is_here = arrived.is_fresh(job, updates)
+            may_be = not step.is_here and not job.releases
+            step.was_written = may_be and arrived.is_complete(job, updates)
+        self._count_changed(stale)
         return steps
-
-    def _step_both_places(
-        self,
-        steps: Sequence[BucketStep],
-        grad_norm: float | None,
-        step_device: Callable[[], None],
-    ) -> None:
-        # elsewhere a look takes the download that it might spare
-        if self.transfer.is_same_place:
-            self._look_again(steps, None)
-        super()._step_both_places(steps, grad_norm, step_device)
 
     def _look_again(
         self, steps: Sequence[BucketStep], gradients: Any
@@ -394,13 +390,16 @@ class OverlappedHostStepper(HostStepper):
             return []
         with self.timeline.stage("compare"):
             same = self._second_look.compare(written, gradients)
-        changed = same.count(False)
+        self._count_changed(same.count(False))
+        return list(itertools.compress(written, same))
+
+    def _count_changed(self, changed: int) -> None:
+        """The gradients of so many buckets are others than were worked on."""
         self.counts["speculation_stale"] += changed
         if changed:
             warn_of_changed(
                 self.mode, is_first=self.counts["speculation_stale"] == changed
             )
-        return list(itertools.compress(written, same))
 
     def _run_rule(
         self, step: BucketStep, grad_norm: float | None, done: int, count: int

@@ -3,8 +3,9 @@
 ``clip_grad_norm_`` multiplies every gradient by ``min(1, limit / norm)``, by 1 as well, which
 counts as a write and changes no bit; and torch does not count what its foreach operations write to
 a DTensor. So where nothing but that count stands against early work, the gradients are compared
-with what came down, bit by bit. On an accelerator they come down a second time for it, beside the
-first copy, one bucket ahead of the comparison.
+with what came down, bit by bit. They come down a second time for it from the accelerator, beside
+the first copy, one bucket ahead of the comparison. Gradients in host memory are compared where they
+lie, at every step.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ class SecondLook:
 
     def compare(self, steps: Sequence[BucketStep], gradients: Any) -> list[bool]:
         """Whether the gradients of each bucket are, in every bit, what its staging memory has.
-        Where they are not, they are put there if they came down for this. The staging memory is
-        the caller's.
+        Where they are not, they are put there. The staging memory is the caller's.
 
         Args:
             gradients: the mark at which they are complete.
@@ -47,11 +47,10 @@ class SecondLook:
             for ahead in steps[len(coming) : index + 2]:
                 coming.append(self._bring(ahead, len(coming) % 2, gradients))
             present, ticket = coming[index]
-            if not self._transfer.is_same_place:
-                self._transfer.wait(ticket)
+            self._transfer.wait(ticket)
             results.append(same_bits(present, step.staged.grads))
             step.is_here = results[-1]
-            if not step.is_here and not self._transfer.is_same_place:
+            if not step.is_here:
                 torch._foreach_copy_(list(step.staged.grads), list(present))
                 step.is_here = True
         return results
@@ -61,8 +60,6 @@ class SecondLook:
     ) -> tuple[Sequence[Tensor], Any]:
         """Present gradients where the host can read them, and the ticket to wait for."""
         grads = step.updates.grads
-        if self._transfer.is_same_place:
-            return grads, None
         landing = self._landings[which]
         to = landing.landing_for(grads)
         return to, landing.download(grads, to, gradients)

@@ -235,8 +235,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def discard_early_work(self) -> None:
         """Forget what was done during backward; ``step()`` does it again.
 
-        Needed only after gradients were written without a trace (``param.grad.data.mul_(...)``):
-        other writes are noticed by themselves.
+        Whatever writes to gradients is noticed by itself, but for rows on an accelerator that
+        change places without a trace: see ``docs/outside_writes.md``.
         """
         self.early_work.discard()
 

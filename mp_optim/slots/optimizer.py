@@ -12,6 +12,7 @@ from torch import Tensor
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import Slot, SlotUpdate, iter_slots, param_at
+from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.host_part import HostPart, Place
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.shared_memory import check_memory
@@ -34,16 +35,13 @@ class SlotOptimizer(SlotKeyedOptimizer):
         Raises:
             ValueError: parameters share memory, naming them.
         """
-        super().add_param_group(param_group)
-        try:
+        with added_whole(self):
+            super().add_param_group(param_group)
             check_memory(
                 (self.slot_name(slot), param)
                 for slot, param in iter_slots(self.param_groups)
                 if param.requires_grad
             )
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     @abstractmethod
     def step_slots(
