@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mp_optim.placement.windows import GRAD, OUTPUT, Tensors, Window
+from mp_optim.process.leases import before_writing
 from mp_optim.process.transfer import Transfer
 
 
@@ -50,6 +51,7 @@ class HostWindows:
         """See :class:`~mp_optim.placement.window_ring.SteppingPlace`."""
         outputs = _beside(self._windows[number], OUTPUT)
         if outputs:
+            before_writing(outputs)
             self._going[number] = self._transfer.upload(
                 outputs, _beside(window, OUTPUT)
             )

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from mp_optim.process.leases import before_writing
 from mp_optim.process.tensor_values import same_values
 
+_NBYTES = operator.attrgetter("nbytes")
+
 
 class CachedTensorList(list[Tensor]):
     """Plain tensors whose memory stays where it is for as long as the list is used, so that each
@@ -23,6 +25,8 @@ class CachedTensorList(list[Tensor]):
     Attributes:
         addresses: ``data_ptr`` of each.
         sizes: ``numel`` of each.
+        own_sizes: the same, looked up even if it was known (:meth:`gradients_of`).
+        stored: whether no storage is smaller than its tensor, as one is that was given back.
         dtypes, devices: those that occur.
         contiguous: whether all are.
         held: memory kept for as long as the list is; see :meth:`hold`.
@@ -54,6 +58,15 @@ class CachedTensorList(list[Tensor]):
     @cached_property
     def sizes(self) -> array[int]:
         return array("q", map(Tensor.numel, self))
+
+    @cached_property
+    def own_sizes(self) -> array[int]:
+        return array("q", map(Tensor.numel, self))
+
+    @cached_property
+    def stored(self) -> bool:
+        held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
+        return all(map(operator.ge, held, map(_NBYTES, self)))
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:

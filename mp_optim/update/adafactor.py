@@ -301,11 +301,15 @@ def _turn_factored(
     column_var = param.state["col_var"].view(matrices, columns)
     if not row_var.numel() or not column_var.numel():
         return
+    # NOTE: a GPU's division by a number is a product with its reciprocal, which has other bits.
+    row_count, column_count = (
+        digits.new_full((), n, dtype=torch.float64) for n in (rows, columns)
+    )
     row_sums = digits_to_values(by_row.view(2, matrices, rows), top)
-    average(row_var, row_sums.div_(columns).float(), scalars)
+    average(row_var, row_sums.div_(column_count).float(), scalars)
     column_sums = digits_to_values(by_column.view(2, matrices, columns), top)
-    average(column_var, column_sums.div_(rows).float(), scalars)
-    means = sum_in_pairs(row_var.double()).div_(rows).float()
+    average(column_var, column_sums.div_(row_count).float(), scalars)
+    means = sum_in_pairs(row_var.double()).div_(row_count).float()
     weights = row_var / means.clamp_(min=scalars.floor)[:, None]
     passes.turn_by_matrices(param.blocks, weights, column_var, scalars)
 

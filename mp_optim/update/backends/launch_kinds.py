@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import repeat
-from operator import add, attrgetter, floordiv, ge
 from typing import Any, NamedTuple
 
 import torch
@@ -138,14 +136,10 @@ def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind
 
 # -- whether they fit each other ------------------------------------------------------------------
 
-_OPEN = ("grad", "main", "output")
-"""Columns of tensors that anybody may give other memory (``tensor.data = ...``), so that what was
-known of them at an earlier step may be true no more."""
-
 
 def check_fit(kind: Kind, columns: Mapping[str, CachedTensorList]) -> None:
-    """Kernels read and write as many elements as they are told, wherever they are told. So this
-    looks at the tensors as they are now, whoever has looked before.
+    """Kernels read and write as many elements as they are told, wherever they are told. So each
+    list is looked at when its addresses are first used, whatever was thought of it before.
 
     Args:
         columns: by the names of :class:`Kind`, ``scale1`` and ``scale2``, and each of them with
@@ -153,26 +147,15 @@ def check_fit(kind: Kind, columns: Mapping[str, CachedTensorList]) -> None:
 
     Raises:
         ValueError: a tensor has not the elements or the dtype that the others of its slot ask for,
-            or its storage ends before it does. Nothing was written.
+            or its storage is smaller than it. Nothing was written.
     """
     sized = columns.get("main") or columns["grad"]
     numbers = sized.sizes.tobytes()
     for name, tensors in columns.items():
         dtype, expected = _form(kind, name.removeprefix("from_"), numbers)
-        found, dtypes = tensors.sizes, tensors.dtypes
-        if name in _OPEN:
-            found = array("q", map(Tensor.numel, tensors))
-            dtypes = set(map(_DTYPE, tensors))
-        if found != expected or dtypes - {dtype}:
+        fits = tensors.own_sizes == expected and tensors.dtypes <= {dtype}
+        if not fits or not tensors.stored:
             raise ValueError(_misfit(name, tensors, expected, dtype))
-        if name == "grad":
-            ends = map(add, map(Tensor.storage_offset, tensors), expected)
-            held = map(torch.UntypedStorage.nbytes, map(_STORAGE, tensors))
-            if not all(map(ge, map(floordiv, held, repeat(dtype.itemsize)), ends)):
-                raise ValueError(_misfit(name, tensors, expected, dtype))
-
-
-_DTYPE, _STORAGE = attrgetter("dtype"), Tensor.untyped_storage
 
 
 def _form(kind: Kind, name: str, numbers: bytes) -> tuple[torch.dtype, array[int]]:
@@ -199,8 +182,8 @@ def _misfit(
     """The first of the tensors that is another one than the kernels were to be told."""
     for place, (tensor, size) in enumerate(zip(tensors, expected, strict=False)):
         held = tensor.untyped_storage().nbytes()
-        end = (tensor.storage_offset() + size) * dtype.itemsize
-        if (tensor.numel(), tensor.dtype) != (size, dtype) or held < end:
+        is_misfit = (tensor.numel(), tensor.dtype) != (size, dtype)
+        if is_misfit or held < tensor.nbytes:
             return (
                 f"tensor {place} of {len(tensors)} in column {name!r} of a kernel's call has "
                 f"{tensor.numel()} elements of {tensor.dtype} in a storage of {held} bytes, where "

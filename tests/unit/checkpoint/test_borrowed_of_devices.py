@@ -180,11 +180,20 @@ WRITERS = [
 """What writes the model on the device, or state there, beside the step."""
 
 
-@pytest.mark.parametrize("write", [*WRITERS, write_after_waiting])
-def test_who_writes_beside_the_step_waits(tmp_path, write):
+@pytest.mark.parametrize(
+    ("write", "place"),
+    [
+        *((write, {}) for write in [*WRITERS, write_after_waiting]),
+        (step_in_parts, {"is_on_disk": True}),
+        (step_in_parts, {"place": "streamed"}),
+        (step_in_parts, {"place": "streamed", "is_on_disk": True}),
+        (step_in_parts, {"place": "auto"}),
+    ],
+)
+def test_who_writes_beside_the_step_waits(tmp_path, write, place):
     fraction = 0.3 if write is write_what_is_handed_out else 1.0
     schedule = Schedule(
-        fraction=fraction, mode="sync", averages=write is write_averages
+        fraction=fraction, mode="sync", averages=write is write_averages, **place
     )
     expected = saved_plainly(trained(schedule.plain), tmp_path / "plain")
     other_state()  # a step waits, too

@@ -31,6 +31,7 @@ CASES = {
     ),
 }
 SIZES = [300, 1, 700]
+OPEN = ("main", "grad", "output")
 
 
 def backend_of(name):
@@ -52,42 +53,25 @@ def sliced(tensor):
     tensor.data = tensor.data[:-1]
 
 
-def in_another_dtype(tensor):
-    kinds = {1: torch.bool, 2: torch.int16, 4: torch.int32}
-    kind = kinds[tensor.element_size()]
-    tensor.data = tensor.data.view(torch.uint16 if kind == tensor.dtype else kind)
-
-
-def cut_short(tensor):
-    tensor.untyped_storage().resize_(
-        tensor.untyped_storage().nbytes() - tensor.element_size()
-    )
+def given_back(tensor):
+    tensor.untyped_storage().resize_(0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", CASES)
-@pytest.mark.parametrize("trouble", [sliced, in_another_dtype, cut_short])
-@pytest.mark.parametrize("was_known", [False, True], ids=["new", "seen before"])
-def test_no_kernel_is_launched_over_what_does_not_fit(name, form, trouble, was_known):
-    """Column by column; of the gradients, main params and outputs, which anybody may replace, also
-    after a step with the same lists."""
+@pytest.mark.parametrize("trouble", [sliced, given_back])
+def test_no_kernel_is_launched_over_what_does_not_fit(name, form, trouble):
+    """Column by column; also where something about a list is known already."""
     backend, scalars = backend_of(name), AdamScalars.at(GROUP, 2)
-    every = columns_of(lists_of(1, SIZES, KEYS["adam"], CASES[form]))
-    open_to_all = {"grad", "main", "output"}
-    if trouble is in_another_dtype and not was_known:
-        return  # another dtype is another kind of launch
-    for column in open_to_all if was_known else every:
-        if trouble is cut_short and column != "grad":
-            continue  # a list remembers that its storages are whole
+    for column in columns_of(lists_of(1, SIZES, KEYS["adam"], CASES[form])):
         lists = lists_of(1, SIZES, KEYS["adam"], CASES[form])
+        known = {each: CachedTensorList(getattr(lists, each)) for each in OPEN}
+        for tensors in known.values():
+            assert tensors.dtypes and tensors.sizes
         lists = replace(
             lists,
-            main=CachedTensorList(lists.main),
-            grad=CachedTensorList(lists.grad),
-            output=CachedTensorList(lists.output),
+            **known,
         )
-        if was_known:
-            backend.adam(lists, scalars, 0.5)
         trouble(columns_of(lists)[column][2])
         before = [t.clone() for each in columns_of(lists).values() for t in each[:2]]
         with pytest.raises(ValueError, match=r"tensor 2 of 3 in column"):

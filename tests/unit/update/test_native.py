@@ -577,11 +577,11 @@ def test_scales_at_the_edges() -> None:
         both = []
         for backend in (NativeBackend(LIBRARY), REFERENCE):
             n = 256 * len(tops)
+            stored = stored_dtype("momentum_buffer", dtype)
+            forms = moment_forms("momentum_buffer", torch.Size([n]), stored)
             state = {
-                "momentum_buffer": [
-                    torch.zeros(n, dtype=stored_dtype("momentum_buffer", dtype))
-                ],
-                "momentum_buffer_scale": [torch.zeros(len(tops))],
+                key: [torch.zeros(shape, dtype=kind)]
+                for key, (shape, kind) in forms.items()
             }
             grad = tops.repeat_interleave(256) * torch.linspace(-1, 1, 256).repeat(
                 len(tops)
