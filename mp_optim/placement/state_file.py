@@ -148,7 +148,13 @@ class StateFile:
     # -- the mapping, and transfers past it -------------------------------------------------------
 
     def exposed(self) -> None:
-        """Somebody gets tensors, and may write to them."""
+        """Somebody gets tensors, and may write to them.
+
+        Raises:
+            RuntimeError: this is a forked child (:meth:`DirectFile.check_owner`).
+        """
+        if self._file is not None:
+            self._file.check_owner()
         self._is_exposed = True
 
     def settle(self) -> None:

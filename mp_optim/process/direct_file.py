@@ -3,6 +3,9 @@ cache, in pieces that several threads carry at once.
 
 It is no checkpoint. It has no name once it is open, so the system takes it back when the process
 ends, however that ends, and nobody can take half-written state for whole.
+
+It belongs to the process that made it. A forked child can do nothing with it, and what it writes to
+tensors that lie in the file stays in its own memory.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +31,11 @@ BLOCK = 4096
 PIECE = 8 << 20
 """Bytes of a window that one thread carries at once."""
 THREADS = 4
+
+_live: weakref.WeakSet[DirectFile] = weakref.WeakSet()
+"""Files of this process, and of those that it was forked from."""
+_NORESERVE = 0x4000
+"""Of Linux; a file may be larger than memory and swap."""
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _ADVICE = {
@@ -94,6 +103,8 @@ class DirectFile:
         self.num_bytes = 0
         self._piece = piece_bytes
         self.why = ""
+        self._owner = os.getpid()
+        self._mappings: list[tuple[int, int, int]] = []
         self._open = contextlib.ExitStack()
         with self._open as on_error, self.explained("making"):
             self._buffered, name = tempfile.mkstemp(
@@ -111,10 +122,35 @@ class DirectFile:
         # NOTE: what is under way holds this object, so no descriptor is closed below it. Threads
         # end with the pool; the one that collects garbage may be one of them: it waits for none.
         weakref.finalize(self, self._open.close)
+        _live.add(self)
 
     @property
     def direct(self) -> bool:
         return not self.why
+
+    def check_owner(self) -> None:
+        """Refuse to work in a forked child.
+
+        Raises:
+            RuntimeError: this process has not made the file; with what to do.
+        """
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                f"the optimizer's state lies in a file in {self.path.parent} that belongs to the "
+                f"process this one was forked from (optimizer_state_path; process {self._owner}), "
+                "and goes on changing with its steps: a forked child can neither step nor read nor "
+                "load it. Build an optimizer in the child and load a checkpoint there, start the "
+                "child by spawn, or keep the state in memory (optimizer_state_path=None)"
+            )
+
+    def keep_from_parent(self) -> None:
+        """In a forked child: let what is written to mapped memory stay in this process."""
+        private = mmap.MAP_PRIVATE | _MAP_FIXED | _NORESERVE
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        for address, size, offset in self._mappings:
+            given = _libc.mmap(address, size, both, private, self._buffered, offset)
+            if given != address:
+                _libc.mprotect(address, size, mmap.PROT_READ)
 
     def grow(self, num_bytes: int) -> None:
         """Take so many bytes more from the disk, at the end, zero at first.
@@ -122,6 +158,7 @@ class DirectFile:
         Raises:
             OSError: there is no room; with the path and what to do.
         """
+        self.check_owner()
         with self.explained("making"):
             self._allocate(num_bytes)
 
@@ -133,7 +170,10 @@ class DirectFile:
             offset: a multiple of ``mmap.ALLOCATIONGRANULARITY``.
         """
         with self.explained("mapping"):
-            return mmap.mmap(self._buffered, num_bytes, offset=offset)
+            memory = mmap.mmap(self._buffered, num_bytes, offset=offset)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._mappings.append((address, num_bytes, offset))
+        return memory
 
     def forget_cache(self) -> None:
         """Give back memory in which the system keeps parts of the file, but what is changed and not
@@ -154,6 +194,7 @@ class DirectFile:
     def close(self) -> None:
         """Wait for what is under way, and give the space back."""
         self._pool.shutdown()
+        self._mappings.clear()
         self._open.close()
 
     def __enter__(self) -> DirectFile:
@@ -202,6 +243,7 @@ class DirectFile:
     def _begin(
         self, what: str, move: Callable[..., int], memory: Tensor, offset: int
     ) -> Ticket:
+        self.check_owner()
         size = memory.numel() * memory.element_size()
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise ValueError(
@@ -290,3 +332,28 @@ def _cut(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, last)
     if last < end:
         yield last, end
+
+
+# -- forks ----------------------------------------------------------------------------------------
+
+_MAP_FIXED = 0x10
+_libc = ctypes.CDLL(None)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _keep_from_parent() -> None:
+    for file in list(_live):
+        file.keep_from_parent()
+
+
+if sys.platform == "linux":  # elsewhere tensors that a child holds are its parent's
+    os.register_at_fork(after_in_child=_keep_from_parent)
