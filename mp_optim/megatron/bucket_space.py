@@ -43,8 +43,14 @@ def requested_part(
     """What is asked for of a part: its settings, and the tensors by running index in it.
 
     Raises:
-        ValueError: there are no buckets here, or a parameter is in none.
+        ValueError: there are no buckets here, Megatron keeps Muon's matrices otherwise, or a
+            parameter is in none.
     """
+    if part.config.optimizer == "muon":
+        raise ValueError(
+            f"the checkpoint has Megatron's {BUCKETS!r}, which is not read with optimizer='muon'; "
+            "save it again with --dist-ckpt-optim-fully-reshardable"
+        )
     if not isinstance(part, DistributedOptimizer) or not chunks:
         raise ValueError(
             f"the checkpoint has Megatron's {BUCKETS!r}, which is read with "

@@ -200,6 +200,18 @@ def test_muon_beside_a_distributed_optimizer_goes_on(
     assert gpt.train(model, optimizer, range(3, 6)) == expected
 
 
+def test_buckets_are_not_read_with_muon() -> None:
+    model, optimizer = built(**RUNS["muon"], **SHARED)
+    with pytest.raises(
+        ValueError, match=r"not read with optimizer='muon'; save it again"
+    ):
+        optimizer.sharded_state_dict(
+            model.module.sharded_state_dict(),
+            is_loading=True,
+            metadata={TYPE: BUCKETS},
+        )
+
+
 @pytest.mark.parametrize("run", ["bf16", "experts", "fp16"])
 def test_megatrons_legacy_state_goes_on_under_ours(run: str, tmp_path: Path) -> None:
     """By position in the groups; the tolerance is as above."""
