@@ -169,6 +169,7 @@ MOMENTS = {
     "lamb": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
     "lion": ("exp_avg",),
+    "foreign": ("buffer",),
 }
 
 State = dict[str, Stored]
@@ -278,4 +279,20 @@ def _lion(
     return _decayed(p, h) - u, _kept(state, exp_avg=m * F(b2) + g * F(1 - b2))
 
 
-_RULES = {"adam": _adam, "lamb": _lamb, "sgd": _sgd, "lion": _lion}
+def _foreign(
+    p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]
+) -> tuple[Array, State]:
+    """``foreigner.Counting``."""
+    b = state["buffer"].values() if state else np.zeros_like(p)
+    b = b * F(0.5) + g
+    state = {"buffer": stored(b, "float32", False)}
+    return p - b * F(h["lr"] * h["rate"]), state
+
+
+_RULES = {
+    "adam": _adam,
+    "lamb": _lamb,
+    "sgd": _sgd,
+    "lion": _lion,
+    "foreign": _foreign,
+}

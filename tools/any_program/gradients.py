@@ -35,7 +35,7 @@ def loss(subject: Subject, seed: int, unused: set[int], size: str) -> Tensor | N
     for index, (name, param) in enumerate(subject.params()):
         if index not in unused and param.requires_grad:
             wanted = torch.from_numpy(_normal(seed + index, tuple(param.shape)))
-            wide = param.float()
+            wide = param.float().nan_to_num(0.5)  # an element that is lost stays so
             terms.append(
                 ((wide - wanted) * (wide - wanted)).sum()
                 * (0.1 if "experts" in name else 0.5)
@@ -85,6 +85,21 @@ def own_memory(subject: Subject) -> None:
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)
 
 
+CHANGES = (
+    "times",
+    "other",
+    "none",
+    "foreach",
+    "amp",
+    "rebound",
+    "untraced",
+    "numpy",
+)
+UNTRACED = ("untraced", "numpy")
+"""What nothing can notice: the caller has to say it."""
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
 def change(param: nn.Parameter, how: str) -> None:
     """Change a gradient that is there."""
     assert param.grad is not None
@@ -94,5 +109,15 @@ def change(param: nn.Parameter, how: str) -> None:
         param.grad = param.grad.detach().clone() + 1
     elif how == "none":
         param.grad = None
+    elif how == "foreach":
+        torch._foreach_mul_([param.grad], -2.0)
+    elif how == "amp":
+        found, half = torch.zeros(1), torch.tensor(0.5)
+        torch._amp_foreach_non_finite_check_and_unscale_([param.grad], found, half)
+    elif how == "rebound":
+        param.grad.data = param.grad.data * 2
+    elif how == "numpy":
+        bits = param.grad.view(_INTEGERS[param.grad.element_size()]).numpy()
+        bits ^= np.iinfo(bits.dtype).min  # the sign
     else:
         param.grad.data.mul_(0.5)

@@ -19,6 +19,7 @@ from any_program.subject import (
     Subject,
     as_tensor,
     expect_bits,
+    need,
     random_values,
     refused,
 )
@@ -64,6 +65,7 @@ def look(subject: Subject, oracle: Oracle, how: str) -> None:
     """Compare what leaves by one door with what the oracle holds."""
     optimizer = subject.optimizer
     if how == "view":
+        need(oracle.rule != "foreign")
         assert all(
             (param in optimizer.state) == oracle.slots[name].bound
             for name, param in subject.params()
@@ -122,15 +124,21 @@ def fresh(
     place: Place,
     seed: int,
     transposed: dict[str, bool],
+    frozen: bool,
 ) -> Subject:
-    """A model with other values, and an optimizer for it, grouped as the one before."""
+    """A model with other values, and an optimizer for it, grouped as the one before.
+
+    Args:
+        frozen: what is frozen now is frozen already when the optimizer is built.
+    """
     model = Model()
     for name, param in before.params():
         dtype = {torch.float32: "fp32"}.get(param.dtype, before.setup.precision)
         values = random_values(200 + seed, tuple(param.shape), dtype).reshape(-1)
         tensor = as_tensor(values, tuple(param.shape), dtype, transposed[name])
         bound = name in oracle.slots and oracle.slots[name].bound
-        model.add(name, nn.Parameter(tensor, requires_grad=bound))
+        trains = param.requires_grad if frozen else bound
+        model.add(name, nn.Parameter(tensor, requires_grad=trains))
     oracle.deal_out()
     return Subject(before.setup, place, model, oracle.groups)
 
@@ -142,10 +150,11 @@ def resumed(
     place: Place,
     seed: int,
     transposed: dict[str, bool],
+    frozen: bool,
 ) -> Subject:
     """Go on with another model and optimizer in another place; brings the oracle there too."""
     _as_saved(oracle, how)
-    after = fresh(before, oracle, place, seed, transposed)
+    after = fresh(before, oracle, place, seed, transposed, frozen)
     lossless = oracle.converts_losslessly(place)
     if how in ("checkpoint", "full checkpoint", "background"):
         _by_checkpoint(before, after, how, lossless)

@@ -3,13 +3,17 @@ oracle."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from any_program import gradients, leaving, nonsense, writes
+from any_program import amp, breaking, gradients, leaving, nonsense, writes
+from any_program.arithmetic import F
 from any_program.operations import operation
 from any_program.oracle import Group, Slot
 from any_program.program import Program
@@ -25,8 +29,10 @@ from any_program.setups import (
 from any_program.starting import settings_of
 from any_program.subject import (
     as_tensor,
+    expect_bits,
     name_of,
     need,
+    refused,
 )
 from mp_optim import OptimizerParamScheduler
 from mp_optim.update import set_host_threads
@@ -75,7 +81,7 @@ class AnyProgram(Program):
             if param.requires_grad and name in self.oracle.slots:
                 gradients.put(param, kinds[index % len(kinds)], seed + index)
 
-    @operation(index=INDEX, how=st.sampled_from(("times", "other", "none", "untraced")))
+    @operation(index=INDEX, how=st.sampled_from(gradients.CHANGES))
     def touch(self, index: int, how: str) -> None:
         """Change a gradient between backward and step."""
         self.only(f"touch:{how}")
@@ -83,7 +89,7 @@ class AnyProgram(Program):
         need(param.grad is not None)
         gradients.own_memory(self.subject)
         gradients.change(param, how)
-        if how == "untraced":
+        if how in gradients.UNTRACED:
             self.subject.optimizer.discard_early_work()
 
     @operation(to_none=st.booleans())
@@ -98,18 +104,140 @@ class AnyProgram(Program):
     def step(self, closure: bool) -> None:
         self.take_step(closure)
 
+    @operation(
+        seed=SEED,
+        mode=st.sampled_from(amp.MODES),
+        size=st.sampled_from(gradients.SIZES),
+    )
+    def train_amp(self, seed: int, mode: str, size: str) -> None:
+        """A step by torch's GradScaler, which is for whoever has no loss scale of his own."""
+        self.only(f"train_amp:{mode}")
+        need(self.setup.precision != "fp16")
+        if self.amp is None:
+            self.amp = amp.new_scaler()
+        amp.train(self.subject, self.oracle, self.amp, seed, mode, size)
+
     # -- outside writes ---------------------------------------------------------------------------
 
-    @operation(index=INDEX, kind=st.sampled_from(writes.VALUES), seed=SEED)
-    def write(self, index: int, kind: str, seed: int) -> None:
+    @operation(
+        index=INDEX,
+        how=st.sampled_from(writes.TRACED),
+        kind=st.sampled_from(writes.VALUES),
+        seed=SEED,
+    )
+    def write(self, index: int, how: str, kind: str, seed: int) -> None:
         """Values written from outside, where that leaves a trace."""
+        self.only(f"write:{how}")
         slot = self.pick(index)
         values = writes.values(self.subject, slot, kind, seed)
-        with torch.no_grad():
-            self.subject.model.param(slot.name).copy_(
-                as_tensor(values, slot.shape, slot.dtype)
-            )
+        fresh = as_tensor(values, slot.shape, slot.dtype)
+        writes.write(self.subject.model.param(slot.name), fresh, how)
         self.oracle.wrote(slot.name, values)
+
+    @operation(index=INDEX)
+    def turn(self, index: int) -> None:
+        """A square matrix is transposed where it lies: the same address, other elements."""
+        slot = self.pick(index)
+        self.oracle.wrote(slot.name, writes.turn(self.subject, slot))
+
+    @operation(index=INDEX, seed=SEED)
+    def cut(self, index: int, seed: int) -> None:
+        """A parameter that is shorter than it was is refused by the step, which changes nothing."""
+        slot = self.pick(index)
+        param = self.subject.model.param(slot.name)
+        need(param.dim() and param.shape[0] > 1 and param.requires_grad)
+        self.subject.optimizer.zero_grad()
+        whole = param.data
+        param.data = whole[:1]
+        self.go_backward(seed, 1, set(), False, "normal")
+        with refused(slot.name):
+            self.subject.optimizer.step()
+        param.grad, param.data = None, whole
+        self.subject.optimizer.zero_grad()
+        self.oracle.follow()
+
+    @operation(index=INDEX, seed=SEED, all_of_them=st.booleans())
+    def scale_rows(self, index: int, seed: int, all_of_them: bool) -> None:
+        """Rows of main params times factors."""
+        first, slots = self.pick(index), self.oracle.slots.values()
+        chosen = [slot for slot in slots if all_of_them or slot is first]
+        chosen = [slot for slot in chosen if slot.bound and slot.shape]
+        need(chosen)
+        factors = {
+            slot.name: 0.5 + np.random.RandomState(seed).rand(slot.shape[0]).astype(F)
+            for slot in chosen
+        }
+        self.leave()
+        self.subject.optimizer.scale_rows_(
+            {name: torch.from_numpy(value) for name, value in factors.items()}
+        )
+        for name, value in factors.items():
+            self.oracle.scale_rows(name, value)
+
+    @operation(
+        index=INDEX,
+        value=st.sampled_from((float("nan"), float("inf"), "rows", "name", "half")),
+    )
+    def refuse_rows(self, index: int, value: Any) -> None:
+        """Factors that cannot be meant are refused, and nothing has changed."""
+        self.only(f"refuse_rows:{value}")
+        slot = self.pick(index)
+        need(slot.bound and slot.shape and slot.shape[0])
+        self.leave()
+        factors = torch.full(slot.shape[:1], value if type(value) is float else 2.0)
+        given = {slot.name: factors if value != "rows" else factors.repeat(2)}
+        if value == "name":
+            given["dense.unknown"] = factors
+        elif value == "half":
+            given[slot.name] = factors.to(torch.int64)
+        with refused():
+            self.subject.optimizer.scale_rows_(given)
+        self.subject.check_state_dict(self.oracle, self.subject.optimizer.state_dict())
+
+    @operation(
+        what=st.sampled_from(("step", "rows", "load")),
+        line=st.integers(0, 1500),
+        seed=SEED,
+    )
+    def interrupt(self, what: str, line: int, seed: int) -> None:
+        """A signal somewhere in a call."""
+        self.only(f"interrupt:{what}")
+        self.leave()
+        need(all(slot.bound for _, slot in self.oracle.order()))
+        subject, then = self.subject, copy.deepcopy(self.oracle)
+        subject.optimizer.zero_grad()
+        state = copy.deepcopy(subject.optimizer.state_dict())
+        calls = {"step": lambda: subject.optimizer.step()}
+        calls["load"] = lambda: subject.optimizer.load_state_dict(state)
+        factors = {
+            slot.name: torch.full(slot.shape[:1], 0.5)
+            for _, slot in self.oracle.order()
+            if slot.shape
+        }
+        calls["rows"] = lambda: subject.optimizer.scale_rows_(factors)
+        if what == "step":
+            self.go_backward(seed, 1, set(), False, "normal")
+            then.step(subject.own_grads(self.oracle), subject.place)
+        elif what == "rows":
+            for name, value in factors.items():
+                then.scale_rows(name, value.numpy())
+        held = breaking.interrupted(subject, self.oracle, calls[what], then, line)
+        self.oracle = held
+        subject.optimizer.zero_grad()
+
+    @operation(fails=st.booleans())
+    def average(self, fails: bool) -> None:
+        """Averages in the place of the weights, for a block that may fail."""
+        need(self.oracle.ema is not None)
+        self.leave()
+        optimizer = self.subject.optimizer
+        with contextlib.suppress(ZeroDivisionError), optimizer.averaged_weights():
+            for _, slot in self.oracle.order():
+                param = self.subject.model.param(slot.name)
+                expected = self.oracle.averaged(slot)
+                expect_bits(f"average of {slot.name}", param, expected)
+            if fails:
+                raise ZeroDivisionError
 
     @operation(
         index=INDEX,
@@ -192,6 +320,43 @@ class AnyProgram(Program):
             group.settings[setting] = self.subject.live_group(group)[setting] = value
             group.tensor = group.tensor and setting != "lr"
 
+    @operation(index=INDEX, value=st.sampled_from((1, "text", 0.5, None)))
+    def key(self, index: int, value: Any) -> None:
+        """A key of somebody else in a group; it stays there."""
+        group = self.oracle.groups[index % len(self.oracle.groups)]
+        group.settings["note"] = self.subject.live_group(group)["note"] = value
+
+    @operation(index=INDEX, key=st.sampled_from(("maximize", "amsgrad")), seed=SEED)
+    def torchs_key(self, index: int, key: str, seed: int) -> None:
+        """A setting of torch's in a group: carried out or refused, not passed over."""
+        self.only(f"torchs_key:{key}")
+        need(self.oracle.rule != "foreign")
+        group = self.oracle.groups[index % len(self.oracle.groups)]
+        live, before = self.subject.live_group(group), self.oracle.rule
+        self.subject.optimizer.zero_grad()
+        self.go_backward(seed, 1, set(), False, "normal")
+        need(self.subject.own_grads(self.oracle).keys() & set(group.names))
+        live[key] = True
+        try:
+            if key == "maximize":
+                group.settings[key] = True
+                self.take_step(closure=False)
+                return
+            self.subject.optimizer.step()
+        except (ValueError, TypeError) as error:
+            assert key in str(error), f"{key!r} is not in {error}"
+            del live[key]
+            group.settings.pop(key, None)
+            return
+        raise AssertionError(f"{before} has no {key}, and does not say so")
+
+    @operation(kind=st.sampled_from(tuple(nonsense.GROUPS)), index=INDEX)
+    def refuse_group(self, kind: str, index: int) -> None:
+        """A group that cannot be added is refused, and nothing has changed."""
+        self.only(f"refuse_group:{kind}")
+        self.leave()
+        nonsense.add_group(self.subject, self.oracle, kind, self.pick(index))
+
     @operation(value=st.sampled_from((0.5, 0.0, 0.001)), shared=st.booleans())
     def tensor_lr(self, value: float, shared: bool) -> None:
         """Learning rates in tensors; filled where there are some, as graphed loops do."""
@@ -263,8 +428,11 @@ class AnyProgram(Program):
             place = replace(place, form="8bit")
         self.leave()
         self.scheduler = None
+        frozen = seed % 2 == 1 and "resume:frozen" not in self.without
+        if self.oracle.rule == "foreign":
+            place = replace(place, form="plain")
         self.subject = leaving.resumed(
-            self.subject, self.oracle, how, place, seed, self.transposed
+            self.subject, self.oracle, how, place, seed, self.transposed, frozen
         )
 
     @operation()

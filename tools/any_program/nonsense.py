@@ -103,7 +103,7 @@ KINDS = tuple(CHANGES)
 
 def load(subject: Subject, oracle: Oracle, kind: str, slot: Slot) -> None:
     """Spoil a copy of the state, load it, and look at what is left."""
-    need(slot.bound)
+    need(slot.bound and oracle.rule != "foreign")  # such a one takes what it finds
     state_dict = copy.deepcopy(subject.optimizer.state_dict())
     index = next(
         index
@@ -116,3 +116,36 @@ def load(subject: Subject, oracle: Oracle, kind: str, slot: Slot) -> None:
         subject.optimizer.load_state_dict(state_dict)
     subject.check_state_dict(oracle, subject.optimizer.state_dict())
     subject.check_model(oracle)
+
+
+# -- groups that cannot be added ------------------------------------------------------------------
+
+
+def _doubles() -> torch.Tensor:
+    return torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+GROUPS: dict[str, Callable[[Subject, Slot], dict[str, Any]]] = {
+    "lr": lambda subject, slot: {
+        "params": [("dense.new", torch.nn.Parameter(torch.ones(3)))],
+        "lr": -1.0,
+    },
+    "there already": lambda subject, slot: {
+        "params": [(slot.name, subject.model.param(slot.name))]
+    },
+    "float64": lambda subject, slot: {"params": [("dense.new", _doubles())]},
+    "second is float64": lambda subject, slot: {
+        "params": [
+            ("dense.newer", torch.nn.Parameter(torch.ones(3))),
+            ("dense.new", _doubles()),
+        ]
+    },
+}
+
+
+def add_group(subject: Subject, oracle: Oracle, kind: str, slot: Slot) -> None:
+    """A group that is refused has changed nothing."""
+    need(oracle.rule != "foreign" or kind != "lr")  # its rules are its own
+    with refused():
+        subject.optimizer.add_param_group(GROUPS[kind](subject, slot))
+    assert len(subject.optimizer.param_groups) == len(oracle.groups)

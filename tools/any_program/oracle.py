@@ -39,7 +39,7 @@ from any_program.arithmetic import (
     stored,
     sum_of_squares,
 )
-from any_program.setups import FORMS, REMAINDERS, Place
+from any_program.setups import FORMS, LOWEST_RATE, REMAINDERS, Place
 
 LARGEST_SCALE = 2.0**126
 
@@ -66,6 +66,7 @@ class Slot:
     step: int = 0
     bound: bool = True
     touched: bool = False
+    average: Array | None = None
 
     def value(self) -> Array:
         """The main param in FP32."""
@@ -81,6 +82,15 @@ class Slot:
             self.model = value
         else:
             self.main, self.model = value, rounded(value, self.dtype)
+
+    def set_average(self, decay: float) -> None:
+        """The average after a step."""
+        now = self.value()
+        if self.step == 1 or self.average is None:
+            self.average = now.copy()
+        else:
+            with np.errstate(all="ignore"):
+                self.average = self.average + (now - self.average) * F(1 - decay)
 
     def follow(self) -> None:
         """Take notice of what was written from outside."""
@@ -174,6 +184,7 @@ class Oracle:
     threshold: float
     count_zeros: bool
     outside: dict[str, Array] = field(default_factory=dict)
+    ema: float | None = None
 
     # -- how state is kept ----------------------------------------------------------------------
 
@@ -208,6 +219,8 @@ class Oracle:
         settings = self.group_of(slot.name).settings
         if not settings.get("momentum", 1.0):
             return ()
+        if self.rule == "foreign" and not slot.step:
+            return ()  # it makes its state when it steps
         if self.rule == "adam" and settings["betas"][0] == 0.0:
             return ("exp_avg_sq",)
         return MOMENTS[self.rule]
@@ -331,9 +344,29 @@ class Oracle:
                 slot.moments,
                 slot.step,
                 group.settings,
-                multiplier,
+                -multiplier if group.settings.get("maximize") else multiplier,
             )
             slot.set_value(value)
+            if self.ema is not None:
+                slot.set_average(self.ema)
+        for group in self.groups:
+            if "rate" in group.settings and not grads.keys().isdisjoint(group.names):
+                rate = group.settings["rate"] * 0.5
+                group.settings["rate"] = rate if rate > LOWEST_RATE else 1.0
+                group.settings["count"] += 1
+
+    def scale_rows(self, name: str, factors: Array) -> None:
+        """Main params' rows times factors."""
+        slot = self.slots[name]
+        rows = slot.value().reshape(slot.shape[0], -1) if slot.model.size else None
+        if rows is not None:
+            slot.set_value((rows * factors.reshape(-1, 1)).reshape(-1))
+
+    def averaged(self, slot: Slot) -> Array:
+        """The model's parameter while averages are in the weights' place."""
+        if slot.average is None or not slot.step:
+            return slot.model
+        return rounded(slot.average, slot.dtype)
 
 
 def in_form(now: Stored | None, name: str, place: Place, size: int) -> Stored:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 from torch import nn
+from torch.amp import GradScaler
 
 from any_program import leaving, stepping
 from any_program.oracle import Oracle, Slot
@@ -78,12 +79,14 @@ class Program(RuleBasedStateMachine):
         self.serial = len(setup.params)
         self.remembered: tuple[Any, Any, Oracle] | None = None
         self.scheduler: OptimizerParamScheduler | None = None
+        self.amp: GradScaler | None = None
         model, slots = Model(), {}
         for index, param in enumerate(setup.params):
             name = name_of(index, param)
             slots[name] = self.new_param(model, name, param, setup.seed + index)
         self.oracle = predicted(setup, slots)
-        explicit = self.oracle.groups if setup.groups else None
+        by_hand = setup.groups or setup.rule == "foreign"
+        explicit = self.oracle.groups if by_hand else None
         with self.watched():
             self.subject = Subject(setup, setup.place, model, explicit)
 

@@ -3,7 +3,7 @@ be typed in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -124,9 +124,20 @@ class Setup:
     hysteresis: int = 1
     variant: bool = False
     """L2 decay for Adam, NVLAMB without averaging, SGD without momentum."""
+    ema: float | None = None
+    """Averages are kept, with this decay."""
+
+    def __post_init__(self) -> None:
+        if self.rule == "foreign":  # plain state, no experts, no averages
+            params = tuple(replace(param, expert=False) for param in self.params)
+            object.__setattr__(self, "params", params)
+            object.__setattr__(self, "place", replace(self.place, form="plain"))
+            object.__setattr__(self, "ema", None)
 
 
 FRACTIONS = (0.0, 0.37, 1.0)
+LOWEST_RATE = 0.1
+"""Below it the foreign optimizer's rate begins again with 1."""
 
 
 def fitting(place: Place) -> Place:
@@ -180,7 +191,7 @@ def setups() -> SearchStrategy[Setup]:
             Setup,
             st.lists(PARAMS, min_size=1, max_size=5).map(tuple),
             st.just(precision),
-            st.sampled_from(("adam", "adam", "lamb", "sgd", "lion")),
+            st.sampled_from(("adam", "adam", "lamb", "sgd", "lion", "foreign")),
             places(precision),
             st.one_of(
                 st.just(()), st.lists(SETTINGS, min_size=3, max_size=3).map(tuple)
@@ -194,6 +205,7 @@ def setups() -> SearchStrategy[Setup]:
             st.integers(1, 3),
             st.integers(1, 2),
             st.booleans(),
+            st.sampled_from((None, None, 0.9)),
         )
 
     return st.sampled_from(("bf16", "fp16", "fp32")).flatmap(rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from any_program.foreigner import DEFAULTS
 from any_program.oracle import Group, Oracle, Scaler, Slot
 from any_program.setups import Settings, Setup
 from any_program.subject import name_of
@@ -25,6 +26,7 @@ def predicted(setup: Setup, slots: dict[str, Slot]) -> Oracle:
         setup.clip,
         setup.threshold,
         setup.count_zeros,
+        ema=setup.ema,
     )
     oracle.outside = {
         name: slot.model for name, slot in slots.items() if name not in grouped
@@ -62,6 +64,8 @@ def settings_of(setup: Setup, given: Settings, explicit: bool) -> dict[str, Any]
     """All settings of a group: what is given, and the rule's defaults under the program's
     config."""
     rule, variant = setup.rule, setup.variant
+    if rule == "foreign":
+        return {**DEFAULTS, "lr": given.lr, "weight_decay": given.weight_decay}
     common = {"lr": given.lr, "weight_decay": given.weight_decay}
     if rule in ("adam", "lamb"):
         betas, eps = (given.betas, given.eps) if explicit else ((0.9, 0.999), 1e-8)

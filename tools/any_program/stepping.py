@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import numpy as np
 
 from any_program import gradients
-from any_program.oracle import Oracle
+from any_program.oracle import Oracle, Outcome
 from any_program.subject import Subject
 
 
@@ -33,15 +34,12 @@ def go_backward(
 
 def take_step(subject: Subject, oracle: Oracle, closure: bool) -> None:
     """A step of both: the same result, the same loss scale, and gradients as they were."""
-    grads = {
-        name: grad for name, grad in subject.grads().items() if name in oracle.slots
-    }
+    grads = subject.own_grads(oracle)
     expected = oracle.step(grads, subject.place)
     if closure:
         assert subject.optimizer.step(lambda: 7.0) == 7.0
     else:
-        result = subject.optimizer.step()
-        assert tuple(result) == (expected.success, expected.norm, expected.zeros)
+        compare_step(expected, subject.optimizer.step())
     now = subject.grads()
     changed = [
         name
@@ -51,3 +49,9 @@ def take_step(subject: Subject, oracle: Oracle, closure: bool) -> None:
     assert changed == [], "the step changed gradients"
     if oracle.scaler:
         assert float(subject.optimizer.get_loss_scale()) == oracle.scaler.scale
+
+
+def compare_step(expected: Outcome, result: Any) -> None:
+    """Raise AssertionError unless a step's result is what the oracle says."""
+    found, wanted = tuple(result), (expected.success, expected.norm, expected.zeros)
+    assert found == wanted, f"the step says {found}, should say {wanted}"

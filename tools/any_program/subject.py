@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from any_program import foreigner
 from any_program.arithmetic import Array, F, Stored
 from any_program.oracle import Group, Oracle, Slot, equal_settings, same_bits
 from any_program.setups import FORMS, Param, Place, Setup
@@ -92,7 +93,8 @@ def as_tensor(
 def config_of(setup: Setup, place: Place) -> OptimizerConfig:
     """The config of a program's optimizer in a place."""
     fields: dict[str, Any] = {
-        "optimizer": setup.rule,
+        "optimizer": "sgd" if setup.rule == "foreign" else setup.rule,
+        "ema_decay": setup.ema,
         "lr": 0.01,
         "weight_decay": 0.1,
         "clip_grad": setup.clip,
@@ -112,7 +114,7 @@ def config_of(setup: Setup, place: Place) -> OptimizerConfig:
             }
         )
         fields |= scale
-    if place.fraction:
+    if place.fraction and setup.rule != "foreign":
         fields |= {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": place.fraction,
@@ -128,7 +130,7 @@ def config_of(setup: Setup, place: Place) -> OptimizerConfig:
 
 
 def variant_of(setup: Setup) -> dict[str, Any]:
-    if not setup.variant:
+    if not setup.variant or setup.rule == "foreign":
         return {}
     return {
         "adam": {"decoupled_weight_decay": False},
@@ -148,7 +150,11 @@ class Subject:
         config = config_of(setup, place)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if groups is None:
+            if setup.rule == "foreign":
+                assert groups is not None
+                given = self._explicit(groups)
+                self.optimizer = foreigner.stack(setup, place, config, given)
+            elif groups is None:
                 self.optimizer = get_megatron_optimizer(config, model)
             else:
                 self.optimizer = get_megatron_optimizer(
@@ -212,6 +218,11 @@ class Subject:
                     break
         return found
 
+    def own_grads(self, oracle: Oracle) -> dict[str, Array]:
+        """Those of the parameters that the optimizer has."""
+        grads = self.grads().items()
+        return {name: grad for name, grad in grads if name in oracle.slots}
+
     # -- comparing --------------------------------------------------------------------------------
 
     def check_model(self, oracle: Oracle) -> None:
@@ -250,6 +261,8 @@ class Subject:
                     oracle.slots[name],
                     oracle.moment_names(oracle.slots[name]),
                     full_precision,
+                    oracle.rule != "foreign",
+                    oracle.ema is not None,
                 )
                 check_slot(name, state_dict["state"].get(index, {}), expected)
         if oracle.scaler and not oracle.scaler.constant:
@@ -294,12 +307,23 @@ def check_settings(saved: Mapping[str, Any], group: Group) -> None:
 
 
 def expected_state(
-    slot: Slot, moments: tuple[str, ...], full: bool
+    slot: Slot,
+    moments: tuple[str, ...],
+    full: bool,
+    counts: bool = True,
+    averages: bool = False,
 ) -> dict[str, Array]:
     """Keys and FP32 values of a slot's state, stored or in full precision."""
     if not slot.bound:
         return {}
     expected: dict[str, Array] = {"step": np.array([slot.step], F)}
+    if not counts:
+        expected.clear()
+    if averages:
+        average = slot.average
+        expected["averaged_param"] = (
+            np.zeros_like(slot.value()) if average is None else average
+        )
     for name in moments:
         moment: Stored = slot.moments[name]
         if full or moment.scales is None:

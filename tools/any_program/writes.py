@@ -54,6 +54,30 @@ def replace(subject: Subject, slot: Slot, fresh: Tensor, how: str) -> None:
         need(False)
 
 
+TRACED = ("copy", "foreach", "set", "view")
+
+
+def write(param: nn.Parameter, fresh: Tensor, how: str) -> None:
+    """Write values where that leaves a trace."""
+    with torch.no_grad():
+        if how == "foreach":
+            torch._foreach_copy_([param], [fresh])
+        elif how == "set":
+            param.set_(fresh)  # type: ignore[call-overload]
+        elif how == "view":
+            param[...].view_as(param).copy_(fresh)
+        else:
+            param.copy_(fresh)
+
+
+def turn(subject: Subject, slot: Slot) -> Any:
+    """The same memory read by columns; returns the values that the parameter has then."""
+    param = subject.model.param(slot.name)
+    need(param.dim() == 2 and param.shape[0] == param.shape[1] > 1)
+    param.data = param.data.t()
+    return as_values(param)
+
+
 def write_untraced(subject: Subject, slot: Slot, written: Any, moved: bool) -> None:
     """Write through ``.data``."""
     param = subject.model.param(slot.name)
