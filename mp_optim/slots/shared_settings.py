@@ -44,14 +44,18 @@ class SharedSettings:
 
 
 def _is_as_seen(group: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
-    return len(group) == len(seen) and all(map(is_, group.values(), seen.values()))
+    same_keys = list(group) == list(seen)
+    return same_keys and all(map(is_, group.values(), seen.values()))
 
 
 def _agree(
     index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[str, Any]]
 ) -> bool:
     above, *below = alike
-    told = _changed(above, seen[0])
+    told, gone = _changed(above, seen[0]), seen[0].keys() - above.keys()
+    for group in below:
+        for key in gone.difference(_OF_EACH):
+            group.pop(key, None)
     news: dict[str, Any] = {}
     for group, before in zip(below, seen[1:], strict=True):
         if not group["params"]:
@@ -68,7 +72,7 @@ def _agree(
                 )
     for group in alike:
         group.update({**news, **told})
-    return bool(told)
+    return bool(told or gone)
 
 
 def _changed(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:

@@ -328,27 +328,19 @@ class AnyProgram(Program):
 
     @operation(index=INDEX, key=st.sampled_from(("maximize", "amsgrad")), seed=SEED)
     def torchs_key(self, index: int, key: str, seed: int) -> None:
-        """A setting of torch's in a group: carried out or refused, not passed over."""
+        """A setting of torch's in a group is refused by name, and can be taken back."""
         self.only(f"torchs_key:{key}")
         need(self.oracle.rule != "foreign")
         group = self.oracle.groups[index % len(self.oracle.groups)]
-        live, before = self.subject.live_group(group), self.oracle.rule
+        live = self.subject.live_group(group)
         self.subject.optimizer.zero_grad()
         self.go_backward(seed, 1, set(), False, "normal")
         need(self.subject.own_grads(self.oracle).keys() & set(group.names))
         live[key] = True
-        try:
-            if key == "maximize":
-                group.settings[key] = True
-                self.take_step(closure=False)
-                return
+        with refused(key):
             self.subject.optimizer.step()
-        except (ValueError, TypeError) as error:
-            assert key in str(error), f"{key!r} is not in {error}"
-            del live[key]
-            group.settings.pop(key, None)
-            return
-        raise AssertionError(f"{before} has no {key}, and does not say so")
+        del live[key]
+        self.oracle.follow()
 
     @operation(kind=st.sampled_from(tuple(nonsense.GROUPS)), index=INDEX)
     def refuse_group(self, kind: str, index: int) -> None:

@@ -344,7 +344,7 @@ class Oracle:
                 slot.moments,
                 slot.step,
                 group.settings,
-                -multiplier if group.settings.get("maximize") else multiplier,
+                multiplier,
             )
             slot.set_value(value)
             if self.ema is not None:

@@ -142,3 +142,23 @@ def test_state_that_is_assigned_by_hand_is_kept_or_refused(make):
     with pytest.raises(TypeError, match="cannot be deleted"):
         del state["exp_avg"]
     assert type(copy.deepcopy(state)) is dict
+
+
+def megatron_stack(params):
+    model = nn.ParameterList(params)
+    return mp_optim.get_megatron_optimizer(config_for("fp32", 0.5), model)
+
+
+@pytest.mark.parametrize("make", [torch_shaped, megatron_stack])
+def test_a_key_that_is_taken_out_of_a_group_is_gone_below(make):
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    optimizer = make(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for key in ("amsgrad", "maximize"):
+        optimizer.param_groups[0][key] = True
+        with pytest.raises(ValueError, match=key):
+            optimizer.step()
+        del optimizer.param_groups[0][key]
+    optimizer.step()
+    assert not torch.equal(params[0], torch.ones(3))
