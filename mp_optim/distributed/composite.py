@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,9 +191,13 @@ class CompositeOptimizer(MegatronOptimizer):
         for part in self.parts:
             part.recover()
 
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+    def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         for part in self.parts:
-            part.reload_model_params(state_dict)
+            yield from part.sharers()
+
+    def take_model_params(self, values: Mapping[str, Any]) -> None:
+        for part in self.parts:
+            part.take_model_params(values)
 
     def offload_to_cpu(self) -> None:
         for part in self.parts:

@@ -9,8 +9,7 @@ module gets gradients to it and parameters back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from mp_optim.precision.measure import Measurement, NormKey
 from mp_optim.precision.step_grads import GradsOfParts, StepGrads
 from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.ranks.agreement import check_agreement, check_number
+from mp_optim.ranks.agreement import check_agreement
 from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import Slot, group_settings, param_at, with_names
@@ -39,6 +38,9 @@ from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.state_keys import MASTER
 
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
+
+_OURS = "an optimizer"
+"""What ranks share that are compared."""
 
 
 class DistributedOptimizer(CompositeOptimizer):
@@ -94,9 +96,9 @@ class DistributedOptimizer(CompositeOptimizer):
             slot for _, slot, _ in in_forward_order(self.param_groups, model_chunks)
         ]
         lines = statements.of_construction(config, self.param_groups, in_forward)
-        with self._guard("comparing the ranks' models and configs"):
-            check_agreement(self._group, lines, "an optimizer")
-            learn_addresses(self._group)
+        doing = "comparing the ranks' models and configs"
+        check_agreement((self._group,), lines, self.device, doing, _OURS)
+        learn_addresses(self._group)
         self._model = ShardedParams(
             self.param_groups, config, self._group, model_chunks, divisor, self._guard
         )
@@ -167,9 +169,9 @@ class DistributedOptimizer(CompositeOptimizer):
         trained = self._model.hand_out_grads()
         step, rounds = self.counts.steps + 1, self.grad_reducer.rounds
         groups, frozen = self.param_groups, self._model.frozen
-        lines = partial(statements.of_step, groups, step, rounds, frozen)
-        with self._guard("comparing hyperparameters"):
-            check_number(self._group, lines, self.device, "an optimizer")
+        lines = statements.of_step(groups, step, rounds, frozen)
+        doing = "comparing hyperparameters"
+        check_agreement((self._group,), lines, self.device, doing, _OURS)
         self.share_settings()
         owned = self.shards.collect_grads()
         return ReducedGrads(self, trained, owned)
@@ -221,15 +223,19 @@ class DistributedOptimizer(CompositeOptimizer):
             return super().param_checksums()
         return [None] * len(self._model.shards)  # a checksum is of the whole parameter
 
+    def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
+        for name, groups in super().sharers():
+            yield name, tuple(dict.fromkeys((self._group, *groups)))
+
     @in_own_modes
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+    def take_model_params(self, values: Mapping[str, Any]) -> None:
         self.follow_model()
-        values = {
-            shard.name: shard.localize(MASTER, state_dict[shard.name])
+        local = {
+            shard.name: shard.localize(MASTER, values[shard.name])
             for shard in self._model.shards.values()
-            if state_dict and shard.name in state_dict
+            if shard.name in values
         }
-        super().reload_model_params(values)
+        super().take_model_params(local)
         self._model.look()
 
     # -- what is going on -------------------------------------------------------------------------

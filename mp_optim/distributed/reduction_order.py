@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup
@@ -171,6 +172,5 @@ def reduce_in_one_order(members: Sequence[Member], again: bool) -> None:
         if group.size() > 1 and (
             inside or not any(all(a <= b for b in ranks) for a in ranks)
         ):
-            check_agreement(
-                group, order.pattern, "the order in which gradients are reduced"
-            )
+            host, what = torch.device("cpu"), "the order in which gradients are reduced"
+            check_agreement((group,), order.pattern, host, f"comparing {what}", what)

@@ -44,6 +44,7 @@ class AgreedSums:
         self._mains, self._config, self._param_groups = mains, config, param_groups
         self._ranks, self._link = ranks, link
         self._names: list[str] | None = None
+        self._has_checked = False
 
     def measure(
         self,
@@ -61,6 +62,9 @@ class AgreedSums:
             places: of these gradients among the slots, if sums of single parameters are kept.
         """
         device, alike = self._mains.table.device, self._mains.table.settings
+        if not self._has_checked:
+            alike.check(self._config, self._param_groups, device)
+            self._has_checked = True
         each = measure(grads, self._link.sums_of_squares, device)
         sums = total_by_key(each, keys, all_keys)
         zeros = None
@@ -94,5 +98,5 @@ class AgreedSums:
         return UpdateWatch(mains, parts, self._link.sum_of_squares, device)
 
     def group_added(self) -> None:
-        """Some rank may have another norm group: ask all of them at the next step."""
-        self._names = None
+        """Some rank may have another one: ask all of them at the next step."""
+        self._names, self._has_checked = None, False

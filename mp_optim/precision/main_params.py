@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.blocks import is_cut
 from mp_optim.precision.dtensor_state import as_sharded
@@ -57,7 +58,12 @@ from mp_optim.slots.param_attributes import (
 )
 from mp_optim.slots.shared_memory import check_memory
 from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
+from mp_optim.slots.tensor_layout import (
+    Layout,
+    layout_of,
+    ranks_of_copies,
+    shard_groups_of,
+)
 from mp_optim.update.checksums import checksums_of
 
 
@@ -256,6 +262,17 @@ class MainParams:
         if is_stepped_itself or not self.is_bound(slot):
             return param
         return as_sharded(self._inner.main_param(slot), param)
+
+    def sharers(self, slot: Slot) -> tuple[ProcessGroup, ...]:
+        """The groups of ranks that have other parts of a slot's parameter, or copies of what is
+        here."""
+        param, ranks = self._param(slot), self._tensor_parallel(slot)
+        if isinstance(param, DTensor):
+            copies = ranks_of_copies(param)
+        else:
+            is_copy = ranks is not None and not is_tensor_parallel(param)
+            copies = (ranks,) if ranks is not None and is_copy else ()
+        return *self.table.keys[self.table.index(slot)].shard_groups, *copies
 
     def trained_slots(self) -> Iterator[Slot]:
         """The slots that have ever been trainable."""

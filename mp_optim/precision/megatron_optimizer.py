@@ -27,6 +27,7 @@ from mp_optim.precision.measure import NormKey
 from mp_optim.precision.result import StepResult
 from mp_optim.precision.scaled_rows import scale_rows_
 from mp_optim.precision.settings_agreement import SettingsAlike
+from mp_optim.precision.shared_writes import check_write
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.standstill import StandstillWatch
 from mp_optim.precision.step_counts import StepCounts
@@ -328,7 +329,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def scale_rows_(self, factors: Mapping[str, Tensor]) -> None:
         """Multiply rows of parameters by factors, between two steps: of main params in FP32, each
         product rounded once; model parameters, remainders and shards follow from them. Moments and
-        averages stay. Collective if the optimizer is distributed.
+        averages stay. Collective if ranks share parameters: one that has nothing to scale gives no
+        factors.
 
         Args:
             factors: by FQN, for each row one: shape (rows,) of the whole parameter, of a part that
@@ -337,27 +339,46 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
         Raises:
             ValueError: a name is not trained here or has another number of rows, or a factor is
-                not finite; nothing is changed.
+                not finite; or ranks that share parameters give other factors, naming them; nothing
+                is changed.
             BrokenOffError: the last step, load or scaling was broken off half-way.
         """
         self.step_mark.check("scale_rows_")
         self.finish_param_sync()
         self.make_current()
+        check_write(self.sharers(), "scale_rows_", factors, self.device)
         mains = [swap.mains for swap in self.averages.swaps]
         with self.step_mark.step(self):
             scale_rows_(mains, factors, self.step_mark)
             self.averages.share()
 
-    @abstractmethod
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Take the model's present values into the main params, dropping their extra bits.
+        Collective if ranks share parameters.
 
         Needed only after writes that leave no trace (``param.data.copy_(...)``): others are noticed
         by themselves. Loaded remainders that belong to other weights are dropped, too.
 
         Args:
             state_dict: full-precision values by FQN, used instead of the model's where given.
+
+        Raises:
+            ValueError: ranks that share parameters are given other values, naming them; nothing is
+                changed.
         """
+        self.step_mark.check_lent("reload_model_params")
+        values = state_dict or {}
+        check_write(self.sharers(), "reload_model_params", values, self.device)
+        self.take_model_params(values)
+
+    @abstractmethod
+    def take_model_params(self, values: Mapping[str, Any]) -> None:
+        """What :meth:`reload_model_params` does, with nothing compared."""
+
+    @abstractmethod
+    def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
+        """The name of each trained parameter, and the groups of ranks that have copies or other
+        parts of it: what one of them writes, all have to."""
 
     @abstractmethod
     def offload_to_cpu(self) -> None:

@@ -1,13 +1,13 @@
-"""Ranks that hold parts of the same parameters compare what they step them with.
+"""Ranks that hold parts or copies of the same parameters compare what they step them with.
 
-Here it is put into a number; :func:`~mp_optim.precision.measure.agree` compares the numbers, in the
-reduction of the norm.
+What is compared is all of the config and of the groups' settings, so that nothing can be forgotten:
+here it is put into lines, whose number travels; the lines are read where the numbers differ.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,19 +15,50 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from mp_optim.config import OptimizerConfig
 from mp_optim.precision.measure import NormKey
-from mp_optim.ranks.agreement import difference_told
+from mp_optim.ranks.agreement import (
+    check_agreement,
+    difference_told,
+    number_of,
+)
+from mp_optim.ranks.missing_ranks import learn_addresses
 from mp_optim.slots import ParamGroups, Slot, slot_name
 from mp_optim.slots.tensor_layout import ranks_of_copies
 
+_OF_ONE_RANK = ("timers", "host_threads", "host_cores")
+_OF_ONE_MACHINE = ("optimizer_state_path",)
+"""Paths, of which only the use is compared."""
 _NOT_COMPARED = ("params", "param_names", "fqns")
-_OF_CONFIG = (
-    "optimizer",
-    "clip_grad",
-    "grad_norm_skip_threshold",
-    "skip_step_sigma_factor",
-    "skip_step_rolling_interval_length",
-)
+
+
+def of_config(config: OptimizerConfig) -> list[str]:
+    """Each field that is not a rank's own affair."""
+    said = {spec.name: getattr(config, spec.name) for spec in fields(config)}
+    for name in _OF_ONE_RANK:
+        del said[name]
+    for name in _OF_ONE_MACHINE:
+        said[name] = said[name] if said[name] is None else "a path"
+    return [f"{name}={_plain(value)!r}" for name, value in said.items()]
+
+
+def of_groups(groups: ParamGroups, indices: Iterable[int] | None = None) -> list[str]:
+    """The settings of some groups, or of all, one a line; a group is named by its first parameter,
+    for ranks may number theirs otherwise."""
+    return [
+        f"{name}={_plain(value)!r} of the group of {slot_name(groups, Slot(index, 0))}"
+        for index in (range(len(groups)) if indices is None else indices)
+        for name, value in sorted(groups[index].items())
+        if name not in _NOT_COMPARED
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """A value to compare; what lies on a device is not waited for."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" else "on a device"
+    kinds = (bool, int, float, str, tuple, list, torch.dtype, Mapping, type(None))
+    return value if isinstance(value, kinds) else type(value)
 
 
 class SettingsAlike:
@@ -47,40 +78,56 @@ class SettingsAlike:
     ) -> None:
         self._groups: dict[NormKey, dict[int, None]] = {}
         self.copies: dict[NormKey, dict[ProcessGroup, None]] = {}
-        self._ranks: dict[int, None] = {}
         self.said: list[str] = []
+        self._ranks: dict[int, None] = {}
         for slot, param, key in zip(slots, params, keys, strict=True):
             if isinstance(param, DTensor) and key.shard_groups:
+                copies = dict.fromkeys(ranks_of_copies(param))
+                self.copies.setdefault(key, {}).update(copies)
                 if key not in self._groups:
                     self._ranks |= dict.fromkeys(
                         param.device_mesh.mesh.reshape(-1).tolist()
                     )
-                self.copies.setdefault(key, {}).update(
-                    dict.fromkeys(ranks_of_copies(param))
-                )
                 self._groups.setdefault(key, {})[slot.group] = None
+
+    def check(
+        self, config: OptimizerConfig, groups: ParamGroups, device: torch.device
+    ) -> None:
+        """Compare all settings, before what they say is done. Collective.
+
+        Raises:
+            ValueError: ranks have others, naming them.
+        """
+        for key, indices in self._groups.items():
+            over, said = [*key.shard_groups, *self.copies[key]], of_config(config)
+            said += of_groups(groups, indices)
+            doing, what = "comparing the ranks' settings", "split parameters"
+            check_agreement(over, said, device, doing, what, _THEN)
+            for group in over:
+                learn_addresses(group)
 
     def numbers(
         self,
-        config: Any,
+        config: OptimizerConfig,
         groups: ParamGroups,
         keys: Sequence[NormKey],
         all_keys: Sequence[NormKey],
     ) -> dict[NormKey, int]:
-        """A number for each norm key of split parameters, made of the settings of this step.
+        """A number for each norm key of split parameters, made of the settings of this step, for
+        :func:`~mp_optim.precision.measure.agree` to compare in the reduction of the norm.
 
         Args:
             keys: of this step's gradients.
         """
         if not self._groups:
             return {}
-        self.said = [f"{name}={getattr(config, name, None)!r}" for name in _OF_CONFIG]
+        self.said = of_config(config)
         common, numbers = list(self.said), {}
         for key, indices in self._groups.items():
             count = len(keys) if len(all_keys) == 1 else keys.count(key)
-            said = [line for index in indices for line in _settings(groups, index)]
+            said = of_groups(groups, indices)
             said.append(f"gradients of {count} parameters split alike")
-            numbers[key] = zlib.crc32("\n".join([*common, *said]).encode())
+            numbers[key] = number_of([*common, *said])
             self.said += said
         return numbers
 
@@ -90,32 +137,13 @@ class SettingsAlike:
         return sorted(self._ranks)
 
 
+_THEN = "; nothing was stepped"
+
+
 def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
     """How the ranks that hold the same parameters differ in what they would step them with; for
     all that noticed to ask, each when it does."""
     said = [line for settings in parts for line in settings.said]
     ranks = sorted({rank for settings in parts for rank in settings.ranks})
     how = difference_told(said, ranks)
-    return ValueError(
-        f"the ranks that share split parameters disagree: {how}; nothing was stepped"
-    )
-
-
-def _settings(groups: ParamGroups, index: int) -> list[str]:
-    first = slot_name(groups, Slot(index, 0))
-    return [
-        f"{name}={_plain(value)!r} of the group of {first}"
-        for name, value in sorted(groups[index].items())
-        if name not in _NOT_COMPARED
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """A value to compare; what lies on a device is not waited for."""
-    if isinstance(value, Tensor):
-        return value.tolist() if value.device.type == "cpu" else "on a device"
-    return (
-        value
-        if isinstance(value, (bool, int, float, str, tuple, list, torch.dtype, Mapping))
-        else type(value)
-    )
+    return ValueError(f"the ranks that share split parameters disagree: {how}{_THEN}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -259,9 +259,12 @@ class WrappedOptimizer(MegatronOptimizer):
     def has_quantized_params(self) -> bool:
         return any(self._table.quantized)
 
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        self.step_mark.check_lent("reload_model_params")
-        self._mains.reload(state_dict or {})
+    def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
+        for slot in self._mains.trained_slots():
+            yield self.slot_name(slot), self._mains.sharers(slot)
+
+    def take_model_params(self, values: Mapping[str, Any]) -> None:
+        self._mains.reload(values)
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)

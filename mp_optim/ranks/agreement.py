@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import hashlib
 import time
-import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store
 
-from mp_optim.ranks.missing_ranks import call, wait_for
+from mp_optim.ranks.missing_ranks import (
+    naming_missing_ranks,
+    shared_store,
+    wait_for,
+)
 
 _PATIENCE = 5.0
 """Seconds within which every rank that is still there has noticed a failure too."""
+_GRACE = 2.0
+"""Seconds for the others to read what was told."""
 
 
 def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str | None:
@@ -44,67 +49,115 @@ def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str 
     return "; ".join(differences) or None
 
 
-def check_agreement(group: ProcessGroup, lines: Sequence[str], what: str) -> None:
-    """Compare a description between the ranks of a group. Collective.
+def check_agreement(
+    groups: Sequence[ProcessGroup],
+    lines: Sequence[str],
+    device: torch.device,
+    doing: str,
+    what: str,
+    then: str = "",
+) -> None:
+    """Compare a description between the ranks of all these groups: one reduction of two numbers
+    over each while they agree. Collective.
+
+    Args:
+        lines: the description.
+        device: where the numbers lie, if the groups communicate from there.
+        doing: what to say of it if a rank is missing.
+        what: ranks share whose descriptions these are. then: follows from a disagreement.
 
     Raises:
         ValueError: on every rank, naming those that differ and how.
+        MissingRanksError: a rank does something else, or is gone.
     """
-    digests: list[str] = [""] * group.size()
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    call(group, lambda: dist.all_gather_object(digests, digest, group=group))
-    if len(set(digests)) == 1:
+    number = number_of(lines)
+    extremes = torch.tensor([number, -number], dtype=torch.int64)
+    most, least = _largest(extremes, groups, device, doing).tolist()
+    if most == -least:
         return
-    described: list[Sequence[str]] = [()] * group.size()
-    call(group, lambda: dist.all_gather_object(described, list(lines), group=group))
-    raise ValueError(
-        f"the ranks that share {what} disagree: "
-        f"{difference(described, dist.get_process_group_ranks(group))}"
-    )
+    here = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    here[dist.get_rank()] = 1
+    others = _largest(here, groups, device, doing)
+    ranks = others.nonzero().flatten().tolist()
+    how = difference_told(lines, ranks)
+    raise ValueError(f"the ranks that share {what} disagree: {how}{then}")
 
 
-def check_number(
-    group: ProcessGroup,
-    text: Callable[[], Sequence[str]],
+def _largest(
+    numbers: Tensor,
+    groups: Sequence[ProcessGroup],
     device: torch.device,
-    what: str,
-) -> None:
-    """The same, for every step: one reduction of two numbers while ranks agree."""
-    number = zlib.crc32("\n".join(text()).encode())
-    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    wait_for(
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True),
-        group,
-        device,
-    )
-    most, least = extremes.tolist()
-    if most != -least:
-        check_agreement(group, text(), what)
+    doing: str,
+) -> Tensor:
+    """Each number's largest value among the ranks of all these groups."""
+    for group in groups:
+        numbers = numbers.to(_served(group, device))
+        with naming_missing_ranks(group)(doing):
+            work = dist.all_reduce(
+                numbers, op=dist.ReduceOp.MAX, group=group, async_op=True
+            )
+            wait_for(work, group, numbers.device)
+    return numbers
 
 
-_told: Counter[tuple[int, ...]] = Counter()
-"""How often these ranks told each other how they differ."""
+def _served(group: ProcessGroup, device: torch.device) -> torch.device:
+    """The device, or the group's own if it communicates from others only."""
+    kinds = {known.type: known for known in group._device_types}
+    return device if device.type in kinds else next(iter(kinds.values()))
+
+
+def number_of(lines: Sequence[str]) -> int:
+    """A number of 56 bits for a description."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
     """How ranks differ in what they say, told through the store: no collective, so that each may
-    ask when it notices.
+    ask when it notices. The first of them compares, and lets the others know.
 
     Args:
         ranks: global numbers of those that notice, this one among them.
     """
-    _told[tuple(ranks)] += 1
-    topic = f"mp_optim/difference/{'-'.join(map(str, ranks))}/{_told[tuple(ranks)]}"
-    store, keys = _get_default_store(), {rank: f"{topic}/{rank}" for rank in ranks}
-    store.set(keys[dist.get_rank()], "\n".join(lines))
-    deadline = time.monotonic() + _PATIENCE
+    own, first = dist.get_rank(), ranks[0]
+    topic = f"difference/{'-'.join(map(str, ranks))}"
+    try:
+        times = shared_store(topic).add(str(own), 1)
+        store = shared_store(f"{topic}/{times}")
+        store.set(str(own), "\n".join(lines))
+        if own == first:
+            how = _compared(store, ranks)
+            store.set("how", how)
+            others = len(ranks) - 1  # this process may keep the store
+            _wait_until(lambda: store.add("read", 0) == others, _GRACE)
+        elif _wait_until(lambda: store.check(["how"]), _PATIENCE + _GRACE):
+            how = store.get("how").decode()
+            store.add("read", 1)
+        else:
+            how = f"rank {first} did not say what it has"
+    except RuntimeError:  # the store is gone, and the rank that kept it
+        return "they cannot say how: the store is gone"
+    return how or "they do not say how"
+
+
+def _compared(store: Store, ranks: Sequence[int]) -> str:
     silent = list(ranks)
-    while silent and time.monotonic() < deadline:
-        silent = [rank for rank in silent if not store.check([keys[rank]])]
-        time.sleep(0.05 if silent else 0.0)
+
+    def have_spoken() -> bool:
+        silent[:] = [rank for rank in silent if not store.check([str(rank)])]
+        return not silent
+
+    _wait_until(have_spoken, _PATIENCE)
     told = [rank for rank in ranks if rank not in silent]
-    how = difference(
-        [store.get(keys[rank]).decode().splitlines() for rank in told], told
-    )
+    said = [store.get(str(rank)).decode().splitlines() for rank in told]
     quiet = f"ranks {silent} did not say what they have" if silent else ""
-    return "; ".join(filter(None, (how, quiet))) or "they do not say how"
+    return "; ".join(filter(None, (difference(said, told), quiet)))
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -56,13 +56,16 @@ SCENARIOS = [
     Scenario("objects"),
     Scenario("optim", "stop"),
     Scenario("optim", "stop", gone=(0,)),
+    Scenario("optim", "stop", gone=(0,), busy=1),  # the others have ended when it fails
     Scenario("fsdp2", "stop"),
     Scenario("optim", busy=1),
     Scenario("objects", busy=1),
 ]
+DISAGREE = Scenario("fsdp2", "disagree", gone=())
+"""Nobody leaves before rank 1 has another learning rate, and then all at once."""
 
 
-def stepping(strategy: str) -> Callable[[], Any]:
+def stepping(strategy: str, other_settings: bool = False) -> Callable[[], Any]:
     """A trained model, and what is to be called next."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -77,6 +80,8 @@ def stepping(strategy: str) -> Callable[[], Any]:
             overlap_grad_reduce=False,
         )
     optimizer = get_megatron_optimizer(config, model)
+    if other_settings:
+        optimizer.param_groups[0]["lr"] = 1e-2
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 16)).sum().backward()
@@ -130,6 +135,10 @@ def run(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=60),
     )
+    if scenario == DISAGREE:
+        dist.barrier()
+        write(scenario, rank, folder, lambda: stepping("fsdp2", rank == 1))
+        os._exit(0)
     act = objects() if scenario.where == "objects" else stepping(scenario.where)
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=TIMEOUT))
@@ -137,15 +146,22 @@ def run(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
         leave(scenario.how)
     if rank == scenario.busy:
         time.sleep(2.5)
+    write(scenario, rank, folder, act)
+    time.sleep(1.0)  # a program that handles the error does not end at once
+    os._exit(0)
+
+
+def write(
+    scenario: Scenario, rank: int, folder: Path, act: Callable[[], object]
+) -> None:
+    """What a rank is told, and after how long."""
     began, told = time.monotonic(), "no error"
     try:
         act()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         told = f"{type(error).__name__}: {error}"
     found = {"told": told, "seconds": time.monotonic() - began}
     (folder / f"{scenario.name}-{rank}.json").write_text(json.dumps(found))
-    time.sleep(1.0)  # a program that handles the error does not end at once
-    os._exit(0)
 
 
 def free_port() -> int:
@@ -188,6 +204,10 @@ def main(folder: Path, scenarios: list[Scenario], together: int) -> None:
 if __name__ == "__main__":
     main(
         Path(sys.argv[1]),
-        [scenario for scenario in SCENARIOS if sys.argv[2] in scenario.name],
+        [
+            scenario
+            for scenario in (*SCENARIOS, DISAGREE)
+            if sys.argv[2] in scenario.name
+        ],
         together=6,
     )

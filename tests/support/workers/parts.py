@@ -297,6 +297,18 @@ def step_otherwise(what: str, strategy: str) -> dict[str, Any]:
     return {"told": told, "kept": before == digest(model)}
 
 
+OTHER_SETTINGS: dict[str, Any] = {
+    "clip_grad": 2.0,
+    "ema_decay": 0.9,
+    "grad_norm_skip_threshold": 5.0,
+    "log_num_zeros_in_grad": True,
+    "log_param_grad_norms": 3,
+    "log_update_ratios_interval": 1,
+    "skip_step_sigma_factor": 3.0,
+}
+"""Each alone on one rank."""
+
+
 def fsdp_disagrees(what: str) -> dict[str, Any]:
     """The same with FSDP2, where the last rank has other settings."""
     odd = dist.get_rank() == RANKS - 1
@@ -304,8 +316,8 @@ def fsdp_disagrees(what: str) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     settings: dict[str, Any] = {"lr": 1e-2, "clip_grad": 1.0}
-    if what == "config" and odd:
-        settings["clip_grad"] = 2.0
+    if what in OTHER_SETTINGS and odd:
+        settings[what] = OTHER_SETTINGS[what]
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
     seconds, told = 0.0, []
     for step in range(3):
@@ -375,7 +387,8 @@ def main(directory: str) -> None:
         (what, strategy): step_otherwise(what, strategy) for what, strategy in OTHERWISE
     }
     found["fsdp"] = {
-        what: fsdp_disagrees(what) for what in ("nothing", "lr", "config", "gradient")
+        what: fsdp_disagrees(what)
+        for what in ("nothing", "lr", "gradient", *OTHER_SETTINGS)
     }
     found["twice"] = called_twice()
     global FOLDER

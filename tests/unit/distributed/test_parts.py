@@ -8,7 +8,14 @@ from mp_optim.precision.device_verdict import decide_on_device
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.verdict import decide
 from support.launch import results_of_ranks
-from support.workers.parts import KEPT_WHOLE, OTHERWISE, PROGRAMS, RANKS, SHARED
+from support.workers.parts import (
+    KEPT_WHOLE,
+    OTHER_SETTINGS,
+    OTHERWISE,
+    PROGRAMS,
+    RANKS,
+    SHARED,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +86,10 @@ def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
             f"{alike} 'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01"
             in found["lr"][1]
         )
-        for told in found["config"]:
-            assert (
-                f"{alike} 'clip_grad=2.0' where rank 0 has 'clip_grad=1.0'; nothing was stepped"
-                in told
-            )
+        for name, value in OTHER_SETTINGS.items():
+            for told in found[name]:
+                assert f"{alike} '{name}={value}' where rank 0 has '{name}=" in told
+                assert told.endswith("; nothing was stepped")
         for told in found["gradient"]:
             assert f"{alike} 'gradients of 3 parameters split alike'" in told
         assert max(run["seconds"] for run in rank["fsdp"].values()) < 4

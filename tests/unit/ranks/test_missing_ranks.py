@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from mp_optim.ranks.presence import Address, exists, own_address
-from support.launch import run, start
-from support.workers.missing_ranks import RANKS, SCENARIOS, TIMEOUT
+from support.launch import results_of_ranks, run, start
+from support.workers.missing_ranks import DISAGREE, RANKS, SCENARIOS, TIMEOUT
 
 SECONDS = 10.0
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,23 @@ def test_the_ranks_that_are_gone_are_named_and_no_others(told, scenario):
                 in found["told"]
             ), found
         waits = TIMEOUT if scenario.how == "stop" else 0.0
+        if scenario.how == "stop" and scenario.busy is not None:
+            waits += 2.5  # it asks a store that does not answer once more
         assert found["seconds"] < SECONDS + waits, found
+
+
+def test_ranks_that_differ_are_named_though_the_store_ends_with_the_first(told):
+    for rank in range(RANKS):
+        said = told[f"{DISAGREE.name}-{rank}"]["told"]
+        assert said.startswith("ValueError: the ranks that share split parameters")
+        assert "rank 1 has 'lr=0.01 of the group of 0.weight'" in said
+
+
+def test_a_failure_is_forgotten_when_the_job_begins_again(tmp_path):
+    """The store is the same, and so are all names; nobody is late by the new timeout."""
+    for failed, again in results_of_ranks("lives", 2, tmp_path):
+        assert failed.startswith("MissingRanksError: ")
+        assert again == "no error"
 
 
 def test_a_process_is_there_until_it_ends():

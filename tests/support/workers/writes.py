@@ -1,0 +1,132 @@
+"""Three gloo processes that write outside of a step, one of them otherwise than the others."""
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from mp_optim import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ProcessGroups,
+    get_megatron_optimizer,
+)
+
+RANKS, ODD = 3, 1
+LAYOUTS = ["no_shard", "optim", "fsdp2", "hsdp", "tp"]
+OTHERWISE = ["nothing", "factors", "one factor", "name", "unknown", "values"]
+CASES = [
+    (layout, what)
+    for layout in LAYOUTS
+    for what in OTHERWISE
+    if what != "values" or layout not in ("fsdp2", "hsdp")  # a DTensor's are parts
+]
+ALONE = ["scale_rows_", "reload_model_params"]
+
+
+def built(layout: str, group: Any = None) -> tuple[nn.Module, MegatronOptimizer]:
+    """A model in bf16 after a step, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 12, bias=False).bfloat16()
+    config = OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=False)
+    groups = None
+    if layout in ("no_shard", "optim"):
+        config.use_distributed_optimizer = True
+        config.data_parallel_sharding_strategy = layout
+        groups = ProcessGroups(dp=group)
+    elif layout == "tp":
+        groups = ProcessGroups(tp=dist.group.WORLD, grad_stats=dist.group.WORLD)
+    else:
+        sizes = (RANKS,) if layout == "fsdp2" else (RANKS, 1)
+        names = ("shard",) if layout == "fsdp2" else ("copies", "shard")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        fully_shard(model, mesh=mesh)
+    optimizer = get_megatron_optimizer(config, model, process_groups=groups)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: MegatronOptimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 8).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+
+
+def whole(model: nn.Module) -> list[float]:
+    weight = model.weight.detach()
+    full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return full.float().flatten().tolist()
+
+
+def told_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def write(layout: str, what: str) -> dict[str, Any]:
+    """What a rank is told, and its weights before, after, and after one more step."""
+    model, optimizer = built(layout)
+    odd = dist.get_rank() == ODD
+    values = torch.arange(96.0).view(12, 8) / 50
+    factors = {"weight": torch.full((12,), 0.5)}
+    if odd and what == "factors":
+        factors["weight"] = factors["weight"] * 1.5
+    if odd and what == "one factor":
+        factors["weight"][7] = 0.25
+    if odd and what == "name":
+        factors = {}
+    if odd and what == "unknown":
+        factors["wieght"] = factors["weight"]
+    if odd and what == "values":
+        values[3, 3] = 9.0
+    before = whole(model)
+    if what == "values":
+        told = told_by(lambda: optimizer.reload_model_params({"weight": values}))
+    else:
+        told = told_by(lambda: optimizer.scale_rows_(factors))
+    found = {"told": told, "before": before, "after": whole(model)}
+    step(model, optimizer)
+    return {**found, "stepped": whole(model)}
+
+
+def alone(what: str) -> str:
+    """One rank writes, and all of them go on with a step."""
+    impatient = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=3))
+    model, optimizer = built("no_shard", impatient)
+
+    def go() -> None:
+        if dist.get_rank() == ODD and what == "scale_rows_":
+            optimizer.scale_rows_({"weight": torch.full((12,), 0.5)})
+        if dist.get_rank() == ODD and what == "reload_model_params":
+            optimizer.reload_model_params()
+        step(model, optimizer)
+
+    return told_by(go)
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {
+        f"{layout} {what}": write(layout, what) for layout, what in CASES
+    }
+    for what in ALONE:
+        found[what] = alone(what)
+    torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,43 @@
+"""Ranks that share parameters write the same outside of a step, or are told who does not."""
+
+import pytest
+
+from support.launch import results_of_ranks
+from support.workers.writes import ALONE, CASES, ODD, RANKS
+
+SAYS = {
+    "factors": "rank 1 has 'weight: torch.float32 of shape (12,) from 0.75 to 0.75,",
+    "one factor": "rank 1 has 'weight: torch.float32 of shape (12,) from 0.25 to 0.5,",
+    "name": "rank 1 has 'nothing' where rank 0 has 'weight: torch.float32 of shape (12,)",
+    "unknown": "rank 1 has 'wieght: torch.float32 of shape (12,) from 0.5 to 0.5,",
+    "values": "rank 1 has 'weight: torch.float32 of shape (12, 8) from 0 to 9,",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What the ranks of workers/writes.py found."""
+    return results_of_ranks("writes", RANKS, tmp_path_factory.mktemp("writes"))
+
+
+@pytest.mark.parametrize("layout, what", CASES)
+def test_a_rank_that_writes_something_else_is_named_and_nothing_changes(
+    ranks, layout, what
+):
+    runs = [rank[f"{layout} {what}"] for rank in ranks]
+    for run in runs:
+        if what == "nothing":
+            assert run["told"] == "no error"
+            assert run["after"] != run["before"]
+        else:
+            assert SAYS[what] in run["told"], run
+            assert run["told"].endswith("; nothing was changed")
+            assert run["after"] == run["before"]
+        assert run["stepped"] == runs[0]["stepped"] != run["after"]
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_a_rank_that_writes_alone_is_named(ranks, what):
+    for rank in ranks:
+        assert f"rank {ODD} was comparing what {what} is given" in rank[what]
+        assert "each of ranks 0, 2 was reducing the gradients" in rank[what]
