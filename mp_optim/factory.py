@@ -33,10 +33,20 @@ from mp_optim.process.caller_warnings import warn
 from mp_optim.process.host_share import host_share, use_accelerator
 from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
-from mp_optim.slots.param_attributes import has_partition_dim, is_tensor_parallel
+from mp_optim.slots.param_attributes import (
+    has_partition_dim,
+    is_tensor_parallel,
+    partition_dim,
+    partition_sizes,
+    partition_stride,
+)
+from mp_optim.slots.partition import partition
 from mp_optim.update import check_serves, set_host_cores, set_host_threads
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.rules import CLASSES, construction_of, settings_of
+
+_OVER_PARTS = ("muon", "stable_adamw")
+"""Rules that see a parameter whole that plain tensor parallelism cuts."""
 
 
 def build(
@@ -100,13 +110,14 @@ def build(
 def _check_partitions(
     config: OptimizerConfig, groups: Sequence[Mapping[str, Any]], ranks: ProcessGroups
 ) -> None:
-    """Raise unless muon can know how the matrices are split that it has to gather, and may do so
-    when it steps."""
-    if config.optimizer != "muon" or config.muon_tp_mode == "blockwise":
+    """Raise unless a rule that needs parameters whole, which plain tensor parallelism cuts, can
+    know how, and may communicate when it steps."""
+    rule = config.optimizer
+    if rule not in _OVER_PARTS or config.muon_tp_mode == "blockwise":
         return
     for group in groups:
         tp = ranks.expert_tp if group.get("is_expert_parallel", False) else ranks.tp
-        if tp is None or tp.size() == 1 or group.get("optimizer", "muon") != "muon":
+        if tp is None or tp.size() == 1 or group.get("optimizer", rule) != rule:
             continue
         for index, param in enumerate(group["params"]):
             if not is_tensor_parallel(param):
@@ -114,13 +125,30 @@ def _check_partitions(
             name = (group.get("param_names") or {index: f"param{index}"})[index]
             if config.may_offload and config.offload_mode == "speculative":
                 raise ValueError(
-                    f"offload_mode='speculative': muon steps {name}, which is split over ranks, by "
-                    "a collective, which may not meet those of backward; use 'overlap'"
+                    f"offload_mode='speculative': {rule} steps {name}, which is split over ranks, "
+                    "by a collective, which may not meet those of backward; use 'overlap'"
                 )
-            if not has_partition_dim(param):
+            if rule != "muon" and config.may_offload and config.has_windows:
+                raise ValueError(
+                    f"optimizer={rule!r}: {name} is split over ranks by tensor parallelism and "
+                    "stepped by a collective, and ranks may cut other windows; leave "
+                    "offload_place at 'host' and optimizer_state_path at None"
+                )
+            if rule == "muon" and not has_partition_dim(param):
                 raise ValueError(
                     f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot "
                     "gather it: set the attribute, or muon_tp_mode='blockwise'"
+                )
+            dim = partition_dim(param)
+            if rule == "muon" and dim is not None:
+                partition(
+                    name,
+                    param.shape,
+                    dim,
+                    stride=partition_stride(param),
+                    sizes=partition_sizes(param),
+                    rank=0,
+                    size=tp.size(),
                 )
 
 

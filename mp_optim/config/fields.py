@@ -18,7 +18,8 @@ class ConfigFields:
     optimizer: str = "adam"
     """The rule: adam (AdamW unless decoupled_weight_decay is off), stable_adamw (AdamW with each
     parameter's step clipped), sgd, lamb, lion, adafactor, or muon for matrices with
-    ``muon_scalar_optimizer`` for the rest."""
+    ``muon_scalar_optimizer`` for the rest. Of what plain tensor parallelism cuts, lamb and
+    adafactor see each rank's part as a parameter of its own."""
     lr: float | None = None
     """Learning rate; the max_lr of every param group. Required."""
     min_lr: float | None = None

@@ -19,6 +19,7 @@ from mp_optim.slots.param_attributes import (
     FlatRanges,
     ShardInfo,
     norm_attributes,
+    partition_blocks,
     partition_dim,
     set_main_grad,
     set_norm_attributes,
@@ -205,12 +206,14 @@ def make_shard(
         param.shape,
         param.numel() if placed_alike else None,
         partition_dim(param),
+        partition_blocks(param),
         None if keeps_shape or located is None else _ranges(*located),
     )
     set_shard_info(tensor, info)
     attributes = norm_attributes(param)
     if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions
-        attributes.pop("partition_dim", None)
+        for name in ("partition_dim", "partition_stride", "partition_sizes"):
+            attributes.pop(name, None)
     set_norm_attributes(tensor, attributes)
     grad = None
     if located is not None:

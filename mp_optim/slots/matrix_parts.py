@@ -54,14 +54,21 @@ def range_of(box: Box, first: int, stop: int) -> Part:
     return tuple(part)
 
 
-def parts_of_range(box: Box, first: int, stop: int, matrices: int) -> list[Part]:
-    """Of a stack of rectangles that is flattened, elements [first, stop): the part of each
-    matrix."""
-    starts = range(0, box.numel * matrices, box.numel) if box.numel else [0] * matrices
+def parts_of_range(part: Part, first: int, stop: int, matrices: int) -> list[Part]:
+    """Of a stack of parts that is flattened, elements [first, stop): the part of each matrix."""
+    numel = numel_of(part)
     return [
-        range_of(box, max(first - start, 0), min(stop - start, box.numel))
-        for start in starts
+        _range_of_part(part, first - start, stop - start)
+        for start in (index * numel for index in range(matrices))
     ]
+
+
+def _range_of_part(part: Part, first: int, stop: int) -> Part:
+    found: list[Box] = []
+    for box in part:
+        found += range_of(box, max(first, 0), min(stop, box.numel))
+        first, stop = first - box.numel, stop - box.numel
+    return tuple(found)
 
 
 class Grid(NamedTuple):

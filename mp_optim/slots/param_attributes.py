@@ -18,6 +18,8 @@ _NORM_ATTRIBUTES = (
     "shared",
     "tensor_model_parallel",
     "partition_dim",
+    "partition_stride",
+    "partition_sizes",
     "grad_norm_group",
 )
 
@@ -126,6 +128,19 @@ def partition_sizes(param: Tensor) -> tuple[int, ...] | None:
     """``partition_sizes``: what a rank has of blocks that are not equal; None if they are."""
     sizes = getattr(param, "partition_sizes", None)
     return None if sizes is None else tuple(map(int, sizes))
+
+
+def partition_blocks(param: Tensor) -> tuple[int, ...]:
+    """What a rank has of each block along ``partition_dim``, one after the other; of a dimension
+    that is no such blocks, all of it as one."""
+    dim = partition_dim(param)
+    if dim is None or dim >= param.dim():
+        return ()
+    sizes, stride = partition_sizes(param), partition_stride(param)
+    length = param.shape[dim]
+    if sizes is not None:
+        return sizes if sum(sizes) == length else (length,)
+    return (length // stride,) * stride if stride and not length % stride else (length,)
 
 
 def is_dense_in_megatron(param: Tensor) -> bool:
@@ -239,6 +254,7 @@ class ShardInfo:
         whole_shape: of the parameter, if the tensor is a range of its flattened elements.
         offload_share: elements by which it is placed on device or host, if not its own number.
         partition_dim: of the parameter, along which tensor parallelism cuts it.
+        partition_blocks: what is here of each block along it.
         owned: of the ranks of ``shard_groups``, in order, the range of flattened elements that each
             has; None if they are not split.
     """
@@ -248,6 +264,7 @@ class ShardInfo:
     whole_shape: torch.Size | None = None
     offload_share: int | None = None
     partition_dim: int | None = None
+    partition_blocks: tuple[int, ...] = ()
     owned: FlatRanges | None = None
 
 

@@ -11,36 +11,76 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from mp_optim.slots.matrix_parts import Box, Grid, MatrixParts, parts_of_range
+from mp_optim.slots.matrix_parts import (
+    Box,
+    Grid,
+    MatrixParts,
+    Part,
+    parts_of_range,
+)
 from mp_optim.slots.param_attributes import FlatRanges
+from mp_optim.slots.partition import Partition
 
 
 @cache
 def parts_of_ranges(
-    shape: tuple[int, ...], owned: FlatRanges, dim: int, ranks: int
+    shape: tuple[int, ...],
+    owned: FlatRanges,
+    dim: int,
+    ranks: int,
+    blocks: tuple[int, ...] = (),
 ) -> MatrixParts:
     """Of a parameter whose flattened elements ranks share.
 
     Args:
         shape: of what is flattened.
-        dim, ranks: tensor parallelism has cut matrices before, into so many equal parts: along
-            their rows (0) or columns (1).
+        dim, ranks, blocks: tensor parallelism has cut matrices before, see
+            :func:`parts_of_blocks`.
     """
     *leading, rows, columns = shape
     matrices, ranges = math.prod(leading), owned.ranges()
-    boxes = [Box(0, 0, rows, columns)]
-    if ranks > 1 and dim == 0:
-        boxes = [Box(rows * rank, 0, rows, columns) for rank in range(ranks)]
-    elif ranks > 1:
-        boxes = [Box(0, columns * rank, rows, columns) for rank in range(ranks)]
+    parts = _blocks(rows, columns, dim, ranks, blocks)
     of_ranks = [
-        parts_of_range(box, start, stop, matrices)
+        parts_of_range(part, start, stop, matrices)
         for start, stop in ranges
-        for box in boxes
+        for part in parts
     ]
     grid = Grid((len(ranges), ranks) if ranks > 1 else (len(ranges),))
     rows, columns = (rows * ranks, columns) if dim == 0 else (rows, columns * ranks)
     return MatrixParts(grid, rows, columns, tuple(zip(*of_ranks, strict=True)))
+
+
+@cache
+def parts_of_blocks(
+    shape: tuple[int, ...], dim: int, ranks: int, blocks: tuple[int, ...]
+) -> MatrixParts:
+    """Of a parameter that tensor parallelism cuts.
+
+    Args:
+        shape: of a rank's part.
+        dim: of the matrices: into equal parts along their rows (0) or columns (1).
+        blocks: what a rank has of each of the blocks along it, each of which is cut.
+    """
+    everything = FlatRanges((0, math.prod(shape)), 0, math.prod(shape))
+    parts = parts_of_ranges(shape, everything, dim, ranks, blocks)
+    return MatrixParts(Grid((ranks,)), parts.rows, parts.columns, parts.parts)
+
+
+def _blocks(
+    rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ...]
+) -> list[Part]:
+    """What each tensor-parallel rank has of a matrix, from the shape of what this one has."""
+    blocks = blocks or ((rows, columns)[dim],)
+    cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
+    boxes = [((0, 0), (rows, columns))]
+    if dim == 1 and len(blocks) > 1:  # in memory the blocks take turns, row by row
+        boxes = [((row, 0), (1, columns)) for row in range(rows)]
+    return [
+        tuple(
+            Box(*cut.offsets, *cut.sizes) for box in boxes for cut in cuts_of_rank(*box)
+        )
+        for cuts_of_rank in cuts
+    ]
 
 
 @cache

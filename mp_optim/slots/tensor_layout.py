@@ -19,10 +19,15 @@ from mp_optim.slots.matrix_parts import MatrixParts
 from mp_optim.slots.param_attributes import (
     FlatRanges,
     is_tensor_parallel,
+    partition_blocks,
     partition_dim,
     shard_info,
 )
-from mp_optim.slots.split_matrices import parts_of_ranges, parts_on_mesh
+from mp_optim.slots.split_matrices import (
+    parts_of_blocks,
+    parts_of_ranges,
+    parts_on_mesh,
+)
 
 _SPLITTING: tuple[type, ...] = (Shard, getattr(placement_types, "_StridedShard", Shard))
 """Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has
@@ -132,25 +137,29 @@ class FlatSplit:
 
     Attributes:
         group: ranks that share its elements; owned: which of them.
-        partition_dim, tensor_parallel: how tensor parallelism has cut it before, if it has.
+        partition_dim, blocks, tensor_parallel: how tensor parallelism has cut it before, if it has.
     """
 
     group: ProcessGroup
     owned: FlatRanges
     partition_dim: int | None = None
+    blocks: tuple[int, ...] = ()
     tensor_parallel: ProcessGroup | None = None
 
-    def cut(self, shape: tuple[int, ...], blockwise: bool) -> tuple[int, int]:
+    def cut(
+        self, shape: tuple[int, ...], blockwise: bool
+    ) -> tuple[int, int, tuple[int, ...]]:
         """How tensor parallelism cuts the matrices of what is flattened: the dimension, of the two
-        of a matrix, and the number of ranks; (0, 1) if it does not.
+        of a matrix, the number of ranks, and what each has of each block; (0, 1, ()) if it does
+        not.
 
         Args:
             blockwise: its parts are matrices of their own.
         """
         dim, ranks = self.partition_dim, self.tensor_parallel
         if blockwise or ranks is None or dim is None or dim < len(shape) - 2:
-            return 0, 1
-        return dim - (len(shape) - 2), ranks.size()
+            return 0, 1, ()
+        return dim - (len(shape) - 2), ranks.size(), self.blocks
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,9 @@ class Layout:
         shape, stride: of the whole; of a flat range that tensor parallelism cuts, too, of what is
             flattened.
         flat: of a flat range, who has the others.
+        blocks: of a plain part, what a rank has of each block along the dimension that is cut, if
+            they are several.
+        tensor_parallel: of a plain part or a flat range of one, the ranks that have the others.
     """
 
     device: torch.device
@@ -172,6 +184,8 @@ class Layout:
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     flat: FlatSplit | None = None
+    blocks: tuple[int, ...] = ()
+    tensor_parallel: ProcessGroup | None = None
 
     def _whole_matrices(self) -> list[Placement]:
         """The placements with the last two dimensions not split; a split of the others remains."""
@@ -223,16 +237,26 @@ class Layout:
             return parts_of_ranges(self.shape, self.flat.owned, *cut)
         if self.mesh is None or not self.is_shared(blockwise):
             return None
+        if self.blocks:
+            return self._parts_of_blocks()
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         cuts = tuple(each if splits(each) else None for each in self.placements)
         sides = tuple(self.mesh.shape), tuple(coordinate)
         return parts_on_mesh(self.shape, cuts, self._axes(), *sides)
 
+    def _parts_of_blocks(self) -> MatrixParts:
+        assert self.mesh is not None
+        dim, ranks = getattr(self.placements[0], "dim", 0), self.mesh.size()
+        shape = list(self.shape)
+        shape[dim] //= ranks
+        dim -= len(shape) - 2
+        return parts_of_blocks(tuple(shape), dim, ranks, self.blocks)
+
     def matrix_groups(self, blockwise: bool) -> tuple[ProcessGroup, ...]:
         """The process groups that span the grid of :meth:`matrix_parts`."""
         if self.flat is not None:
-            _, ranks = self.flat.cut(self.shape, blockwise)
+            _, ranks, _ = self.flat.cut(self.shape, blockwise)
             tensor_parallel = self.flat.tensor_parallel if ranks > 1 else None
             groups = self.flat.group, tensor_parallel
             return tuple(group for group in groups if group is not None)
@@ -279,6 +303,8 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
             tuple(param.shape),
             tuple(param.stride()),
         )
+    others = tensor_parallel if is_tensor_parallel(param) else None
+    others = None if others is None or others.size() == 1 else others
     info = shard_info(param)
     if (
         info.owned is not None
@@ -287,30 +313,28 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
     ):
         (group,) = info.shard_groups
         cut = info.partition_dim if is_tensor_parallel(param) else None
-        flat = FlatSplit(group, info.owned, cut, tensor_parallel)
-        return Layout(param.device, shape=tuple(info.whole_shape), flat=flat)
+        flat = FlatSplit(group, info.owned, cut, info.partition_blocks, tensor_parallel)
+        whole = tuple(info.whole_shape)
+        return Layout(param.device, shape=whole, flat=flat, tensor_parallel=others)
     dim = partition_dim(param)
-    if (
-        tensor_parallel is None
-        or tensor_parallel.size() == 1
-        or not is_tensor_parallel(param)
-        or dim is None
-    ):
-        return _whole(param.device)
-    shape = list(param.shape)
-    shape[dim] *= tensor_parallel.size()
+    if others is None or dim is None:
+        return _whole(param.device, others)
+    shape, blocks = list(param.shape), partition_blocks(param)
+    shape[dim] *= others.size()
     return Layout(
         param.device,
-        _mesh(tensor_parallel, param.device.type),
+        _mesh(others, param.device.type),
         (Shard(dim),),
         tuple(shape),
         torch.empty(shape, dtype=torch.float32, device="meta").stride(),
+        blocks=blocks if len(blocks) > 1 else (),
+        tensor_parallel=others,
     )
 
 
 @cache
-def _whole(device: torch.device) -> Layout:
-    return Layout(device)
+def _whole(device: torch.device, tensor_parallel: ProcessGroup | None) -> Layout:
+    return Layout(device, tensor_parallel=tensor_parallel)
 
 
 @cache

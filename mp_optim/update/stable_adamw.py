@@ -12,11 +12,12 @@ from torch import Tensor
 
 from mp_optim.config.setting_checks import check_stable_adamw_settings
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.slots.tensor_layout import Layout, Part
 from mp_optim.update.adam import adam_moments, adam_unread_moments
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import StableScalars, TensorLists
 from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.shard_sums import reduce_rows
+from mp_optim.update.shard_sums import Groups, reduce_rows
 from mp_optim.update.state_format import StatePrecision
 
 
@@ -68,7 +69,7 @@ class StableAdamW(RuleOptimizer):
         return adam_unread_moments(group)
 
     def is_collective(self, update: SlotUpdate) -> bool:
-        return bool(update.shard_groups)
+        return bool(_parts_over(update.shard_groups, update.layout))
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_stable_adamw_settings(group)
@@ -93,11 +94,13 @@ class StableAdamW(RuleOptimizer):
     ) -> None:
         scalars = StableScalars.at(group, step)
         sums = backend.stable_adamw_sums(lists, scalars, multiplier)
-        reduce_rows(sums, updates.shard_groups, "adding up StableAdamW's sums")
         parts = [
             self._groups[slot.group].parts[slot.position] for slot in updates.slots
         ]
-        sizes = [part.shape.numel() for part in parts]
+        layouts = updates.layouts or [None] * len(parts)
+        over = list(map(_parts_over, updates.shard_groups, layouts))
+        reduce_rows(sums, over, "adding up StableAdamW's sums")
+        sizes = list(map(_numel, parts, layouts))
         clipped = backend.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
         if isinstance(clipped, Tensor):
             clipped = self._placed(clipped, updates.slots[0], multiplier)
@@ -117,3 +120,17 @@ class StableAdamW(RuleOptimizer):
         if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
             clipped = torch.where(multiplier[1:] != 0.0, place, clipped)
         return place.copy_(clipped)
+
+
+def _numel(part: Part, layout: Layout | None) -> int:
+    """Elements of the whole parameter, of which tensor parallelism cuts equal parts."""
+    cut = None if layout is None else layout.tensor_parallel
+    return part.shape.numel() * (1 if cut is None else cut.size())
+
+
+def _parts_over(shard_groups: Groups, layout: Layout | None) -> Groups:
+    """The groups of ranks that have the other parts of a parameter, those of tensor parallelism
+    among them."""
+    if layout is None or layout.tensor_parallel is None:
+        return shard_groups
+    return (*shard_groups, layout.tensor_parallel)

@@ -1,0 +1,179 @@
+"""Four gloo processes: rules that see a parameter whole, over parts that Megatron's attributes say
+are cut by tensor parallelism, in blocks or not; alone, and sharded over data-parallel ranks."""
+
+import os
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
+
+STEPS = 4
+
+
+class Cut(NamedTuple):
+    """A parameter's shape, where it is cut, and how much of the whole each block is."""
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    blocks: tuple[int, ...] = ()
+    attribute: str = ""
+
+    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        if self.dim is None:
+            return whole.clone()
+        blocks = whole.split(self.blocks, self.dim)
+        return torch.cat(
+            [block.chunk(ranks, self.dim)[rank] for block in blocks], self.dim
+        )
+
+    def say(self, param: Any, ranks: int) -> None:
+        param.tensor_model_parallel = self.dim is not None
+        if self.dim is None:
+            return
+        param.partition_dim = self.dim
+        if self.attribute == "stride":
+            param.partition_stride = len(self.blocks)
+        if self.attribute == "sizes":
+            param.partition_sizes = [block // ranks for block in self.blocks]
+
+
+CUTS = {
+    "rows": Cut((24, 10), 0, (24,)),
+    "columns": Cut((6, 20), 1, (20,)),
+    "gate and up": Cut((256, 32), 0, (128, 128), "stride"),
+    "three": Cut((36, 40), 0, (12, 12, 12), "stride"),
+    "across": Cut((24, 256), 1, (128, 128), "stride"),
+    "unequal": Cut((240, 32), 0, (40, 120, 80), "sizes"),
+    "stack": Cut((3, 16, 12), 1, (8, 8), "stride"),
+    "bias": Cut((16,), 0, (16,)),
+    "norm": Cut((7,)),
+}
+RULES: dict[str, dict[str, Any]] = {
+    "stable_adamw": {"lr": 0.05, "adam_beta2": 0.99},
+    "muon": {"lr": 0.05, "muon_fp32_matmul_prec": "highest"},
+}
+ZERO: dict[str, dict[str, Any]] = {
+    "optim": {"use_distributed_optimizer": True},
+    "no_shard": {
+        "use_distributed_optimizer": True,
+        "data_parallel_sharding_strategy": "no_shard",
+    },
+    "layer-wise": {"use_layer_wise_distributed_optimizer": True},
+}
+LAYOUTS = ["alone", "on the host", *ZERO]
+
+OFFLOAD: dict[str, Any] = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+}
+
+
+class Refused(NamedTuple):
+    """A rule with settings that cannot step some parts, and what is said of them."""
+
+    rule: str
+    settings: dict[str, Any]
+    cut: Cut
+    says: str
+
+
+REFUSED = {
+    "speculative": Refused(
+        "stable_adamw",
+        OFFLOAD | {"offload_mode": "speculative"},
+        CUTS["rows"],
+        "offload_mode='speculative': stable_adamw steps cut, which is split over ranks",
+    ),
+    "windows": Refused(
+        "stable_adamw",
+        OFFLOAD | {"offload_place": "streamed"},
+        CUTS["rows"],
+        "optimizer='stable_adamw': cut is split over ranks by tensor parallelism",
+    ),
+    "stride": Refused(
+        "muon",
+        {},
+        Cut((24, 10), 0, (2,) * 5, "stride"),
+        "cut.partition_stride=5: dimension 0 of (12, 10) is no 5 equal blocks",
+    ),
+}
+
+
+def told_of(case: Refused, groups: ProcessGroups) -> str:
+    rows, columns = case.cut.shape
+    model = nn.ParameterDict({"cut": torch.zeros(rows // 2, columns)})
+    case.cut.say(model["cut"], 2)
+    try:
+        config = OptimizerConfig(optimizer=case.rule, lr=0.1, **case.settings)
+        get_megatron_optimizer(config, model, process_groups=groups)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def values(step: int) -> dict[str, Tensor]:
+    """Parameters at step -1, gradients at the others: later and further rows larger."""
+    generator = torch.Generator().manual_seed(100 + step)
+    found = {}
+    for name, cut in CUTS.items():
+        value = torch.randn(cut.shape, generator=generator)
+        value[cut.shape[0] // 2 :] *= 4.0 ** max(step, 0)
+        found[name] = value
+    return found
+
+
+def train(
+    rule: str, rank: int, ranks: int, groups: ProcessGroups | None, **settings: Any
+) -> dict[str, Tensor]:
+    """This rank's parts after some steps, each with the same gradients."""
+
+    def parts(step: int) -> dict[str, Tensor]:
+        return {
+            name: CUTS[name].part(value, rank, ranks)
+            for name, value in values(step).items()
+        }
+
+    model = nn.ParameterDict(parts(-1))
+    for name, param in model.items():
+        CUTS[name].say(param, ranks)
+    config = OptimizerConfig(optimizer=rule, clip_grad=0.0, **RULES[rule], **settings)
+    optimizer = get_megatron_optimizer(config, model, process_groups=groups)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        grads = parts(step)
+        sum((model[name] * grads[name]).sum() for name in CUTS).backward()
+        assert optimizer.step().success
+    return {name: param.detach().clone() for name, param in model.items()}
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = ProcessGroups.from_device_mesh(mesh)
+    rank = mesh.get_local_rank("tp")
+    found: dict[str, Any] = {}
+    for rule in RULES:
+        whole = train(rule, 0, 1, None)
+        found[f"{rule}, expected"] = {
+            name: cut.part(whole[name], rank, 2) for name, cut in CUTS.items()
+        }
+        for layout in LAYOUTS:
+            settings = ZERO.get(layout, {})
+            if layout == "on the host":
+                settings = OFFLOAD
+            found[f"{rule}, {layout}"] = train(rule, rank, 2, groups, **settings)
+    for what, case in REFUSED.items():
+        found[f"refused {what}"] = told_of(case, groups)
+    torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,29 @@
+"""Parts of plain tensor parallelism are stepped as the whole parameter, in the order of its rows:
+StableAdamW and Muon have the bits of one process."""
+
+import pytest
+
+from support.launch import results_of_ranks
+from support.models import same_bits
+from support.workers.plain_parts import CUTS, LAYOUTS, REFUSED, RULES
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What the four ranks of workers/plain_parts.py found."""
+    return results_of_ranks("plain_parts", 4, tmp_path_factory.mktemp("parts"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_parts_have_the_bits_of_one_process(ranks, rule, layout):
+    for rank in ranks:
+        wanted, found = rank[f"{rule}, expected"], rank[f"{rule}, {layout}"]
+        differing = [name for name in CUTS if not same_bits(found[name], wanted[name])]
+        assert differing == []
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_stepped_in_parts_is_refused_by_name(ranks, what):
+    for rank in ranks:
+        assert REFUSED[what].says in rank[f"refused {what}"]
