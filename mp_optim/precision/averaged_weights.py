@@ -13,6 +13,7 @@ from mp_optim.precision.main_params import MainParams
 from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import is_quantized, quantize_
+from mp_optim.ranks.missing_ranks import MissingRanksError
 from mp_optim.slots import Slot, local_tensor
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.state_keys import AVERAGE
@@ -96,18 +97,23 @@ class AveragedWeights:
         """See :meth:`~mp_optim.MegatronOptimizer.averaged_weights`."""
         for swap in self.swaps:
             swap.check()
+        are_there = True
         with mark.lent("averaged_weights"):
             try:
                 for swap in self.swaps:
                     swap.swap_in()
                 self.share()
                 yield
+            except MissingRanksError:  # what other ranks own does not come back
+                are_there = False
+                raise
             finally:
                 mark.touch()  # an interrupt from here on leaves it
                 for swap in self.swaps:
                     swap.swap_back()
-                self.share()
-                mark.clear()
+                if are_there:
+                    self.share()
+                    mark.clear()
 
     @in_own_modes
     def share(self) -> None:

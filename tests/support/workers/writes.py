@@ -29,14 +29,19 @@ CASES = [
     for what in OTHERWISE
     if what != "values" or layout not in ("fsdp2", "hsdp")  # a DTensor's are parts
 ]
-ALONE = ["scale_rows_", "reload_model_params"]
+ALONE = {
+    "scale_rows_": "comparing what scale_rows_ is given",
+    "reload_model_params": "comparing what reload_model_params is given",
+    "averaged_weights": "gathering parameters",
+}
+"""What one rank calls, and what it does there for which the others would be needed."""
 
 
 def built(layout: str, group: Any = None) -> tuple[nn.Module, MegatronOptimizer]:
     """A model in bf16 after a step, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Linear(8, 12, bias=False).bfloat16()
-    config = OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=False)
+    config = OptimizerConfig(lr=1e-2, bf16=True, ema_decay=0.5)
     groups = None
     if layout in ("no_shard", "optim"):
         config.use_distributed_optimizer = True
@@ -103,13 +108,17 @@ def write(layout: str, what: str) -> dict[str, Any]:
 def alone(what: str) -> str:
     """One rank writes, and all of them go on with a step."""
     impatient = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=3))
-    model, optimizer = built("no_shard", impatient)
+    sharded = what == "averaged_weights"
+    model, optimizer = built("optim" if sharded else "no_shard", impatient)
 
     def go() -> None:
         if dist.get_rank() == ODD and what == "scale_rows_":
             optimizer.scale_rows_({"weight": torch.full((12,), 0.5)})
         if dist.get_rank() == ODD and what == "reload_model_params":
             optimizer.reload_model_params()
+        if dist.get_rank() == ODD and what == "averaged_weights":
+            with optimizer.averaged_weights():
+                pass
         step(model, optimizer)
 
     return told_by(go)

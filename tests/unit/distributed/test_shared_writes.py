@@ -39,5 +39,5 @@ def test_a_rank_that_writes_something_else_is_named_and_nothing_changes(
 @pytest.mark.parametrize("what", ALONE)
 def test_a_rank_that_writes_alone_is_named(ranks, what):
     for rank in ranks:
-        assert f"rank {ODD} was comparing what {what} is given" in rank[what]
+        assert f"rank {ODD} was {ALONE[what]}" in rank[what]
         assert "each of ranks 0, 2 was reducing the gradients" in rank[what]
