@@ -12,7 +12,14 @@ from torch import Tensor
 
 from layout_fuzz.case import Case, Layer, Layout, Param
 from layout_fuzz.holding import Place
-from layout_fuzz.model import Network, dtype_of, gradient, initial, used
+from layout_fuzz.model import (
+    Network,
+    dtype_of,
+    gradient,
+    initial,
+    row_factors,
+    used,
+)
 from layout_fuzz.running import Outcome, config_of
 from mp_optim import get_megatron_optimizer
 
@@ -67,6 +74,8 @@ class _Alone:
             for step in self.case.phase(index):
                 for group in self.optimizer.param_groups:
                     group["lr"] *= 0.5 ** (step in self.case.halve_lr)
+                if step in self.case.scaled:
+                    self.optimizer.scale_rows_(self._factors())
                 outcome.losses.append(self._losses(step, layout))
                 self._set_gradients(step, layout)
                 result = self.optimizer.step()
@@ -76,6 +85,14 @@ class _Alone:
             self._read(outcome)
             found.append(outcome)
         return found
+
+    def _factors(self) -> dict[str, Tensor]:
+        return {
+            f"{layer.name}.{param.name}": row_factors(param.shape[0])
+            for layer in self.case.layers
+            for param in layer.params
+            if param.shape and not param.frozen
+        }
 
     @torch.no_grad()
     def _losses(self, step: int, layout: Layout) -> list[Any]:

@@ -127,6 +127,8 @@ class Case:
         clip, threshold: of the gradient norm.
         scales: powers of two that the gradients of each step are multiplied by.
         halve_lr: steps before which the learning rate is halved.
+        scaled: steps before which every second row of all parameters is halved.
+        averaged: steps before which the model has its averages for a moment.
         layouts: the first trains until ``change``, saves a checkpoint, and the second loads it and
             goes on.
     """
@@ -148,6 +150,8 @@ class Case:
     zeros: bool = False
     scales: tuple[int, ...] = (0,)
     halve_lr: tuple[int, ...] = ()
+    scaled: tuple[int, ...] = ()
+    averaged: tuple[int, ...] = ()
     background: bool = False
     settings: Settings = ()
     bad: BadGradient | None = None

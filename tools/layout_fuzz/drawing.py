@@ -16,6 +16,7 @@ from layout_fuzz.case import (
 from layout_fuzz.chance import Chance
 from layout_fuzz.drawn_layouts import DrawnLayouts
 from layout_fuzz.drawn_models import DrawnModel, streams_of
+from layout_fuzz.running import OTHER_SETTINGS
 
 __all__ = ["draw"]
 
@@ -131,7 +132,16 @@ class _Draw:
             "background": case.world == "processes" and self.chance.often(0.5),
             "settings": self.settings(case),
         }
-        return case.with_(**changes)
+        return case.with_(**changes, **self.writes(case, steps))
+
+    def writes(self, case: Case, steps: int) -> dict[str, Any]:
+        """Before which steps rows are scaled, and averages are in the model's place; drawn apart,
+        so that nothing else of a case depends on it."""
+        apart = random.Random(f"writes {self.seed}")
+        scaled = tuple(step for step in range(steps) if apart.random() < 0.15)
+        averaged = tuple(step for step in range(steps) if apart.random() < 0.3)
+        kept = "ema_decay" in self.averages(case)
+        return {"scaled": scaled, "averaged": averaged if kept else ()}
 
     def bad_gradient(self, case: Case, steps: int, streams: int) -> BadGradient:
         pick = self.chance
@@ -195,6 +205,10 @@ class _Draw:
         odd = Disagreement(
             what, pick.randrange(layout.ranks), -1 if built else pick.randint(1, 2)
         )
+        apart = random.Random(f"disagreement {self.seed}")
+        if apart.random() < 0.5:  # so that nothing else of a case depends on it
+            what = apart.choice(("factors", *OTHER_SETTINGS))
+            odd = Disagreement(what, odd.rank, 2 if what == "factors" else -1)
         layers = tuple(
             self.model.layer(f"blocks.{index}", "bf16")
             for index in range(pick.randint(1, 3))
@@ -210,5 +224,6 @@ class _Draw:
             change=4,
             streams=layout.ranks,
             clip=1.0,
+            scaled=(odd.step,) if odd.what == "factors" else (),
             disagreement=odd,
         )

@@ -16,7 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from layout_fuzz.case import Case, Layer, Param
 
-__all__ = ["DTYPES", "Network", "dtype_of", "gradient", "initial", "used"]
+__all__ = [
+    "DTYPES",
+    "Network",
+    "dtype_of",
+    "gradient",
+    "initial",
+    "row_factors",
+    "used",
+]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -64,6 +72,11 @@ def gradient(
 def used(case: Case, layer: Layer, step: int, streams: Iterable[int]) -> bool:
     """Whether one of the streams uses a layer."""
     return any(layer.used(step, stream) for stream in streams)
+
+
+def row_factors(rows: int) -> Tensor:
+    """By which the rows of a parameter are scaled, where they are: a half for every second one."""
+    return torch.ones(rows).index_fill_(0, torch.arange(0, rows, 2), 0.5)
 
 
 class Part(nn.Module):

@@ -23,11 +23,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from layout_fuzz.case import Case, Layer, Layout, Param
 from layout_fuzz.holding import Place, placements_of
-from layout_fuzz.model import Network, gradient, initial, used
+from layout_fuzz.model import Network, gradient, initial, row_factors, used
 from mp_optim import OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
 
-__all__ = ["FORMS", "Outcome", "config_of", "perform"]
+__all__ = ["FORMS", "OTHER_SETTINGS", "Outcome", "config_of", "perform"]
 
 FORMS: dict[str, dict[str, Any]] = {
     "moments": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
@@ -48,6 +48,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }
 """Forms of state, by the second word of a precision."""
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "averages": {"ema_decay": 0.5},
+    "state form": {"use_precision_aware_optimizer": True},
+    "norms": {"log_param_grad_norms": 2},
+    "updates": {"log_update_ratios_interval": 1},
+    "zeros": {"log_num_zeros_in_grad": True},
+    "spikes": {"skip_step_sigma_factor": 6.0},
+}
+"""What one rank alone may be built with, by the name of the disagreement."""
 
 
 @dataclass
@@ -159,6 +168,9 @@ class _Run:
             config.clip_grad = 0.125
         if self._differs("lr when built", -1):
             config.lr = 2.0**-5
+        for what, others in OTHER_SETTINGS.items():
+            if self._differs(what, -1):
+                vars(config).update(others)
         self.optimizer: Any = get_megatron_optimizer(
             config, self.model, process_groups=groups
         )
@@ -268,6 +280,14 @@ class _Run:
             group["lr"] *= 0.5 ** (step in self.case.halve_lr)
         if self._differs("lr", step):
             self.optimizer.param_groups[-1]["lr"] *= 0.75
+        if step in self.case.averaged:
+            with self.optimizer.averaged_weights():
+                pass
+        if step in self.case.scaled:
+            factors = dict(self._factors())
+            if self._differs("factors", step):
+                factors = {name: of_rows * 0.5 for name, of_rows in factors.items()}
+            self.optimizer.scale_rows_(factors)
         if not self._differs("zero_grad", step):
             self.optimizer.zero_grad()
         if self._differs("dies", step):
@@ -278,6 +298,15 @@ class _Run:
             next(
                 p for group in self.optimizer.param_groups for p in group["params"]
             ).requires_grad_(False)
+
+    def _factors(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the rows that this rank names, for each parameter that is trained."""
+        for _, param, name in self._each():
+            if param.shape and not param.frozen:
+                of_rows = row_factors(param.shape[0])
+                if self.place.cuts(param) and param.splits == 0:
+                    of_rows = self.place.part(param, of_rows)
+                yield name, of_rows
 
     def _weights(self, step: int, part: int) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}

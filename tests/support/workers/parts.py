@@ -35,6 +35,7 @@ OTHERWISE = [
     ("frozen", "optim_grads"),
     ("frozen", "optim"),
     ("frozen", "no_shard"),
+    ("count", "optim"),
     ("nothing", "optim_grads"),
 ]
 
@@ -289,6 +290,8 @@ def step_otherwise(what: str, strategy: str) -> dict[str, Any]:
     for step in range(2):
         if what != "zero_grad" or step == 0 or not odd:
             optimizer.zero_grad()
+        if what == "count" and step == 1 and odd:
+            optimizer.counts.steps += 1  # a step that the others have not taken
         if what == "frozen" and step == 1 and odd:
             model[2].weight.requires_grad_(False)
         before = digest(model)

@@ -63,6 +63,7 @@ def test_a_matrix_that_is_most_of_the_model_costs_other_ranks_nothing(ranks):
 SAID = {
     "zero_grad": "rank 1 has 'gradients of 2 backward passes reduced since zero_grad()'",
     "frozen": "rank 1 has '2.weight was frozen since the optimizer was built'",
+    "count": "rank 1 has 'step 3' where rank 0 has 'step 2'",
     "nothing": "no error",
 }
 

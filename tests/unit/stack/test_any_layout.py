@@ -74,7 +74,7 @@ def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(
     assert attempt(pool, case) == Verdict()
 
 
-@pytest.mark.parametrize("what", ["lr", "clip_grad"])
+@pytest.mark.parametrize("what", ["lr", "clip_grad", "updates", "factors"])
 @pytest.mark.parametrize(
     "mesh", [(("dp_replicate", 2), ("dp_shard", 2)), (("dp", 2), ("tp", 2))], ids=str
 )
@@ -82,12 +82,13 @@ def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
     """HSDP, and what tensor parallelism does not cut: all ranks that hold a copy or a part hear of
     one that differs."""
     layer = Layer("blocks.0", (Param("w", (16, 24), splits=0), Param("b", (16,))))
-    odd = Disagreement(what, 3, 1 if what == "lr" else -1)
+    odd = Disagreement(what, 3, 1 if what in ("lr", "factors") else -1)
     case = ADAM.with_(
         layers=(layer,),
         layouts=(Layout("fsdp", mesh),),
         streams=4,
         clip=1.0,
+        scaled=(1,) if what == "factors" else (),
         disagreement=odd,
     )
     assert attempt(pool, case) == Verdict()

@@ -1,0 +1,75 @@
+"""Three gloo processes whose saves fail: on two of them at once, or because one is late; and the
+save after that."""
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim.checkpoint import writing
+
+RANKS, TIMEOUT = 3, 6.0
+
+
+def told_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def meet(folder: Path, rank: int, where: str) -> None:
+    """Wait for the others, with no process group."""
+    (folder / f"{where}{rank}").touch()
+    while len(list(folder.glob(f"{where}[0-9]"))) < RANKS:
+        time.sleep(0.05)
+
+
+def main(directory: str) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    _set_pg_timeout(timedelta(seconds=TIMEOUT))
+    rank, folder = dist.get_rank(), Path(directory)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), model)
+
+    def save() -> None:
+        checkpoint.save(folder / "saved", model, optimizer)
+
+    found: dict[str, Any] = {}
+    write = writing.Writing.write
+
+    def full(self: Any) -> Any:
+        if rank > 0:
+            raise OSError(28, f"No space left on disk {rank}")
+        return write(self)
+
+    meet(folder, rank, "begin")
+    writing.Writing.write = full
+    found["two fail"] = told_by(save)
+    writing.Writing.write = write
+    meet(folder, rank, "late")
+    time.sleep(TIMEOUT + 1.0 if rank == 2 else 0.0)
+    found["one is late"] = told_by(save)
+    meet(folder, rank, "again")
+    found["again"] = told_by(save)
+    torch.save(found, folder / f"rank{rank}.pt")
+    meet(folder, rank, "end")
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,37 @@
+"""Saves that fail on some ranks: who failed is told to all, and the next save works."""
+
+import pytest
+
+from mp_optim import checkpoint
+from support.launch import results_of_ranks
+from support.workers.failed_saves import RANKS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("failed")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """What the ranks of workers/failed_saves.py were told."""
+    return results_of_ranks("failed_saves", RANKS, folder)
+
+
+def test_every_rank_that_failed_is_named(ranks):
+    assert [rank["two fail"].count("No space left on disk") for rank in ranks] == [
+        2,
+        1,
+        1,
+    ]
+    assert "rank 1: " in ranks[0]["two fail"] and "rank 2: " in ranks[0]["two fail"]
+    for rank in (1, 2):
+        assert f"disk {rank}" in ranks[rank]["two fail"]
+
+
+def test_ranks_that_go_on_after_a_failure_save_again(ranks, folder):
+    """By connections of another group: those of the one that failed are closed."""
+    for rank in ranks:
+        assert rank["one is late"].startswith("MissingRanksError: ")
+        assert rank["again"] == "no error"
+    checkpoint.verify(folder / "saved")
