@@ -21,6 +21,10 @@ from mp_optim.checkpoint.folder import inside
 from mp_optim.checkpoint.manifest import MANIFEST
 
 LATEST = "latest"
+_LONGEST = 4096
+"""Bytes that are read of it; a name is shorter."""
+_DEEPEST = 16
+"""Folders, each with a ``latest`` of its own."""
 _PREFIX = "version-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")
 
@@ -89,27 +93,32 @@ def newest(path: Path) -> Path:
         FileNotFoundError: there is no complete checkpoint.
         ValueError: ``latest`` holds something else than the name of a version.
     """
-    if (path / MANIFEST).is_file():
-        return path
-    found = latest_version(path)
-    if found is None:
-        others = [version.name for version in complete_versions(path)]
-        hint = (
-            f"; complete versions lie there: {others}, load one by its own path"
-            if others
-            else ""
-        )
-        raise FileNotFoundError(
-            f"no complete checkpoint under {path} (there is no {LATEST} file){hint}"
-        )
-    if (found / LATEST).is_file():
-        return newest(found)
-    if not (found / MANIFEST).is_file():
-        raise FileNotFoundError(
-            f"{path / LATEST} names {found.name}, which is not complete or not there; complete "
-            f"are {[version.name for version in complete_versions(path)]}"
-        )
-    return found
+    for _ in range(_DEEPEST):
+        if (path / MANIFEST).is_file():
+            return path
+        found = latest_version(path)
+        if found is None:
+            raise FileNotFoundError(_no_checkpoint(path))
+        if not (found / LATEST).is_file() and not (found / MANIFEST).is_file():
+            raise FileNotFoundError(
+                f"{path / LATEST} names {found.name}, which is not complete or not there; "
+                f"complete are {[version.name for version in complete_versions(path)]}"
+            )
+        path = found
+    raise ValueError(
+        f"{path} is named by {_DEEPEST} files {LATEST}, each in the folder that the one before "
+        "names; load a version by its own path"
+    )
+
+
+def _no_checkpoint(path: Path) -> str:
+    others = [version.name for version in complete_versions(path)]
+    hint = (
+        f"; complete versions lie there: {others}, load one by its own path"
+        if others
+        else ""
+    )
+    return f"no complete checkpoint under {path} (there is no {LATEST} file){hint}"
 
 
 def latest_version(root: Path) -> Path | None:
@@ -122,7 +131,9 @@ def latest_version(root: Path) -> Path | None:
     if not pointer.is_file():
         return None
     try:
-        return inside(root, pointer.read_bytes().decode().strip(), str(pointer))
+        with inside(root, LATEST, str(root)).open("rb") as file:
+            name = file.read(_LONGEST).decode().strip()
+        return inside(root, name, str(pointer))
     except ValueError as error:
         raise ValueError(
             f"{pointer} is damaged ({error}); write into it the name of one of the complete "

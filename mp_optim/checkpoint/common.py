@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mp_optim.checkpoint.inert import load_plain
 from mp_optim.checkpoint.manifest import Manifest, read_checked
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.slots.state_dict import with_params
@@ -69,9 +70,11 @@ def read_common(version: Path, manifest: Manifest) -> dict[str, Any]:
     """
     content = read_checked(version, manifest, COMMON)
     try:
-        common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        common: dict[str, Any] = load_plain(content)
         if not isinstance(common, dict) or not common.keys() >= _PARTS:
             raise ValueError(f"it has no {sorted(_PARTS)}")
+        if not isinstance(common["model"], dict):
+            raise ValueError(f"its 'model' is a {type(common['model']).__name__}")
         for group in (common["optimizer"] or {"param_groups": ()})["param_groups"]:
             if len(group["params"]) != len(set(group["param_names"])):
                 raise ValueError("a param group has not one name for each parameter")

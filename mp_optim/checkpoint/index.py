@@ -123,14 +123,22 @@ def _entry(name: str, plain: Any, files: list[str]) -> Saved:
     shape = _shape(tuple(plain_shape))
     if len(where) == 2:
         length = math.prod(shape) * dtype.itemsize
-        box = SavedBox((0,) * len(shape), shape, files[where[0]], where[1], length)
+        file = _file(files, where[0])
+        box = SavedBox((0,) * len(shape), shape, file, where[1], length)
         return Saved(dtype, shape, [box])
     boxes = []
     for offsets, lengths, number, start in where[0]:
         begin, sizes = _shape(tuple(offsets)), _shape(tuple(lengths))
         length = math.prod(sizes) * dtype.itemsize
-        boxes.append(SavedBox(begin, sizes, files[number], start, length))
+        boxes.append(SavedBox(begin, sizes, _file(files, number), start, length))
     return Saved(dtype, shape, boxes)
+
+
+def _file(files: list[str], number: Any) -> str:
+    if not _are_counts((number,)):
+        raise ValueError(f"it has the number of a file {number!r}")
+    name: str = files[number]
+    return name
 
 
 @lru_cache
@@ -161,8 +169,14 @@ def _check_sums(sums: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 
 def check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
     """Raise ValueError unless every box lies inside its tensor and its bytes inside a file that is
-    there."""
+    there, and a tensor is no larger than its boxes."""
     for name, saved in entries.items():
+        count = sum(math.prod(box.sizes) for box in saved.boxes)
+        if not _are_counts(saved.shape) or math.prod(saved.shape) > count:
+            raise ValueError(
+                f"{name}: the checkpoint does not hold each element of shape {saved.shape} once, "
+                f"but {count}"
+            )
         for box in saved.boxes:
             if box.sizes is not saved.shape and not _fits(box, saved.shape):
                 raise ValueError(

@@ -94,13 +94,13 @@ def read_manifest(folder: Path) -> Manifest:
         ValueError: files are missing or of another size, naming them; another format; or names that
             leave the folder.
     """
-    path = folder / MANIFEST
+    path = inside(folder, MANIFEST, str(folder))
     if not path.is_file():
         raise FileNotFoundError(
             f"{folder} is no complete checkpoint: it has no {MANIFEST}"
         )
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path))
         files = {name: FileSum(**entry) for name, entry in content.pop("files").items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
@@ -120,6 +120,24 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(files, content)
 
 
+def read_text(path: Path) -> bytes:
+    """The content of a file that has to be text. Holes of a sparse one read as zeros, which no text
+    has: so it takes no more memory than the file does of the disk.
+
+    Raises:
+        ValueError: it has zeros.
+    """
+    blocks = []
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            if b"\0" in block:
+                raise ValueError(
+                    f"{path} is damaged: it has zero bytes, as no text has"
+                )
+            blocks.append(block)
+    return b"".join(blocks)
+
+
 def _size(path: Path) -> int | str:
     return path.stat().st_size if path.is_file() else "missing"
 
@@ -135,16 +153,20 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
             f"{folder / MANIFEST} lists no {name}: this is no checkpoint of mp_optim's, or it is "
             "damaged"
         )
-    content = inside(folder, name, MANIFEST).read_bytes()
-    if (
-        FileSum(len(content), hashlib.sha256(content).hexdigest())
-        != manifest.files[name]
-    ):
+    path = inside(folder, name, MANIFEST)
+    is_text = path.suffix == ".json"
+    content = read_text(path) if is_text else b""
+    actual = _sum_of(content) if is_text else file_sum(path)
+    if actual != manifest.files[name]:
         raise ValueError(
             f"{folder} is damaged: the checksums of {[name]} are not those of its {MANIFEST}; "
             "nothing was loaded"
         )
-    return content
+    return content if is_text else path.read_bytes()
+
+
+def _sum_of(content: bytes) -> FileSum:
+    return FileSum(len(content), hashlib.sha256(content).hexdigest())
 
 
 def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mp_optim.checkpoint.folder import is_plain_name
 from mp_optim.checkpoint.index import Index, Saved, SavedBox, check_saved
+from mp_optim.checkpoint.inert import InertUnpickler
 from mp_optim.checkpoint.payload import header
 
 METADATA = ".metadata"
@@ -68,19 +69,6 @@ def as_metadata(index: Index, folder: Path) -> bytes:
 # -- of an older version --------------------------------------------------------------------------
 
 
-class _Record:
-    """What a pickled object held, and nothing it could do."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Record:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__["content"] = state
-
-
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = (
     "Metadata",
@@ -100,13 +88,8 @@ _RECORDS = {
 }
 
 
-class _Reader(pickle.Unpickler):
-    """Knows the classes of a checkpoint's metadata by name, and makes records of a class of its own
-    of them: nothing that is imported is called, or can be changed."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-        self._classes: dict[tuple[str, str], type[_Record]] = {}
+class _Reader(InertUnpickler):
+    """Knows the classes of a checkpoint's metadata by name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -118,7 +101,7 @@ class _Reader(pickle.Unpickler):
             raise pickle.UnpicklingError(
                 f"it wants {module}.{name}, which no checkpoint needs"
             )
-        return self._classes.setdefault((module, name), type(name, (_Record,), {}))
+        return super().find_class(module, name)
 
 
 def from_metadata(content: bytes, sizes: Mapping[str, int]) -> Index:
@@ -131,7 +114,7 @@ def from_metadata(content: bytes, sizes: Mapping[str, int]) -> Index:
         ValueError: it is not that of tensors in files that are there.
     """
     try:
-        plain = _content(_Reader(content).load(), "Metadata")
+        plain = _content(_Reader(io.BytesIO(content)).load(), "Metadata")
         where = {
             (held["fqn"], held.get("offset")): _content(info, "_StorageInfo")
             for key, info in plain["storage_data"].items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from mp_optim.checkpoint.index import (
     SavedBox,
     from_json,
 )
+from mp_optim.checkpoint.inert import load_plain
 from mp_optim.checkpoint.manifest import BLOCK_BYTES, Manifest, read_checked
 from mp_optim.checkpoint.metadata import METADATA, from_metadata
 from mp_optim.checkpoint.payload import memory_of
@@ -258,8 +258,7 @@ def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
     """Elements of a box that ``torch.save`` wrote."""
     file.seek(copy.box.start)
     try:
-        content = io.BytesIO(file.read(copy.box.length))
-        tensor = torch.load(content, map_location="cpu", weights_only=True)
+        tensor = load_plain(file.read(copy.box.length))
     except Exception as error:  # damage raises anything, and so does what is no tensor
         raise ValueError(
             f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "

@@ -1,0 +1,236 @@
+"""Small files that ask for gigabytes: what a checkpoint takes of memory is bounded by the bytes
+that its files have on the disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import resource
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mp_optim import checkpoint
+from mp_optim.checkpoint.contents import open_checkpoint
+from mp_optim.checkpoint.inert import load_plain
+from support.models import build
+from support.old_form import metadata_of, replaced, unpacked
+from support.prints import differing, print_of
+
+LARGE = 1 << 30
+MOST_MIB = 64
+SIZE = b"\x8a\x05" + LARGE.to_bytes(5, "little")
+"""The opcode that puts this number on the stack."""
+
+
+def archive(pickled: bytes, how: int = zipfile.ZIP_STORED, **records: bytes) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", how) as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/byteorder", "little")
+        file.writestr("archive/version", "3\n")
+        for name, value in records.items():
+            file.writestr(f"archive/data/{name}", value)
+    return content.getvalue()
+
+
+def called(module: str, name: str, arguments: bytes = SIZE + b"\x85") -> bytes:
+    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"q\x00" + arguments + b"R."
+
+
+def by_another(name: str) -> bytes:
+    """A bytearray that torch's ``_rebuild_from_type_v2`` makes."""
+    made = f"cbuiltins\n{name}\n".encode() * 2 + SIZE + b"\x85}"
+    return called("torch._tensor", "_rebuild_from_type_v2", b"(" + made + b"t")
+
+
+def legacy(pickled: bytes) -> bytes:
+    parts = [pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {})]
+    return b"".join(parts) + pickled + pickle.dumps([], 2)
+
+
+COMMON: dict[str, Callable[[], bytes]] = {
+    "bytearray of a size": lambda: archive(called("__builtin__", "bytearray")),
+    "bytearray, remembered": lambda: archive(
+        b"\x80\x02cbuiltins\nbytearray\nq\x000" + SIZE + b"q\x010h\x00h\x01\x85R."
+    ),
+    "bytearray, by NEWOBJ": lambda: archive(
+        b"\x80\x02cbuiltins\nbytearray\n" + SIZE + b"\x85\x81."
+    ),
+    "bytearray, by another": lambda: archive(by_another("bytearray")),
+    "a tensor of a size": lambda: archive(called("torch", "FloatTensor")),
+    "legacy": lambda: legacy(called("__builtin__", "bytearray")),
+    "deflated": lambda: archive(b"\0" * LARGE, zipfile.ZIP_DEFLATED),
+    "deflated elements": lambda: archive(
+        pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, x=b"\0" * (LARGE >> 2)
+    ),
+}
+
+METADATA: dict[str, bytes] = {
+    "memo": b"\x80\x02Nr" + struct.pack("<I", (1 << 26) - 1) + b".",
+    "memo, in words": b"Np67108863\n.",
+    "bytes of a size": b"\x80\x05\x96" + struct.pack("<Q", LARGE) + b".",
+    "a string of a size": b"\x80\x05\x8d" + struct.pack("<Q", LARGE) + b".",
+    "a frame of a size": b"\x80\x05\x95" + struct.pack("<Q", 1 << 40) + b"N.",
+}
+
+
+def refused(version: Path, message: str) -> None:
+    """In a process of its own, so that what it takes can be measured."""
+    begin, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        model, optimizer = build("bf16")
+        before, taken = print_of(model, optimizer), peak()
+        said = "nothing was raised"
+        try:
+            checkpoint.load(version, model, optimizer)
+        except ValueError as error:
+            said = str(error)
+        except BaseException as error:
+            said = repr(error)
+        changed = differing(before, print_of(model, optimizer))
+        os.write(end, json.dumps([said, peak() - taken, changed]).encode())
+        os._exit(0)
+    os.close(end)
+    with os.fdopen(begin, "rb") as told:
+        said, taken, changed = json.loads(told.read() or b'["it was killed", 0, []]')
+    os.waitpid(child, 0)
+    assert message in said
+    assert taken < MOST_MIB << 10, f"{taken >> 10} MiB"
+    assert changed == []
+
+
+def peak() -> int:
+    """Most memory so far, in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    return checkpoint.save(tmp_path / "ck", *build("bf16"))
+
+
+@pytest.mark.parametrize("kind", COMMON)
+def test_what_is_beside_the_tensors(version: Path, kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        content = COMMON[kind]()
+    assert len(content) < 2 << 20
+    replaced(version, "common.pt", content)
+    refused(version, "common.pt is damaged or no plain data")
+
+
+@pytest.mark.parametrize("kind", METADATA)
+def test_metadata_of_before(version: Path, kind: str) -> None:
+    manifest = json.loads((version / "manifest.json").read_text())
+    del manifest["files"]["index.json"]
+    (version / "manifest.json").write_text(json.dumps(manifest))
+    replaced(version, ".metadata", METADATA[kind])
+    refused(version, ".metadata is damaged or no plain data")
+
+
+@pytest.mark.parametrize("name", ["index.json", "manifest.json", "latest"])
+def test_sparse_files(version: Path, name: str) -> None:
+    path = (version.parent if name == "latest" else version) / name
+    with path.open("wb") as file:
+        file.truncate(LARGE)
+    if name == "index.json":
+        manifest = json.loads((version / "manifest.json").read_text())
+        manifest["files"][name]["bytes"] = LARGE
+        (version / "manifest.json").write_text(json.dumps(manifest))
+    refused(version.parent, f"{name} is damaged")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+def test_tensors_larger_than_their_boxes(version: Path, dtype: str) -> None:
+    index = json.loads((version / "index.json").read_text())
+    index["entries"]["optimizer.state.more.dense"] = [dtype, [LARGE], []]
+    replaced(version, "index.json", json.dumps(index).encode())
+    refused(version, "does not hold each element of shape (1073741824,) once")
+
+
+def test_elements_of_before_that_are_deflated(tmp_path: Path) -> None:
+    old = unpacked(tmp_path, "one")
+    bomb, metadata = archive(b"\0" * LARGE, zipfile.ZIP_DEFLATED), metadata_of(old)
+    info = next(iter(metadata.storage_data.values()))
+    content = (old / info.relative_path).read_bytes()
+    info.offset, info.length = len(content), len(bomb)
+    replaced(old, info.relative_path, content + bomb)
+    replaced(old, ".metadata", pickle.dumps(metadata))
+    taken = peak()
+    with pytest.raises(ValueError, match="are no tensor"):
+        checkpoint.load(old, *build("bf16-8bit", 0.5))
+    assert peak() - taken < MOST_MIB << 10
+
+
+def test_plain_data_is_read_as_torch_reads_it() -> None:
+    data: dict[Any, Any] = {
+        "numbers": [1, -(1 << 80), 2.5, True, None, 1 + 2j],
+        "texts": ("a", "\N{SNOWMAN}", b"\0\xff", bytearray(b"xy"), bytearray()),
+        "sets": {1, 2},
+        "tensors": [torch.arange(6).view(2, 3).t(), torch.tensor(1.5).bfloat16()],
+        "form": [torch.Size([1, 2]), torch.float16, torch.device("cpu")],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        7: {"again": {}},
+    }
+    data["same"] = data["tensors"][0]
+    for zipped in (True, False):
+        content = io.BytesIO()
+        torch.save(data, content, _use_new_zipfile_serialization=zipped)
+        content.seek(0)
+        found = load_plain(content.getvalue())
+        assert repr(found) == repr(torch.load(content, weights_only=True))
+        assert found["same"].data_ptr() == found["tensors"][0].data_ptr()
+
+
+def test_a_link_out_of_the_folder_is_not_followed(
+    version: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    for path in (version / "manifest.json", version.parent / "latest"):
+        content = path.read_bytes()
+        path.unlink()
+        path.symlink_to(secret)
+        with pytest.raises(ValueError, match="leads out") as caught:
+            checkpoint.load(version.parent, *build("bf16"))
+        assert "hidden" not in str(caught.value)
+        path.unlink()
+        path.write_bytes(content)
+    checkpoint.load(version.parent, *build("bf16"))
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, True, "0", None, 99])
+def test_the_number_of_a_file_is_one(version: Path, number: Any) -> None:
+    index = json.loads((version / "index.json").read_text())
+    index["entries"]["model.dense"][2] = number
+    replaced(version, "index.json", json.dumps(index).encode())
+    with pytest.raises(ValueError, match=r"index\.json is damaged or no plain data"):
+        open_checkpoint(version)
+
+
+def test_folders_that_name_each_other(version: Path) -> None:
+    """As many as anybody needs, and not so many that Python ends first."""
+    folder = version.parent
+    for _ in range(3):
+        folder.rename(folder.with_name("inner"))
+        folder.mkdir()
+        folder.with_name("inner").rename(folder / "inner")
+        (folder / "latest").write_text("inner")
+    checkpoint.verify(folder)
+    deep = folder.with_name("deep")
+    for _ in range(40):
+        deep.mkdir()
+        (deep / "latest").write_text("next")
+        deep = deep / "next"
+    with pytest.raises(ValueError, match="load a version by its own path"):
+        checkpoint.verify(folder.with_name("deep"))
