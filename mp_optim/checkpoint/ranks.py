@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -133,6 +134,17 @@ class Ranks:
         others = self.gather(None if digest == self.broadcast(digest) else names)
         return self.broadcast(names.union(*(other for other in others if other)))
 
+    def alike(self, what: str, arguments: Mapping[str, object]) -> None:
+        """Everybody calls something with the same arguments.
+
+        Raises:
+            ValueError: on all ranks, naming the arguments, and what each rank has.
+        """
+        if self.group is None:
+            return
+        told = self.gather(dict(arguments))
+        self.first(what, lambda: _check_alike(what, told))
+
     def agree(self, what: str, work: Callable[[], T]) -> list[T]:
         """Everybody works; the results, in order, on the first rank, an empty list on the others.
 
@@ -190,6 +202,26 @@ class Ranks:
             kind = _KINDS.get(told[0][0], RuntimeError)
             texts = "; ".join(f"rank {rank}: {text}" for _, rank, text in told)
             raise kind(f"{what}: {texts}")
+
+
+def _check_alike(what: str, told: Sequence[Mapping[str, object]]) -> None:
+    differing = []
+    for name in dict.fromkeys(itertools.chain(*told)):
+        values = [repr(of_rank.get(name)) for of_rank in told]
+        ranks_of: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_of.setdefault(value, []).append(rank)
+        if len(ranks_of) > 1:
+            said = (
+                f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                for value, ranks in ranks_of.items()
+            )
+            differing.append(f"{name} is {' and '.join(said)}")
+    if differing:
+        raise ValueError(
+            f"{what}: ranks call it differently: {'; '.join(differing)}. Call it with the same "
+            "arguments on every rank; nothing was written"
+        )
 
 
 def job_timeout() -> timedelta:

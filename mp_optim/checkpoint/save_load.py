@@ -130,19 +130,31 @@ def save(
         The directory of the version written; or, if ``asynchronous``, a handle to wait for it.
 
     Raises:
-        ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, or ranks
-            hold different things under one name (64 elements of each parameter are compared);
-            nothing was replaced. Or ``model_parallel`` beside an optimizer.
+        ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, ranks
+            hold different things under one name (64 elements of each parameter are compared), or
+            they call it with another path or other settings; nothing was replaced. Or
+            ``model_parallel`` beside an optimizer.
         RuntimeError: an earlier save in the background failed, or this one failed on another rank,
             naming it.
     """
+    background.wait_for_previous()  # it talks over the same group
+    stack: SlotKeyedOptimizer | None = stack_of(optimizer)
+    ranks = Ranks.of(process_group)
+    ranks.alike(
+        "checkpoint.save",
+        {
+            "the call": "save",
+            "path": str(Path(path)),
+            "full_precision": full_precision,
+            "keep": keep,
+            "asynchronous": asynchronous,
+        },
+    )
     if keep is not None and not _is_count(keep):
         raise ValueError(
             f"keep={keep!r}: must be a whole number of versions, with at least the one that is "
             "saved; None keeps all"
         )
-    stack: SlotKeyedOptimizer | None = stack_of(optimizer)
-    ranks = Ranks.of(process_group)
     parallel = parallel_of(stack, model_parallel, ranks)
     ranks.agree("an earlier save", background.finish_previous)
     common = {
@@ -269,13 +281,24 @@ def load(
     Raises:
         FileNotFoundError: there is no complete checkpoint under ``path``.
         ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would
-            be lost; or files are damaged or hold something else than data. Nothing was replaced.
+            be lost; files are damaged or hold something else than data; or ranks call it with
+            another path or other settings. Nothing was replaced.
+        Exception: what the scheduler, or hooks for loading, raised; everything was put back.
     """
     background.wait_for_previous()
     stack: SlotKeyedOptimizer | None = stack_of(optimizer)
     if stack is not None:
         stack.step_mark.check_lent("checkpoint.load")
     ranks = Ranks.of(process_group)
+    ranks.alike(
+        "checkpoint.load",
+        {
+            "the call": "load",
+            "path": str(Path(path)),
+            "convert": convert,
+            "verify": verify,
+        },
+    )
     parallel = parallel_of(stack, model_parallel, ranks)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"

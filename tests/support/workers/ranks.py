@@ -117,6 +117,18 @@ def message(work: Any) -> str:
     return "nothing was raised"
 
 
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "asynchronous": ("save", {"asynchronous": True}),
+    "full_precision": ("save", {"full_precision": True}),
+    "keep": ("save", {"keep": 0}),
+    "path": ("save", {}),
+    "the call": ("save", {}),
+    "convert": ("load", {"convert": True}),
+    "verify": ("load", {"verify": True}),
+}
+"""What the second rank says otherwise."""
+
+
 def failures(folder: Path, rank: int) -> dict[str, str]:
     """What each rank hears of a failure of one; nobody waits for ever."""
     model, optimizer = stage(rank, ["w"])
@@ -155,6 +167,19 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
         [path.name for path in folder.iterdir() if path.name == "latest"]
     )
     checkpoint.save(folder, model, optimizer)
+    for name, (call, given) in CALLS.items():
+        save, load = checkpoint.save, checkpoint.load
+        made = {"save": save, "load": load}[call]
+        path = folder if name != "path" or rank == 0 else folder / "elsewhere"
+        arguments = given if rank == 1 else {}
+        if name == "the call" and rank == 1:
+            made = load
+        found[f"other {name}"] = message(
+            lambda made=made, path=path, arguments=arguments: made(  # type: ignore[misc]
+                path, model, optimizer, **arguments
+            )
+        )
+    found["versions"] = str([path.name for path in checkpoint.versions(folder)])
     other = stage(rank, ["w"] if rank == 0 else ["w", "x"])
     found["export"] = message(
         lambda: checkpoint.export_safetensors(folder / "export", other[1])

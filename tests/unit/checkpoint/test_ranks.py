@@ -53,5 +53,25 @@ def test_every_rank_hears_of_a_failure(ranks, what, kind, text, where):
         assert number == where or f"rank {where}: " in rank[what]
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("asynchronous", "False on rank 0 and True on rank 1"),
+        ("full_precision", "False on rank 0 and True on rank 1"),
+        ("keep", "1 on rank 0 and 0 on rank 1"),
+        ("path", "failures' on rank 0 and "),
+        ("the call", "'save' on rank 0 and 'load' on rank 1"),
+        ("convert", "False on rank 0 and True on rank 1"),
+        ("verify", "False on rank 0 and True on rank 1"),
+    ],
+)
+def test_arguments_that_differ_are_named(ranks, name, values):
+    for rank in ranks:
+        said = rank[f"other {name}"]
+        assert said.startswith("ValueError: ") and f"{name} is " in said
+        assert values in said and "same arguments on every rank" in said
+        assert rank["versions"] == "['version-1']"
+
+
 def test_a_failed_save_leaves_nothing(ranks):
     assert ranks[0]["left"] == "[]"
