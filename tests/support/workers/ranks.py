@@ -67,6 +67,24 @@ def different_parameters(folder: Path, rank: int) -> bool:
     )
 
 
+def grown(folder: Path, rank: int) -> bool:
+    """A second save with the same ranks, when one of them holds more than at the first."""
+    for names in (
+        (["a"], ["b"]),
+        (["a"], ["b", "later"]),
+        (["a", "too"], ["b", "later"]),
+    ):
+        model, optimizer = stage(rank, names[rank], seed=rank)
+        step(model, optimizer)
+        checkpoint.save(folder, model, optimizer)
+        other = stage(rank, names[rank], seed=7)
+        checkpoint.load(folder, *other)
+        for name, param in model.named_parameters():
+            if not torch.equal(param, other[0].get_parameter(name)):
+                return False
+    return True
+
+
 def in_the_background(folder: Path, layout: Any) -> bool:
     """Sharded state that is read when it has been stepped on."""
     model, optimizer = layout.build(seed=1)
@@ -197,6 +215,7 @@ def main(folder: str) -> None:
     sharded = next(layout for layout in two if layout.name == "fsdp-2")
     result = {
         "different": different_parameters(root / "different", rank),
+        "grown": grown(root / "grown", rank),
         "background_": in_the_background(root / "background", sharded),
         "exported": exported(root / "exported", sharded),
         **failures(root / "failures", rank),

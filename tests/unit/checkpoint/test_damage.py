@@ -3,6 +3,7 @@ harm."""
 
 import errno
 import io
+import json
 import os
 import shutil
 
@@ -110,6 +111,25 @@ def test_a_flipped_element_is_noticed_without_verify(victim, place):
         assert error is not None and "__0_0.distcp" in str(error)
     finally:
         path.write_bytes(content)
+
+
+@pytest.mark.parametrize("elements", [1, BLOCK_BYTES // 4 + 3, 5 * BLOCK_BYTES // 8])
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_every_block_of_a_tensor_is_checked(tmp_path, elements, place):
+    """Tensors of less than a block, and of blocks of which the last is partly theirs."""
+    model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.randn(elements))})
+    version = checkpoint.save(tmp_path, model, None)
+    index = json.loads((version / "index.json").read_text())
+    start = index["entries"]["model.a"][3]
+    with (version / "__0_0.distcp").open("r+b") as file:
+        file.seek(start + int(place * (4 * elements - 1)))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    before = model["a"].detach().clone()
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged"):
+        checkpoint.load(version, model, None)
+    assert torch.equal(model["a"], before)
 
 
 def test_damage_in_a_block_that_is_not_read_does_not_matter(tmp_path):

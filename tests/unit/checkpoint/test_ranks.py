@@ -15,7 +15,7 @@ def ranks(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("what", ["different", "background_", "exported"])
+@pytest.mark.parametrize("what", ["different", "grown", "background_", "exported"])
 def test_what_two_ranks_did(ranks, what):
     assert [rank[what] for rank in ranks] == [True, True]
 
