@@ -14,8 +14,8 @@ def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerCl
     """What ``Trainer.optimizer_cls_and_kwargs`` takes.
 
     Args:
-        arguments: ``TrainingArguments``: rate, betas and eps are taken from here. Weight decay is
-            in the groups that the Trainer makes.
+        arguments: ``TrainingArguments``: rate, betas and eps are taken from here (Muon's are those
+            of its AdamW). Weight decay is in the groups that the Trainer makes.
         chosen: ``optimizer``, the name of a class (``AdamW`` by default), and its settings.
 
     Raises:
@@ -26,7 +26,7 @@ def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerCl
     if name not in ours.__all__:
         raise ValueError(f"optimizer={name!r}: must be one of {ours.__all__}")
     hyperparameters = {"lr": arguments.learning_rate}
-    if name in ("Adam", "AdamW", "StableAdamW", "LAMB"):
+    if name in ("Adam", "AdamW", "StableAdamW", "LAMB", "Muon"):
         hyperparameters["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
         hyperparameters["eps"] = arguments.adam_epsilon
     return getattr(ours, name), {**hyperparameters, **settings}

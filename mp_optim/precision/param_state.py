@@ -152,7 +152,22 @@ class ParamState(LayeredState):
         return self.below.fit(state, convert)
 
     def check(self, state: State) -> None:
+        self._check_dtype(state)
         self.below.check(as_local_state(state))
+
+    def _check_dtype(self, saved: State) -> None:
+        """Raise ValueError if an FP32 parameter is here that had fewer bits when it was saved."""
+        if self._bound.param.dtype != torch.float32:
+            return
+        was = {REMAINDER: "bfloat16", MASTER: "of 16 or 8 bits"}
+        for key, dtype in was.items():
+            if key in saved:
+                raise ValueError(
+                    f"state of {self._bound.name}: the parameter was {dtype} when it was saved (it "
+                    f"has {key!r}), and is float32 here. Give it the dtype it had before the "
+                    "optimizer is built or loaded; what loads weights may have changed it (peft's "
+                    "load_adapter makes adapters float32 unless autocast_adapter_dtype=False)"
+                )
 
     def load(self, state: State) -> None:
         bound, state = self._bound, as_local_state(state)
@@ -180,6 +195,7 @@ class ParamState(LayeredState):
             return  # a checksum is of the whole parameter
         if REMAINDER in self._stored.tensors():
             return  # its weights may be loaded later
+        self._check_dtype(saved)
         slot, name = self._bound.slot, self._bound.name
         beside = self._bound.local if weights is None else weights
         self._agreement.check([(slot, checksum)], lambda _: beside, lambda _: name)

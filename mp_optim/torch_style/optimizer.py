@@ -64,7 +64,8 @@ class StackOptimizer(torch.optim.Optimizer):
     """What the classes of :mod:`mp_optim.torch_style` have in common.
 
     The stack below is built at the first step, or when state is first asked for. Until then
-    parameters may be replaced: by ``fully_shard``, by accelerate, by ``model.to(...)``.
+    parameters may be replaced: by ``fully_shard``, by accelerate, by ``model.to(...)``. With
+    ``release_gradients`` it is built at once.
 
     Args:
         params: parameters, named parameters or groups, of any mix of bfloat16, float16 and float32.
@@ -96,6 +97,8 @@ class StackOptimizer(torch.optim.Optimizer):
         warn_of_missing_kernels(
             self._config.fused_backend, self.rule, self.param_groups
         )
+        if self._config.release_gradients:
+            self._stack = self._build()  # the first backward releases already
 
     @property
     def param_groups(self) -> ParamGroups:
@@ -134,8 +137,7 @@ class StackOptimizer(torch.optim.Optimizer):
                 self._config, [container], {}, ProcessGroups(), None
             )
         groups = [with_names(group) for group in self.param_groups]
-        of_rule = {name: self.defaults[name] for name in self._of_rule}
-        settings = {**settings_of(self._config), **of_rule}
+        settings = {**settings_of(self._config), **self._hyperparameters}
         inner = inner_optimizer(self._config, groups, settings)
         # NOTE: callers hold our list, schedulers our groups; the stack goes by the same objects.
         held, ours = self.param_groups, list(self.param_groups)
@@ -148,6 +150,11 @@ class StackOptimizer(torch.optim.Optimizer):
         finally:
             held[:] = ours
         return stack
+
+    @property
+    def _hyperparameters(self) -> dict[str, Any]:
+        """The rule's own of ``defaults``, where wrappers (Lookahead's) put theirs, too."""
+        return {name: self.defaults[name] for name in self._of_rule}
 
     def describe(self) -> Description:
         """Per group, place and dtype: count, bytes, backend and why; ``print`` it."""
@@ -319,6 +326,7 @@ class StackOptimizer(torch.optim.Optimizer):
         groups = [with_names(group) for group in self.param_groups]
         saved = None if self._stack is None else self._stack.state_dict()
         return {
+            "hyperparameters": self._hyperparameters,
             "defaults": self.defaults,
             "settings": self._settings,
             "param_groups": groups,
@@ -327,8 +335,9 @@ class StackOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         StackOptimizer.__init__(
-            self, state["param_groups"], state["defaults"], state["settings"]
+            self, state["param_groups"], state["hyperparameters"], state["settings"]
         )
+        self.defaults.update(state["defaults"])
         if state["saved"] is not None:
             self.stack.load_state_dict(state["saved"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, TypedDict
 
 import torch
@@ -59,6 +60,10 @@ class StackSettings(TypedDict, total=False):
         stream_window_bytes: of a window of streamed state, 256 MiB; also text such as ``"64MiB"``.
         optimizer_state_path: a folder on a local disk, where the state of what is offloaded lies
             between steps, in a file that goes with the process; None (the default) is memory.
+        release_gradients: with ``offload_mode`` overlap or speculative: gradients of what is
+            stepped on the host leave the accelerator during backward, so that few of them lie there
+            at once. ``param.grad`` reads as None then: clip by ``max_grad_norm`` here, and by nothing
+            else. The field ``release_gradients`` of OptimizerConfig says more.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
         skip_step_sigma_factor: skip steps whose gradient norm, or loss
             (``optimizer.health.report_loss``), is more than so many sigma above the median of the
@@ -87,6 +92,7 @@ class StackSettings(TypedDict, total=False):
     offload_place: str
     stream_window_bytes: int | str
     optimizer_state_path: str | None
+    release_gradients: bool
     max_grad_norm: float | None
     skip_step_sigma_factor: float
     skip_step_rolling_interval_length: int
@@ -112,6 +118,7 @@ _DEFAULTS: StackSettings = {
     "offload_place": "host",
     "stream_window_bytes": _WINDOW,
     "optimizer_state_path": None,
+    "release_gradients": False,
     "max_grad_norm": None,
     "skip_step_sigma_factor": OptimizerConfig.skip_step_sigma_factor,
     "skip_step_rolling_interval_length": OptimizerConfig.skip_step_rolling_interval_length,
@@ -120,6 +127,53 @@ _DEFAULTS: StackSettings = {
     "backend": "auto",
 }
 _FUSED = ("foreach", "fused")
+
+_OTHER_NAMES = {
+    "learning_rate": "it is called lr here",
+    **dict.fromkeys(
+        ("optim_bits", "use_8bit", "block_wise"), "state='8bit' keeps moments in 8 bits"
+    ),
+    "min_8bit_size": "state='8bit' is for all parameters of an optimizer; give small ones to "
+    "another, with state='fp32'",
+    "percentile_clipping": "max_grad_norm clips, and skip_step_sigma_factor skips spikes",
+    "is_paged": "offload=1.0 keeps state in host memory, and offload='auto' what does not fit",
+    **dict.fromkeys(
+        ("gpu_memory", "max_memory"),
+        "offload='auto' leaves on the accelerator what its memory allows",
+    ),
+    **dict.fromkeys(
+        ("cpu_offload", "offload_optimizer", "offload_fraction", "offload_ratio"),
+        "it is called offload here, 0.0 to 1.0 or 'auto'",
+    ),
+    "offload_gradients": "it is called release_gradients here",
+    "bf16_stochastic_round": "it is called stochastic_rounding here, with state='bf16'",
+    **dict.fromkeys(
+        ("optim", "optimizer", "optimizer_type", "optimizer_name"),
+        "the class says the rule",
+    ),
+    "use_precision_aware_optimizer": "state and main_params say how state is kept",
+    "optimizer_cpu_offload": "offload > 0.0 says it here",
+    **dict.fromkeys(
+        ("momentum", "nesterov", "ns_steps", "betas", "eps"),
+        "this class's rule has no such hyperparameter",
+    ),
+    **dict.fromkeys(
+        ("beta1", "beta2", "adam_beta1", "adam_beta2"), "give betas=(..., ...)"
+    ),
+    **dict.fromkeys(("epsilon", "adam_epsilon", "adam_eps"), "it is called eps here"),
+    "kahan_sum": "main_params='remainder16' keeps the lower bits of bfloat16 parameters",
+    **dict.fromkeys(
+        ("dtype", "precision", "mixed_precision", "bf16", "fp16"),
+        "parameters say their dtype themselves; state and main_params say what is kept",
+    ),
+}
+"""What torch, bitsandbytes, torchao, optimi and DeepSpeed call things, in words of here; the rest
+is the config's."""
+
+_OF_CONFIG_ALONE = {field.name for field in fields(OptimizerConfig)} - {
+    *_DEFAULTS,
+    *("lr", "weight_decay", "optimizer"),
+}
 
 _CALLED_HERE = {
     "use_precision_aware_optimizer=True and ": "",
@@ -177,9 +231,19 @@ def _without_torchs(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hint(name: str) -> str:
-    if name == "learning_rate":
-        return "; it is called lr here"
-    return _in_words_of_here(elsewhere(name)) or nearest(name, [*_DEFAULTS], 0.6)
+    if name in _OTHER_NAMES:
+        return f": {_OTHER_NAMES[name]}"
+    if name in _CALLED_HERE:
+        return f"; it is called {_CALLED_HERE[name]} here"
+    text = _in_words_of_here(elsewhere(name))
+    words = re.findall(r"\w+", f"{name} {text}")
+    of_config = [word for word in words if word in _OF_CONFIG_ALONE]
+    if of_config:
+        return (
+            f": {of_config[0]} is a field of OptimizerConfig, for get_megatron_optimizer; "
+            "this class has no such setting"
+        )
+    return text or nearest(name, [*_DEFAULTS], 0.6)
 
 
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,14 +255,14 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
         return stochastic
     stepped_by = [rule, "adam"] if rule == "muon" else [rule]
     moments = [moment for name in stepped_by for moment in RULES[name].moments]
-    fields = {moment.dtype_field for moment in moments if moment.dtype_field}
-    if dtype != torch.float32 and not fields:
+    stored_as = {moment.dtype_field for moment in moments if moment.dtype_field}
+    if dtype != torch.float32 and not stored_as:
         raise ValueError(f"state={chosen['state']!r}: {rule} keeps its state in FP32")
     second = torch.uint8 if dtype == UINT4 else dtype  # which has no 4-bit form
     forms = {FIRST_DTYPE: dtype, SECOND_DTYPE: second}
     return {
         "use_precision_aware_optimizer": True,
-        **{field: forms[field] for field in fields},
+        **{field: forms[field] for field in stored_as},
         "store_param_remainders": bits is not None,
         **({} if bits is None else {"param_remainder_bits": bits}),
         **stochastic,
@@ -211,6 +275,7 @@ def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
         "offload_place": chosen["offload_place"],
         "stream_window_bytes": chosen["stream_window_bytes"],
         "optimizer_state_path": chosen["optimizer_state_path"],
+        "release_gradients": chosen["release_gradients"],
     }
     is_default = how.items() <= dict(_DEFAULTS).items()
     if chosen["offload"] == 0.0 and is_default:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import io
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import lr_scheduler as schedulers
 
 import mp_optim
+from mp_optim.torch_style.settings import StackSettings
 
 # FP32 against torch: an operation or two in another order, an ulp of |p| < 2 each (1.2e-7), which
 # add up like a random walk over the steps; measured 1e-6 at most.
@@ -188,6 +191,27 @@ def test_resumes_to_the_bit(rule: str, form: dict[str, Any], named: bool) -> Non
     assert losses(second, resumed, 6, 6) == expected[6:]
 
 
+@pytest.mark.parametrize("form", ["fp32", "remainder16", "remainder8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_dtype_that_changed_since_a_save_is_named(
+    dtype: torch.dtype, form: str
+) -> None:
+    """As adapters of peft that were bfloat16, and that ``load_adapter`` makes float32."""
+    layers = model(dtype)
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2, main_params=form)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "float16 parameters are stepped without")
+        losses(layers, optimizer, 2)
+    widened = copy.deepcopy(layers).float()
+    before = copy.deepcopy(widened.state_dict())
+    resumed = mp_optim.AdamW(widened.parameters(), lr=1e-2, main_params=form)
+    with pytest.raises(
+        ValueError, match=r"was .*16.* when it was saved.* is float32 here"
+    ):
+        resumed.load_state_dict(optimizer.state_dict())
+    assert all(map(torch.equal, widened.state_dict().values(), before.values()))
+
+
 def test_before_the_first_step_there_are_settings_and_no_state() -> None:
     """accelerate passes every new optimizer through its own state dict."""
     layers = model()
@@ -263,6 +287,44 @@ def test_groups_may_be_added_before_and_after_the_first_step() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2, 2]
     here, there = losses(layers, optimizer, 20, 3), losses(other, reference, 20, 3)
     assert here == pytest.approx(there, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("where", ["defaults", "param_groups"])
+def test_settings_of_wrappers_are_kept_and_ignored(where: str) -> None:
+    """timm's Lookahead writes its own into the groups and defaults of the optimizer it is given."""
+    layers = model(torch.bfloat16)
+    plain = losses(layers, mp_optim.AdamW(layers.parameters(), lr=1e-2), 3)
+    layers = model(torch.bfloat16)
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
+    held = [optimizer.defaults] if where == "defaults" else optimizer.param_groups
+    for settings in held:
+        settings["lookahead_alpha"] = 0.5
+    assert losses(layers, optimizer, 3) == plain
+    _, copied = copy.deepcopy((layers, optimizer))
+    kept = [copied.defaults] if where == "defaults" else copied.param_groups
+    assert [settings["lookahead_alpha"] for settings in kept] == [0.5]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_gradients_may_be_released(mode: str) -> None:
+    """From the first backward on, and with the bits of gradients that are kept."""
+    found = []
+    for release in (False, True):
+        layers = model(torch.bfloat16)
+        optimizer = mp_optim.AdamW(
+            layers.parameters(),
+            lr=1e-2,
+            offload=1.0,
+            offload_mode=mode,
+            max_grad_norm=0.1,
+            release_gradients=release,
+        )
+        layers(torch.ones(4, 8, dtype=torch.bfloat16)).float().sum().backward()
+        held = [param for param in layers.parameters() if param.grad is not None]
+        assert len(held) == (0 if release else 6)
+        optimizer.step()
+        found.append((losses(layers, optimizer, 5), optimizer.last_step.grad_norm))
+    assert found[0] == found[1]
 
 
 def test_hooks_run() -> None:
@@ -468,6 +530,7 @@ def test_defaults_are_torchs(name: str) -> None:
             "without offload_place='streamed'",
         ),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be > 0"),
+        ({"release_gradients": True}, "release_gradients=True: .*offload"),
         ({"amsgrad": True}, "amsgrad=True: there is no amsgrad"),
         ({"stochastic_rounding": True}, "without bfloat16 or 8-bit state"),
     ],
@@ -477,8 +540,50 @@ def test_values_that_cannot_be(settings: dict[str, Any], message: str) -> None:
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
 
 
+OF_OTHERS = {
+    "optim_bits": "state='8bit'",
+    "block_wise": "state='8bit'",
+    "min_8bit_size": "state='fp32'",
+    "percentile_clipping": "max_grad_norm",
+    "is_paged": "offload=1.0",
+    "gpu_memory": "offload='auto'",
+    "offload_optimizer": "offload",
+    "offload_gradients": "release_gradients",
+    "clip_grad_norm": "max_grad_norm",
+    "exp_avg_dtype": "called state",
+    "store_param_remainders": "called main_params",
+    "kahan_sum": "main_params='remainder16'",
+    "beta1": "betas=",
+    "adam_epsilon": "called eps",
+    "momentum": "no such hyperparameter",
+    "zero_stage": "of OptimizerConfig",
+    "init_scale": "of OptimizerConfig",
+    "offload_optimizer_states": "offload",
+    "total_steps": "schedule",
+}
+CONFIG_FIELDS = [field.name for field in dataclasses.fields(mp_optim.OptimizerConfig)]
+OF_THE_CLASSES = {
+    *inspect.get_annotations(StackSettings),
+    *inspect.signature(mp_optim.AdamW).parameters,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*OF_OTHERS, *sorted({*CONFIG_FIELDS} - OF_THE_CLASSES)]
+)
+def test_names_of_others_are_answered_in_words_of_the_class(name: str) -> None:
+    """bitsandbytes', torchao's, DeepSpeed's and the config's: where a word of the answer is none of
+    the class's, it says whose it is."""
+    with pytest.raises(TypeError, match=f"unexpected argument '{name}'") as caught:
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 8})
+    said = str(caught.value).partition(f"'{name}'")[2]
+    assert OF_OTHERS.get(name, "") in said and said
+    others = {*re.findall(r"\w+", said)} & ({*CONFIG_FIELDS} - OF_THE_CLASSES)
+    assert not others or "of OptimizerConfig" in said
+
+
 def test_names_that_are_not() -> None:
-    with pytest.raises(TypeError, match="'learning_rate'; it is called lr"):
+    with pytest.raises(TypeError, match="'learning_rate': it is called lr"):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], learning_rate=1e-3)
     with pytest.raises(
         TypeError, match="'gradient_clipping'; it is called max_grad_norm"
