@@ -62,8 +62,8 @@ class StackSettings(TypedDict, total=False):
             between steps, in a file that goes with the process; None (the default) is memory.
         release_gradients: with ``offload_mode`` overlap or speculative: gradients of what is
             stepped on the host leave the accelerator during backward, so that few of them lie there
-            at once. ``param.grad`` reads as None then: clip by ``max_grad_norm`` here, and by nothing
-            else. The field ``release_gradients`` of OptimizerConfig says more.
+            at once. ``param.grad`` reads as None then: clip by ``max_grad_norm`` here, and by
+            nothing else. The field ``release_gradients`` of OptimizerConfig says more.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
         skip_step_sigma_factor: skip steps whose gradient norm, or loss
             (``optimizer.health.report_loss``), is more than so many sigma above the median of the

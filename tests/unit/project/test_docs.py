@@ -77,7 +77,7 @@ def test_every_python_block_is_run_here():
         "docs/migrate.md": 8,
         "docs/index.md": 1,
         "docs/quickstart.md": 4,
-        "docs/clients/hf_trainer.md": 2,
+        "docs/clients/hf_trainer.md": 3,
         "docs/clients/trl.md": 2,
         "docs/clients/accelerate.md": 1,
         "docs/clients/lightning.md": 1,

@@ -70,6 +70,12 @@ def train(model: nn.Module, optimizer: Any) -> None:
         assert not torch.equal(old, new)
 
 
+GIVEN = SimpleNamespace(
+    learning_rate=1e-5, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8
+)
+"""Of any program's arguments, what is asked for."""
+
+
 class AnyTrainer:
     """A Trainer as far as it is handed an optimizer, or builds one."""
 
@@ -93,7 +99,7 @@ def names(model: nn.Module) -> dict[str, Any]:
     arguments = ("TrainingArguments", "SFTConfig", "DPOConfig")
     return {
         **dict.fromkeys(trainers, AnyTrainer),
-        **dict.fromkeys(arguments, lambda folder, **given: given),
+        **dict.fromkeys(arguments, lambda folder, **given: GIVEN),
         "torch": torch,
         "mp_optim": mp_optim,
         "OptimizerConfig": OptimizerConfig,
@@ -102,7 +108,7 @@ def names(model: nn.Module) -> dict[str, Any]:
         "base": model,
         "model_parts": [model],
         "data": [],
-        "arguments": None,
+        "arguments": GIVEN,
         "accelerator": SimpleNamespace(prepare=lambda *objects: objects),
         "L": SimpleNamespace(LightningModule=AnyModule),
         "get_peft_model": lambda base, config: base,

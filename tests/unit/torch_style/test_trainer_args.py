@@ -1,0 +1,51 @@
+"""Hyperparameters of ``TrainingArguments`` reach the optimizer that the Trainer builds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import mp_optim.torch_style
+from mp_optim.integrations.trainer_args import class_and_settings
+
+CLASSES = [name for name in mp_optim.torch_style.__all__ if name != "StackOptimizer"]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_learning_rate_betas_and_eps_are_those_of_the_arguments(
+    name: str, tmp_path: Path
+) -> None:
+    arguments = TrainingArguments(
+        str(tmp_path),
+        learning_rate=1.25e-5,
+        adam_beta1=0.8,
+        adam_beta2=0.9,
+        adam_epsilon=1e-6,
+        weight_decay=0.3,
+        report_to=[],
+        use_cpu=True,
+    )
+    chosen = {"optimizer": name, "offload": 1.0}
+    trainer = Trainer(
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16(),
+        arguments,
+        optimizer_cls_and_kwargs=class_and_settings(arguments, chosen),
+    )
+    optimizer = trainer.create_optimizer()
+    assert type(optimizer).__name__ == name
+    assert {group["lr"] for group in optimizer.param_groups} == {1.25e-5}
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.3}
+    if name in ("Adam", "AdamW", "StableAdamW", "LAMB", "Muon"):
+        given = {(group["betas"], group["eps"]) for group in optimizer.param_groups}
+        assert given == {((0.8, 0.9), 1e-6)}
+
+
+def test_what_is_chosen_goes_first(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), learning_rate=1e-5, use_cpu=True)
+    cls, settings = class_and_settings(arguments, {"lr": 3e-4})
+    assert cls is mp_optim.AdamW and settings["lr"] == 3e-4
+    with pytest.raises(ValueError, match="optimizer='adamw_8bit': must be one of"):
+        class_and_settings(arguments, {"optimizer": "adamw_8bit"})
