@@ -1,6 +1,7 @@
 """What a model and its optimizer take on one rank, before anything is allocated.
 
 $ mp-optim plan --model path/to/config.json --dp 8 --ep 8 --gpu-memory 80
+$ mp-optim plan --model path/to/config.json --gpu-memory 24 --state 8bit --release-gradients
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from mp_optim import OptimizerConfig
 from mp_optim.cli.shell import console, status_of
 from mp_optim.planner import (
+    FORMS,
+    OFFLOADING,
     Layout,
     MemoryPlan,
     SweepRow,
+    form_of,
     smallest_fraction,
     specs_of,
     sweep,
 )
+from mp_optim.torch_style.settings import config_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +44,14 @@ class Options:
     """A Hugging Face config.json, or the folder it is in."""
     optimizer: Path | None = None
     """A YAML file with fields of OptimizerConfig; by default AdamW for bf16."""
+    state: Literal["fp32", "bf16", "fp16", "8bit", "4bit"] | None = None
+    """How moments are kept, in words of mp_optim.AdamW, as are the next three."""
+    main_params: Literal["fp32", "remainder16", "remainder8"] | None = None
+    """What is kept beside a bf16 parameter."""
+    offload_mode: Literal["sync", "overlap", "speculative"] | None = None
+    """When the host works."""
+    release_gradients: bool = False
+    """Gradients leave the accelerator during backward; offload-mode is overlap, if not given."""
     layout: tyro.conf.OmitArgPrefixes[Layout] = field(default_factory=Layout)
     gpu_memory: Gibibytes = None
     """GiB that may be taken of the accelerator: finds the smallest fraction on the host for it."""
@@ -50,26 +63,54 @@ class Options:
     """Folder for plan.md and plan.png."""
 
 
-def load(path: Path, optimizer: Path | None) -> tuple[Any, OptimizerConfig]:
-    """The model's config and the optimizer's: AdamW for bf16 unless a file says otherwise.
+def load(options: Options) -> tuple[Any, OptimizerConfig]:
+    """The model's config and the optimizer's: AdamW for bf16 unless the options say otherwise.
 
     Raises:
-        ValueError: a file does not hold what it should.
+        ValueError: a file does not hold what it should, or settings contradict.
     """
+    config = _config(options)
     import transformers
 
-    if not path.exists():  # else it would be taken for a name on the Hub
-        raise FileNotFoundError(f"--model {path}: no such file or folder")
-    config = OptimizerConfig.from_dict(_settings(optimizer))
-    return transformers.AutoConfig.from_pretrained(path), config
+    if not options.model.exists():  # else it would be taken for a name on the Hub
+        raise FileNotFoundError(f"--model {options.model}: no such file or folder")
+    return transformers.AutoConfig.from_pretrained(options.model), config
 
 
-def _settings(optimizer: Path | None) -> dict[str, Any]:
-    """Fields of the optimizer's config, from a YAML file if there is one."""
+def _config(options: Options) -> OptimizerConfig:
+    """The optimizer's config, from a YAML file or in words of the torch-shaped classes."""
+    words = _words_of_classes(options)
+    if options.optimizer is None:
+        return config_of("adam", words)
+    if words:
+        raise ValueError(
+            f"--optimizer {options.optimizer} holds all settings; leave away {', '.join(words)}, "
+            "or the file"
+        )
+    settings = _settings(options.optimizer)
+    if not OFFLOADING.isdisjoint(settings):  # each line of the table has its own share
+        settings.setdefault("optimizer_cpu_offload", True)
+        settings.setdefault("optimizer_offload_fraction", 1.0)
+    return OptimizerConfig.from_dict(settings)
+
+
+def _words_of_classes(options: Options) -> dict[str, Any]:
+    given = {
+        "state": options.state,
+        "main_params": options.main_params,
+        "offload_mode": options.offload_mode,
+        "release_gradients": options.release_gradients or None,
+    }
+    words = {name: value for name, value in given.items() if value is not None}
+    if options.release_gradients:
+        words.setdefault("offload_mode", "overlap")
+    return words | ({"offload": 1.0} if "offload_mode" in words else {})
+
+
+def _settings(optimizer: Path) -> dict[str, Any]:
+    """Fields of the optimizer's config, from a YAML file."""
     import yaml
 
-    if optimizer is None:
-        return {"lr": 1e-4, "bf16": True}
     try:
         settings = yaml.safe_load(optimizer.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -90,7 +131,7 @@ def table(rows: list[SweepRow], options: Options) -> Table:
     shown.add_column("state")
     disk = ["disk"] if has_disk(rows) else []
     heads = ["fraction", "accelerator", "pinned host", "pageable host", *disk, "host"]
-    heads.append("saving")  # in the background: more host memory
+    heads.append("saving")
     for head in heads:
         shown.add_column(head, justify="right")
     for row in rows:
@@ -196,15 +237,24 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
         source: the model's config, as Hugging Face has it.
     """
     specs, out = specs_of(source), console()
-    rows = sweep(specs, config, options.layout, fractions=options.fractions)
+    own: Mapping[str, Any] = {form_of(config): {}}
+    forms = own if options.state or options.main_params else FORMS
+    rows = sweep(
+        specs, config, options.layout, fractions=options.fractions, forms=forms
+    )
     billions = sum(spec.numel for spec in specs) / 1e9
     out.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
     out.print(table(rows, options))
+    out.print(
+        "pinned host: page-locked memory; saving: what a save in the background takes more of "
+        "the host while it lasts"
+    )
     if options.gpu_memory is not None:
         smallest = fitting(options, specs, config)
         print(
-            f"optimizer_offload_fraction={smallest.fraction:g} is the smallest that fits "
-            f"{options.gpu_memory:g} GiB:\n{smallest}"
+            f"{form_of(config)}: optimizer_offload_fraction={smallest.fraction:g} (offload="
+            f"{smallest.fraction:g}) is the smallest that fits {options.gpu_memory:g} GiB:\n"
+            f"{smallest}"
         )
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -218,7 +268,7 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(
         Options, args=arguments, prog="mp-optim plan", description=__doc__
     )
-    return report(*load(options.model, options.optimizer), options)
+    return report(*load(options), options)
 
 
 if __name__ == "__main__":

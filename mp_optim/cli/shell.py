@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _WIDE = 10_000
+_PACKAGES = {"yaml": "pyyaml"}
 
 
 def status_of(command: Callable[[], int]) -> int:
@@ -20,7 +21,8 @@ def status_of(command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "mp_optim":
             raise
-        return _fail(f"this command needs {error.name}: pip install mp_optim[cli]")
+        package = _PACKAGES.get(str(error.name), error.name)
+        return _fail(f"this command needs {error.name}: pip install {package}")
     except OSError as error:
         return _fail(_about_file(error))
     except (ValueError, TypeError) as error:

@@ -61,17 +61,18 @@ def with_chosen_fraction(
         process_groups = with_data_parallel(process_groups, bool(experts))
     ranks = (_size(process_groups.dp), _size(process_groups.expert_dp))
 
-    def plan_at(fraction: float) -> MemoryPlan:
-        return plan_rank(
-            named, experts, with_fraction(config, fraction), *ranks, config_overrides
-        )
+    def plan_of(chosen: OptimizerConfig) -> MemoryPlan:
+        return plan_rank(named, experts, chosen, *ranks, config_overrides)
 
     sharing = (
         [process_groups.dp]
         if config.is_distributed
         else _mesh_groups(param for _, param in held)
     )
-    found = plan_at(_agreed(lambda: least(plan_at, gpu_memory=limit).fraction, sharing))
+    fraction = _agreed(
+        lambda: least(plan_of, config, gpu_memory=limit).fraction, sharing
+    )
+    found = plan_of(with_fraction(config, fraction))
     _log.info(
         "optimizer_offload_fraction='auto': %g, the least that keeps parameters, gradients and "
         "optimizer within "

@@ -170,8 +170,46 @@ def test_a_plan_is_printed_and_written(
     assert main(["plan", "--model", str(config), *memory, "--output", str(output)]) == 0
     text = capsys.readouterr().out
     assert "GiB per rank" in text and "is the smallest that fits 1 GiB" in text
+    assert "FP32: optimizer_offload_fraction=0 (offload=0) is" in text
     assert "accelerator, GiB" in (output / "plan.md").read_text()
     assert (output / "plan.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "form"),
+    [
+        (["--state", "8bit"], "8-bit moments"),
+        (
+            ["--state", "8bit", "--main-params", "remainder16"],
+            "8-bit moments, remainders",
+        ),
+        (["--main-params", "remainder8"], "FP32 moments, 8-bit remainders"),
+        (
+            ["--state", "4bit", "--release-gradients"],
+            "4-bit and 8-bit moments",
+        ),
+    ],
+)
+def test_a_plan_in_words_of_the_classes(
+    config: Path, capsys: pytest.CaptureFixture[str], words: list[str], form: str
+) -> None:
+    """As ``mp_optim.AdamW(..., state=..., main_params=...)`` would be."""
+    model = ("plan", "--model", str(config), "--gpu-memory", "1")
+    assert main([*model, *words, "--fractions", "0", "1"]) == 0
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    assert [line.split("│")[1].strip() for line in lines] == [form] * 2
+    assert f"{form}: optimizer_offload_fraction=0 " in text
+
+
+def test_a_file_and_words_beside_it_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config.with_name("optimizer.yaml")
+    settings.write_text("lr: 1.0e-4\nbf16: true\noffload_mode: overlap\n")
+    files = ("plan", "--model", config, "--optimizer", settings)
+    assert "leave away state" in said(capsys, *files, "--state", "8bit")
+    assert main(list(map(str, files))) == 0  # the lines of the table have their shares
 
 
 def test_names_are_whole_in_a_pipe_and_latest_may_lie_below(
@@ -222,19 +260,27 @@ def test_help_imports_nothing_heavy() -> None:
 
 BARE = """
 import sys
-for name in ("matplotlib", "rich", "transformers", "tyro", "yaml"):
+for name in ("matplotlib", "rich", "transformers", "yaml"):
     sys.modules[name] = None
 from mp_optim.cli.command import COMMANDS, main
 sys.stderr = sys.stdout
 for name in COMMANDS:
-    print(name, main([name]))
+    try:
+        main([name, "--help"])
+    except SystemExit as left:
+        print(name, left.code)
+print("doctor", main(["doctor"]))
+print("plan", main(["plan", "--model", sys.argv[1]]))
+print("plan", main(["plan", "--model", sys.argv[1], "--optimizer", sys.argv[1]]))
 """
 
 
-def test_without_the_extra_the_doctor_works_and_the_others_say_what_to_install() -> (
-    None
-):
-    text = run("-c", BARE)
-    assert "A config for this machine" in text and "\ndoctor 0\n" in text
-    for name in set(COMMANDS) - {"doctor"}:
-        assert f"needs tyro: pip install mp_optim[cli]\n{name} 1\n" in text
+def test_without_the_extra_help_and_the_doctor_work_and_others_say_what_to_install(
+    config: Path,
+) -> None:
+    text = run("-c", BARE, str(config))
+    for name in COMMANDS:
+        assert f"\n{name} 0\n" in text and f"usage: mp-optim {name}" in text
+    assert "A config for this machine" in text
+    for module, package in (("transformers", "transformers"), ("yaml", "pyyaml")):
+        assert f"needs {module}: pip install {package}\nplan 1\n" in text

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
-from mp_optim.planner import Layout, ParamSpec, plan, smallest_fraction, specs_of, sweep
+from mp_optim.planner import (
+    FORMS,
+    Layout,
+    ParamSpec,
+    form_of,
+    plan,
+    smallest_fraction,
+    specs_of,
+    sweep,
+)
 from mp_optim.planner.memory import memory_of
 from mp_optim.planner.sweep import with_fraction
 
@@ -182,7 +191,8 @@ def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
     with pytest.raises(ValueError, match="shard the model over more ranks"):
         smallest_fraction(specs, config, gpu_memory=2**20)
     with pytest.raises(
-        ValueError, match=r"host_memory=1000: .* takes [0-9]+ bytes of the host"
+        ValueError,
+        match=r"host_memory=1000 bytes: .* takes [0-9.]+ (bytes|GiB) of the host",
     ):
         smallest_fraction(specs, config, gpu_memory=limit, host_memory=1000)
 
@@ -202,6 +212,64 @@ def test_a_save_in_the_background_may_hold_a_copy_of_what_it_writes(
         )
         assert plan(model, config).background_save // 500_000 == each
         assert "a save in the background: at most 0.00" in str(plan(model, config))
+
+
+SEVEN_BILLION = [
+    ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in range(402)
+]
+
+
+@pytest.mark.parametrize("limit", [24, 12])
+def test_what_does_not_fit_is_told_in_gib_with_what_would(limit: int) -> None:
+    """7 billion parameters on a card of 24 GiB, and on one of 12."""
+    config = OptimizerConfig(lr=1e-5, bf16=True)
+    with pytest.raises(ValueError, match="on the host the accelerator still") as caught:
+        smallest_fraction(SEVEN_BILLION, config, gpu_memory=limit * GIB)
+    said = str(caught.value)
+    released = dataclasses.replace(
+        config,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode="overlap",
+        release_gradients=True,
+    )
+    needs = plan(SEVEN_BILLION, released).accelerator.total / GIB
+    assert f"gpu_memory={limit}.00 GiB" in said and "needs 25.12 GiB" in said
+    verdict = "which fits" if needs <= limit else "which is still too much"
+    assert f"release_gradients=True with offload_mode='overlap'): {needs:.2f}" in said
+    assert verdict in said and "LoRA" in said and "quantize_weights" in said
+    if needs <= limit:
+        assert smallest_fraction(SEVEN_BILLION, released, gpu_memory=limit * GIB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "forms"),
+    [
+        ({}, [*FORMS]),
+        (FORMS["8-bit moments, remainders"], [*FORMS]),
+        (
+            {
+                **FORMS["8-bit moments, remainders"],
+                "exp_avg_dtype": "uint4",
+                "param_remainder_bits": 8,
+            },
+            ["4-bit and 8-bit moments, 8-bit remainders", *FORMS],
+        ),
+        ({"optimizer": "adafactor"}, ["FP32"]),
+    ],
+)
+def test_lines_of_a_sweep_are_named_by_what_they_are(
+    settings: dict[str, object], forms: list[str]
+) -> None:
+    specs = [ParamSpec("weight", (1024, 1024))]
+    config = OptimizerConfig.from_dict({"lr": 1e-3, "bf16": True, **settings})
+    rows = sweep(specs, config, fractions=(0.0,))
+    assert [row.form for row in rows] == forms
+    (own,) = [row.plan for row in rows if row.form == form_of(config)]
+    assert own == plan(specs, config)
+    sizes = {row.form: row.plan.accelerator.moments for row in rows}
+    if len(rows) > 1:
+        assert (sizes["FP32"], sizes["bf16 moments, remainders"]) == (2**23, 2**22)
 
 
 def test_a_sweep_is_in_order_and_falls_with_the_fraction() -> None:
@@ -324,7 +392,7 @@ def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
 def test_auto_refuses_what_it_cannot_do() -> None:
     with pytest.raises(
         ValueError,
-        match=r"gpu_memory=1000: with the whole optimizer on the host.*'1000GiB'",
+        match=r"gpu_memory=1000 bytes: with the whole optimizer.*'1000GiB'",
     ):
         get_megatron_optimizer(auto(gpu_memory=1000), linears())
     with pytest.raises(ValueError, match="param_groups="):
