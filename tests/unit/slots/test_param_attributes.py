@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import mp_optim
@@ -40,6 +41,9 @@ def _stepped(optimizer: Any, model: nn.Module) -> None:
 
 DOORS: dict[str, Callable[[nn.Module], Any]] = {
     "factory": lambda model: get_megatron_optimizer(CONFIG, model),
+    "distributed": lambda model: get_megatron_optimizer(
+        OptimizerConfig(lr=1e-2, use_distributed_optimizer=True), model
+    ),
     "groups": lambda model: get_megatron_optimizer(
         CONFIG, model, param_groups=[{"params": list(model.parameters())}]
     ),
@@ -48,6 +52,13 @@ DOORS: dict[str, Callable[[nn.Module], Any]] = {
     "adamw": lambda model: _stepped(mp_optim.AdamW(model.named_parameters()), model),
     "muon": lambda model: _stepped(mp_optim.Muon(model.named_parameters()), model),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("door", DOORS)
