@@ -18,6 +18,7 @@ from mp_optim import (
     ChainedOptimizer,
     DistributedOptimizer,
     MegatronOptimizer,
+    checkpoint,
     get_megatron_optimizer,
 )
 from mp_optim.distributed.bucket_plan import ALIGNMENT
@@ -557,3 +558,46 @@ def test_what_megatrons_buffers_decide_cannot_be_set_here():
         RuntimeError, match=r"was replaced after Megatron's DistributedDataParallel"
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_of_a_parameter_in_no_bucket_is_refused_by_name(strategy, tmp_path):
+    """It was trained where it was saved; here it was frozen before the buckets were made."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
+
+    def built():
+        fields = {"data_parallel_sharding_strategy": strategy}
+        config = config_for("fp32", use_distributed_optimizer=True, **fields)
+        groups = [{"params": [model[name]], "param_names": [name]} for name in "ab"]
+        return get_megatron_optimizer(config, model, param_groups=groups)
+
+    def step(optimizer):
+        optimizer.zero_grad()
+        sum(param.sum() for param in model.values() if param.requires_grad).backward()
+        optimizer.step()
+
+    def second_moment(optimizer):
+        shown = optimizer.state_dict()["state"][1]["exp_avg_sq"]
+        return getattr(shown, "local", shown).clone()
+
+    optimizer = built()
+    step(optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model["a"].requires_grad_(False)
+    later = built()
+    step(later)
+    before = second_moment(later)
+    with pytest.raises(ValueError, match=r"a: it was frozen when .*convert=True"):
+        later.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"a: it was frozen when|does not fit"):
+        checkpoint.load(tmp_path, model, later)
+    assert list(later.state_dict()["state"]) == [1]
+    assert torch.equal(second_moment(later), before)
+    later.load_state_dict(saved, convert=True)
+    assert list(later.state_dict()["state"]) == [1]
+    model["a"].requires_grad_(True)
+    again = built()
+    model["a"].requires_grad_(False)
+    checkpoint.load(tmp_path, model, again)
+    assert list(again.state_dict()["state"]) == [0, 1]
