@@ -212,8 +212,8 @@ def make_shard(
     set_shard_info(tensor, info)
     attributes = norm_attributes(param)
     if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions
-        for name in ("partition_dim", "partition_stride", "partition_sizes"):
-            attributes.pop(name, None)
+        for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
+            attributes.pop(of_shape, None)
     set_norm_attributes(tensor, attributes)
     grad = None
     if located is not None:
