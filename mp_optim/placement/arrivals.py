@@ -102,7 +102,8 @@ class Arrivals:
         version, slot, value, staged = known
         if staged is None:
             return value if version.matches(grad, self._counts[slot]) else None
-        is_last = version.count == self._counts[slot]
+        # Another slot's gradient may lie at the address by now.
+        is_last = version.count == self._counts[slot] and version.is_memory_of(grad)
         return value if is_last and self._has_bits(slot, grad, staged) else None
 
     def forget_sums(self) -> None:

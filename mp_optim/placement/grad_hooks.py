@@ -57,15 +57,21 @@ class GradVersion:
         """Whether this is the same gradient, not written to since. By the version alone that is
         not known: ``grad.data``, kernels of others and torch's own ``GradScaler.unscale_`` leave
         none of these traces."""
-        is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
         return (
             self.count == count
             and self.version is not None
             and self.version == _version_of(grad)
-            and self.address == grad.data_ptr()
+            and self.is_memory_of(grad)
+            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
+        )
+
+    def is_memory_of(self, grad: Tensor) -> bool:
+        """Whether a gradient begins where this one did, in the same memory."""
+        is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
+        return (
+            self.address == grad.data_ptr()
             and not is_gone
             and self.storage.cdata == grad.untyped_storage()._cdata
-            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
         )
 
 

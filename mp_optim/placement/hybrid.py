@@ -264,6 +264,8 @@ class HybridDeviceOptimizer(SlotOptimizer):
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
+        if not self._subs:
+            return  # it is being built
         self._assignments.forget_groups(count)
         for sub in self._subs.values():
             sub.forget_groups(count)
