@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+
 from mp_optim.distributed.composite import CompositeOptimizer
 from mp_optim.distributed.grad_reducer import GradReducer
 from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.distributed.reduction_order import reduce_in_one_order
 from mp_optim.precision import MegatronOptimizer
-from mp_optim.slots import Slot
+from mp_optim.slots import Slot, iter_slots
 
 
 class ChainedOptimizer(CompositeOptimizer):
@@ -71,11 +73,19 @@ class ChainedOptimizer(CompositeOptimizer):
         raise IndexError(f"{slot} is not in the chain")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the last part of its kind (``is_expert_parallel`` or not)."""
+        """Add a group to the last part of its kind (``is_expert_parallel`` or not).
+
+        Raises:
+            ValueError: a parameter is in some part already, naming it.
+        """
         if not self.parts:  # torch's constructor is adding the parts' own groups
             self.param_groups.append(param_group)
             self.lists_are_known()
             return
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        _refuse_known(self, params)
+        param_group = {**param_group, "params": params}
         expert = param_group.get("is_expert_parallel", False)
         alike = [part for part in self.parts if _is_expert(part) == expert]
         (alike or self.parts)[-1].add_param_group(param_group)
@@ -94,6 +104,17 @@ class ChainedOptimizer(CompositeOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none)
+
+
+def _refuse_known(optimizer: ChainedOptimizer, params: Sequence[Any]) -> None:
+    """Each part looks at its own groups alone."""
+    added = {id(param[1] if isinstance(param, tuple) else param) for param in params}
+    for slot, param in iter_slots(optimizer.param_groups):
+        if id(param) in added:
+            raise ValueError(
+                f"add_param_group: {optimizer.slot_name(slot)} is in param group {slot.group} "
+                "already; give a group only parameters that are in none"
+            )
 
 
 def _is_expert(part: MegatronOptimizer) -> bool:

@@ -110,6 +110,7 @@ class Program(RuleBasedStateMachine):
         """State is about to leave; the oracle follows the model as the optimizer has to."""
         if "pending" in self.without:
             need(not any(slot.touched for slot in self.oracle.slots.values()))
+        self.subject.bind(self.oracle)
         self.oracle.follow()
 
     def only(self, kind: str) -> None:
@@ -147,6 +148,7 @@ class Program(RuleBasedStateMachine):
             slot.touched for slot in self.oracle.slots.values()
         ):
             return
+        self.subject.bind(self.oracle)
         self.oracle.follow()
         leaving.look(
             self.subject,

@@ -35,6 +35,7 @@ def go_backward(
 def take_step(subject: Subject, oracle: Oracle, closure: bool) -> None:
     """A step of both: the same result, the same loss scale, and gradients as they were."""
     grads = subject.own_grads(oracle)
+    subject.bind(oracle)
     expected = oracle.step(grads, subject.place)
     if closure:
         assert subject.optimizer.step(lambda: 7.0) == 7.0

@@ -223,6 +223,15 @@ class Subject:
         grads = self.grads().items()
         return {name: grad for name, grad in grads if name in oracle.slots}
 
+    def bind(self, oracle: Oracle) -> None:
+        """The optimizer is about to look at the model: what may be trained now has state from now
+        on."""
+        for name, param in self.params():
+            slot = oracle.slots.get(name)
+            if slot is not None and param.requires_grad and not slot.bound:
+                slot.bound = True
+                oracle.keep_slot_as(slot, self.place)
+
     # -- comparing --------------------------------------------------------------------------------
 
     def check_model(self, oracle: Oracle) -> None:
