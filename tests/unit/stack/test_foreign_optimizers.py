@@ -167,7 +167,7 @@ def test_a_key_that_is_taken_out_of_a_group_is_gone_below(make):
 def test_a_parameter_of_one_part_of_a_chain_is_not_added_to_another():
     model = nn.ParameterDict({"dense": torch.ones(3), "expert": torch.ones(3)})
     optimizer = mp_optim.get_megatron_optimizer(
-        config_for("fp32"), model, expert_predicate=lambda name, _: name == "expert"
+        config_for("fp32"), model, expert_predicate=lambda _, name: name == "expert"
     )
     with pytest.raises(ValueError, match="expert is in param group 1 already"):
         optimizer.add_param_group({"params": [("again", model["expert"])]})
