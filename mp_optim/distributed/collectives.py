@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.ranks.missing_ranks import wait_for, wait_for_all
+from mp_optim.update.chunking import piece_elements
 
 _gather_into: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -112,8 +113,7 @@ class _Started(ABC):
         if self.divisor == self.group.size():
             return dist.ReduceOp.AVG
         if self.divisor != 1:  # before the sum: 16-bit floats may not hold it
-            dtype, device = self.grads.dtype, self.grads.device
-            self.grads.div_(torch.full((), self.divisor, dtype=dtype, device=device))
+            divide_(self.grads, self.divisor)
         return dist.ReduceOp.SUM
 
 
@@ -224,6 +224,18 @@ class _Collective(_Started):
         wait_for(self.work, self.group, self.grads.device)
         if self.add and self.result is not None:
             self.owned += self.result
+
+
+def divide_(grads: Tensor, divisor: int) -> None:
+    """Divide gradients in their own dtype, each rounded once: also by a number that a 16-bit float
+    does not hold (257 would be 256 in bfloat16)."""
+    device = grads.device
+    if torch.tensor(divisor, dtype=grads.dtype, device="cpu").item() == divisor:
+        grads.div_(torch.full((), divisor, dtype=grads.dtype, device=device))
+        return
+    by = torch.full((), divisor, dtype=torch.float32, device=device)
+    for piece in torch.split(grads.view(-1), piece_elements(device)):
+        piece.copy_(piece.float().div_(by))
 
 
 def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:

@@ -58,6 +58,8 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     """
     if not _SYSTEM_HAS_IT:
         raise PageLockError("this system cannot map memory for it")
+    while _dropped:
+        _release(*_dropped.pop())
     memory, start = mapped(num_bytes, mmap.PAGESIZE)
     with contextlib.suppress(OSError):  # a kernel without it
         memory.madvise(mmap.MADV_DONTFORK)
@@ -84,8 +86,17 @@ def _register(address: int, num_bytes: int, device: torch.device) -> None:
         raise PageLockError(f"cudaHostRegister: {runtime.cudaGetErrorString(status)}")
 
 
+_dropped: list[tuple[mmap.mmap, int, torch.device, int]] = []
+"""What was dropped while this thread captured a CUDA graph; the next allocation releases it."""
+
+
 def _release(memory: mmap.mmap, address: int, device: torch.device, owner: int) -> None:
     if os.getpid() != owner:
+        return
+    if (
+        torch.cuda.is_current_stream_capturing()
+    ):  # which a wait for the device would end
+        _dropped.append((memory, address, device, owner))
         return
     with contextlib.suppress(AssertionError, RuntimeError), torch.cuda.device(device):
         torch.cuda.synchronize()  # a caller may have started a copy of its own

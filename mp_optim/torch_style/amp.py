@@ -19,7 +19,9 @@ class AmpLossScale(MegatronGradScaler):
     """
 
     def __init__(self, scale: Tensor) -> None:
-        super().__init__(1.0, scale.device)
+        super().__init__(
+            1.0
+        )  # on the host: a number's way to a device would be waited for
         self._scale = scale.detach().reshape(1)
 
     @property

@@ -22,6 +22,8 @@ class LockingRuntime:
         registered: bytes by address, of what is.
         calls: what was asked for, in order: (what, address, current device).
         status: what calls return; they do nothing unless it is 0.
+        is_capturing: whether the current stream records a CUDA graph, in which nothing may be
+            called.
     """
 
     def __init__(self) -> None:
@@ -29,8 +31,10 @@ class LockingRuntime:
         self.calls: list[tuple[str, int, int]] = []
         self.status = 0
         self.device = 0
+        self.is_capturing = False
 
     def _call(self, what: str, address: int) -> int:
+        assert not self.is_capturing
         self.calls.append((what, address, self.device))
         return self.status
 
@@ -83,6 +87,9 @@ def locking_runtime() -> Iterator[LockingRuntime]:
     with (
         mock.patch.object(torch.cuda, "cudart", lambda: runtime),
         mock.patch.object(torch.cuda, "synchronize", runtime.synchronize),
+        mock.patch.object(
+            torch.cuda, "is_current_stream_capturing", lambda: runtime.is_capturing
+        ),
         mock.patch.object(
             torch.cuda, "device", lambda place: _CurrentDevice(runtime, place)
         ),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import get_megatron_optimizer
-from mp_optim.distributed.collectives import finish_sum
+from mp_optim.distributed.collectives import divide_, finish_sum
 from mp_optim.precision.device_verdict import clip_coefficients
 from mp_optim.quantized.tensors import scaled_codes
 from support.cuda_division import DividesAsCuda
@@ -52,6 +52,19 @@ def test_quotients_are_those_of_the_host(compute: Callable[[], Tensor]) -> None:
     expected = compute()
     with DividesAsCuda():
         assert torch.equal(compute(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("divisor", [2, 24, 255, 257, 513, 2056, 70_001])
+def test_gradients_are_divided_by_the_whole_number(
+    dtype: torch.dtype, divisor: int
+) -> None:
+    """Also where their dtype does not hold it."""
+    grads = (torch.linspace(-3.0, 5.0, 5000) ** 3).to(dtype)
+    expected = (grads.float() / torch.full((5000,), float(divisor))).to(dtype)
+    with DividesAsCuda():
+        divide_(grads, divisor)
+    assert torch.equal(grads, expected)
 
 
 def test_clip_coefficients_are_the_hosts_to_the_last_bit() -> None:

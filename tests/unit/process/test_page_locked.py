@@ -78,6 +78,21 @@ def test_it_is_unregistered_once_and_before_it_is_unmapped(
     assert not is_mapped(address)
 
 
+def test_what_is_dropped_in_a_capture_is_released_after_it(
+    runtime: LockingRuntime,
+) -> None:
+    """A collection of garbage may come at any time; a wait for the device would end the capture."""
+    memory = page_locked(SIZE, CUDA)
+    address = memory.data_ptr()
+    runtime.is_capturing = True
+    del memory
+    gc.collect()
+    assert runtime.registered == {address: SIZE}
+    runtime.is_capturing = False
+    other = page_locked(SIZE, CUDA)
+    assert list(runtime.registered) == [other.data_ptr()]
+
+
 def test_allocations_start_at_different_places_of_their_huge_pages(
     runtime: LockingRuntime,
 ) -> None:

@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import lr_scheduler as schedulers
+from torch.overrides import TorchFunctionMode
 
 import mp_optim
+from mp_optim.torch_style.amp import AmpLossScale
 from mp_optim.torch_style.settings import StackSettings
 
 # FP32 against torch: an operation or two in another order, an ulp of |p| < 2 each (1.2e-7), which
@@ -608,3 +610,27 @@ def test_a_parameter_that_cannot_be_trained() -> None:
     param.grad = torch.zeros_like(param)
     with pytest.raises(TypeError, match=r"group0.param0 is torch.float64"):
         mp_optim.AdamW([param]).step()
+
+
+def test_it_is_not_copied() -> None:
+    with pytest.raises(TypeError, match="AdamW cannot be copied or pickled"):
+        copy.deepcopy(mp_optim.AdamW([nn.Parameter(torch.zeros(2))]))
+
+
+def test_a_loss_scale_of_torchs_costs_no_copy_to_the_device() -> None:
+    """Each step makes one; a number that is brought to a device is waited for."""
+
+    places: list[str] = []
+
+    class Places(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.tensor:
+                places.append(str((kwargs or {}).get("device")))
+            return func(*args, **(kwargs or {}))
+
+    scale = torch.ones((), device="meta")
+    with Places():
+        assert AmpLossScale(scale).present_scale.device.type == "meta"
+    assert "meta" not in places
