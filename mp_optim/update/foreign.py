@@ -106,6 +106,7 @@ class ForeignOptimizer(SlotOptimizer):
             TypeError: it keeps what no state dict here can hold, so that training could not be
                 resumed, naming it.
         """
+        self._rebind()  # torch's state_dict knows present tensors only
         kept: list[Any] = [
             *self.optimizer.state_dict().keys() - {"state", "param_groups"}
         ]

@@ -172,3 +172,18 @@ def test_a_parameter_of_one_part_of_a_chain_is_not_added_to_another():
     with pytest.raises(ValueError, match="expert is in param group 1 already"):
         optimizer.add_param_group({"params": [("again", model["expert"])]})
     assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("make", [hybrid, wrapped, wrapped_hybrid])
+def test_state_leaves_after_a_parameter_was_replaced(make):
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    optimizer = make(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.param_groups[0]["params"][:] = [
+        nn.Parameter(torch.zeros(3)) for _ in params
+    ]
+    saved = optimizer.state_dict()["state"]
+    assert all(float(state["step"]) == 1.0 for state in saved.values())
+    assert len(saved) == 2
