@@ -79,6 +79,12 @@ def _bucket(
     group: ProcessGroup,
 ) -> Bucket:
     ranks, rank = group.size(), group.rank()
+    if megatron_bucket.param_data is None:
+        raise ValueError(
+            f"{name_of[id(members[0])]}: its buffer holds gradients alone and is not laid out by "
+            "rank; with Muon set --use-layer-wise-param-layout, or leave out "
+            "--use-distributed-optimizer"
+        )
     if (
         buffer.data_parallel_group.size() != ranks
         or megatron_bucket.param_data.numel() % ranks

@@ -533,6 +533,13 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     }
 
 
+def test_megatrons_buffers_of_gradients_alone_are_refused():
+    model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
+    model.buffers[0].buckets[0].param_data = None
+    with pytest.raises(ValueError, match=r"module\.1\..*--use-layer-wise-param-layout"):
+        sharded(model)
+
+
 def test_what_megatrons_buffers_decide_cannot_be_set_here():
     model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
     for settings in (
