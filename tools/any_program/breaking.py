@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
+
 from any_program.oracle import Oracle
 from any_program.subject import Subject
 from mp_optim.slots.interrupted_step import BrokenOffError
@@ -54,7 +56,7 @@ def interrupted(
             call()
         return then
     except KeyboardInterrupt:
-        pass
+        torch.set_grad_enabled(True)  # a signal in the door that leaves torch's modes
     try:
         found = subject.optimizer.state_dict()
     except BrokenOffError:
