@@ -76,7 +76,8 @@ class GroupState:
 
     def was_stepped(self, position: int) -> bool:
         """Whether a slot was ever stepped."""
-        return self.steps[position].item() > 0
+        # unlike item(), tolist() is no question to a device
+        return bool(self.steps[position : position + 1].tolist()[0] > 0)
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
         """Add a step to the given slots; -1 takes it back."""
