@@ -160,8 +160,9 @@ class BackwardOverlap:
             or grad is None
             or now is not param
             or not table.bound[index]
+            or not table.seen.has_shape(index, param)
         ):
-            return
+            return  # what cannot be stepped is named in the step
         if grad.layout == torch.strided:
             update, claim = table.update(index, local_tensor(grad)), None
             if self.host.releases and _can_be_released(param, grad):

@@ -136,6 +136,10 @@ class SeenParams:
         before: Iterable[list[Any]] = self._marks
         return all(a[0] == b[index] for a, b in zip(now, before, strict=True))
 
+    def has_shape(self, index: int, param: Tensor) -> bool:
+        """Whether a parameter has the shape of the one that was last seen at an index."""
+        return held_tensor(param).shape == self._marks.shapes[index]
+
     def _watch(self, indices: Iterable[int]) -> None:
         """Notice when the memory of these parameters is freed: others' may get its address."""
         for index in list(indices):

@@ -69,28 +69,42 @@ RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def by_hand(param: Tensor, value: float) -> None:
+    param.grad = torch.full_like(param, value)
+
+
+def by_backward(param: Tensor, value: float) -> None:
+    (param * value).sum().backward()
+
+
+@pytest.mark.parametrize("gradients", [by_hand, by_backward])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", RESHAPES)
 def test_another_shape_is_refused_by_name(
-    how: str, dtype: torch.dtype, place: dict[str, Any]
+    how: str,
+    dtype: torch.dtype,
+    gradients: Callable[[Tensor, float], None],
+    place: dict[str, Any],
 ) -> None:
     named = pair(dtype, 8, 8)
     optimizer = sgd(named, momentum=0.9, **place)
-    zero_grads(optimizer)
+    for _, param in named:
+        gradients(param, 0.0)
     optimizer.step()
     before = [param.detach().clone() for _, param in named]
     (_, p), (_, q) = named
     whole = p.data
-    p.grad, q.grad = None, torch.ones_like(q)
+    optimizer.zero_grad()
+    gradients(q, 1.0)
     p.data = RESHAPES[how](p.data)
-    p.grad = torch.ones_like(p)
+    gradients(p, 1.0)
     shape = str(tuple(p.shape)).replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(ValueError, match=rf"p: .*changed from \(8, 8\) to {shape}"):
         optimizer.step()
     assert torch.equal(whole, before[0]) and torch.equal(q.detach(), before[1])
     p.grad = None
     p.data = whole
-    p.grad = torch.ones_like(p)
+    gradients(p, 1.0)
     optimizer.step()
     assert torch.equal(p.detach(), (before[0].float() - 1).to(dtype))
 
