@@ -63,9 +63,9 @@ KEYS = {
     "sgd": ("momentum_buffer",),
     "plain sgd": (),
     "plain adam": ("", "exp_avg_sq"),
-    "muon_momentum": ("momentum_buffer",),
-    "muon_apply": (),
 }
+PASSES = {**KEYS, "muon_momentum": ("momentum_buffer",), "muon_apply": ()}
+"""Rules, and passes that are a part of one."""
 
 
 @dataclass(frozen=True)

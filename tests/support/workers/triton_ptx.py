@@ -29,7 +29,7 @@ from triton.runtime.driver import driver
 from mp_optim.update.backends.launch_kinds import Kind
 from mp_optim.update.backends.triton import backend, launches, piece_sums
 from mp_optim.update.backends.triton.launcher import shape_of
-from support.triton_cases import GROUP, KEYS, Case, lists_of, step_with
+from support.triton_cases import GROUP, PASSES, Case, lists_of, step_with
 
 PLAIN = Case(aligned=True)
 SMALL = Case(
@@ -244,7 +244,7 @@ def main(arch: int) -> None:
     kernels, result = backend_for(arch, compiled), {}
     for label, (rule, case, settings) in VARIANTS.items():
         compiled.clear()
-        lists = lists_of(1, [300, 1, 5000], KEYS[rule], case)
+        lists = lists_of(1, [300, 1, 5000], PASSES[rule], case)
         short = rule.split()[-1]
         for step, multiplier, lr in ((2, 1.0, 1.0), (3, 0.37, 0.5)):
             given = (
@@ -265,7 +265,7 @@ def main(arch: int) -> None:
                 "warps": same[0].warps,
                 "used": same[0].used,
                 "kernel": kernel,
-                "wide": wide(kernel, case, KEYS[rule]),
+                "wide": wide(kernel, case, PASSES[rule]),
             }
     json.dump(result, sys.stdout)
 
