@@ -41,6 +41,9 @@ class _HostShare:
     def bind_tensors(self) -> None:
         self._owner.bind_tensors()
 
+    def check_groups(self) -> None:
+        self._owner.check_groups()
+
     def stop_watching(self) -> None:
         self._owner.stop_watching()
 

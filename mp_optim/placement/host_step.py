@@ -76,6 +76,9 @@ class HostOwner(Protocol):
     def bind_tensors(self) -> None:
         """Make the host's optimizer have the tensors and settings of now."""
 
+    def check_groups(self) -> None:
+        """Raise ValueError, naming group and setting, if a hyperparameter cannot be."""
+
     def stop_watching(self) -> None:
         """Another layer reports gradients from now on."""
 

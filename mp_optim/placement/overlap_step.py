@@ -170,6 +170,10 @@ class OverlappedHostStepper(HostStepper):
     def _try(self, bucket: Bucket, begin: Callable[[], None]) -> None:
         """Begin work on a bucket; what goes wrong is kept for :meth:`collect`."""
         try:
+            self._iteration_of_now()
+        except (TypeError, ValueError):
+            return  # of settings that cannot be: the step says so, before anything is stepped
+        try:
             begin()
         except WorkerError as error:
             self._failure = error
@@ -191,6 +195,7 @@ class OverlappedHostStepper(HostStepper):
     def _iteration_of_now(self) -> Iteration:
         if self._iteration is None:
             self._source.push_hyperparams()
+            self._owner.check_groups()
             self._owner.bind_tensors()
             multiplier = self._source.predicted_multiplier()
             self._iteration = Iteration(self._speculates_now(), multiplier)

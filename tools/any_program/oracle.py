@@ -104,7 +104,7 @@ class Slot:
                 ) == np.ascontiguousarray(self.model).view(np.uint32)
                 self.low = self.low * fits
             elif self.main is not None and not np.array_equal(
-                rounded(self.main, self.dtype), self.model
+                rounded(self.main, self.dtype), self.model, equal_nan=True
             ):
                 self.main = self.model.copy()
         self.touched = False

@@ -411,3 +411,38 @@ def test_a_compiled_step_before_the_first_one(whole: bool, offload: float) -> No
 
     torch._dynamo.reset()
     assert alike(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("setting", [{"lr": -1.0}, {"maximize": True}, {"lr": "x"}])
+@pytest.mark.parametrize("releases", [False, True])
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_what_is_refused_in_backward_is_named_by_the_step(
+    mode: str, releases: bool, setting: dict[str, Any]
+) -> None:
+    """In two micro-batches, of which the second one comes with the setting; once it is mended the
+    step is the one that it would have been."""
+
+    def trained(bad: dict[str, Any]) -> Named:
+        named = list(Pair(torch.bfloat16).named_parameters())
+        optimizer = megatron(
+            named, **ON_HOST, offload_mode=mode, release_gradients=releases
+        )
+        (group,) = optimizer.param_groups
+        for _ in range(3):
+            with optimizer.no_sync():
+                sum(param.sum() for _, param in named).backward()
+            good = {name: group.get(name) for name in bad}
+            group.update(bad)
+            sum((param * 2).sum() for _, param in named).backward()
+            if bad:
+                with pytest.raises((ValueError, TypeError), match=next(iter(bad))):
+                    optimizer.step()
+                group.update(good)
+                for name in [name for name, value in good.items() if value is None]:
+                    del group[name]
+            optimizer.step()
+            optimizer.zero_grad()
+        return named
+
+    for (_, ours), (_, plain) in zip(trained(setting), trained({}), strict=True):
+        assert torch.equal(ours, plain)
