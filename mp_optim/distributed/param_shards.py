@@ -198,7 +198,9 @@ def make_shard(
         first = entry.placed.start + start
         tensor = bucket.params.data[first : first + stop - start]
     stop = start + tensor.numel()
-    if keeps_shape or not param.numel():  # what reads matrices finds one, if an empty one
+    if (
+        keeps_shape or not param.numel()
+    ):  # what reads matrices finds one, if an empty one
         tensor = _shaped(tensor, param)
     tensor.requires_grad_(param.requires_grad)
     info = ShardInfo(

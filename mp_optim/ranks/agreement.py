@@ -71,11 +71,11 @@ def check_agreement(
         MissingRanksError: a rank does something else, or is gone.
     """
     number = number_of(lines)
-    extremes = torch.tensor([number, -number], dtype=torch.int64)
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
     most, least = _largest(extremes, groups, device, doing).tolist()
     if most == -least:
         return
-    here = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    here = torch.zeros(dist.get_world_size(), dtype=torch.int64, device="cpu")
     here[dist.get_rank()] = 1
     others = _largest(here, groups, device, doing)
     ranks = others.nonzero().flatten().tolist()

@@ -98,7 +98,7 @@ def test_ranks_agree_on_a_fraction(ranks):
     """The largest that one of them needs, or the reason why none is enough."""
     (fraction, text), *others = (rank["fraction"] for rank in ranks)
     assert 0.0 < fraction < 1.0 and text.startswith(
-        "gpu_memory=1000: with the whole optimizer on the host"
+        "gpu_memory=1000 bytes: with the whole optimizer on the host"
     )
     assert others == [[fraction, text]] * 3
 

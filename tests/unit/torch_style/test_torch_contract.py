@@ -612,11 +612,6 @@ def test_a_parameter_that_cannot_be_trained() -> None:
         mp_optim.AdamW([param]).step()
 
 
-def test_it_is_not_copied() -> None:
-    with pytest.raises(TypeError, match="AdamW cannot be copied or pickled"):
-        copy.deepcopy(mp_optim.AdamW([nn.Parameter(torch.zeros(2))]))
-
-
 def test_a_loss_scale_of_torchs_costs_no_copy_to_the_device() -> None:
     """Each step makes one; a number that is brought to a device is waited for."""
 
