@@ -178,11 +178,20 @@ class OverlappedHostStepper(HostStepper):
         except WorkerError as error:
             self._failure = error
         except Exception as error:
+            if not self.releases and self._settings_are_refused():
+                return  # they came after the first of some micro-batches
             self._failure = WorkerError(
                 f"{self._label(bucket.slots)}: work on the host during backward could not be "
                 f"begun: {error!r}. The optimizer is as it was before this step"
             )
             self._failure.__cause__ = error
+
+    def _settings_are_refused(self) -> bool:
+        try:
+            self._owner.check_groups()
+        except (TypeError, ValueError):
+            return True
+        return False
 
     def _begin_up_to(self, bucket: Bucket) -> None:
         """Hand a complete bucket to the worker, and before it those that backward has left behind:
