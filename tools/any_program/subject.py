@@ -263,7 +263,7 @@ class Subject:
         """A state dict says what the oracle says, by name."""
         assert len(state_dict["param_groups"]) == len(oracle.groups)
         for saved, group in zip(state_dict["param_groups"], oracle.groups, strict=True):
-            assert list(saved["param_names"]) == group.names
+            assert list(saved["param_names"]) == group.names, (saved, group.names)
             check_settings(saved, group)
             for index, name in zip(saved["params"], group.names, strict=True):
                 expected = expected_state(
