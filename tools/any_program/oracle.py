@@ -314,7 +314,7 @@ class Oracle:
         self.groups.sort(key=lambda group: group.expert)
         mixed = not all(group.expert for group in self.groups)
         for group in self.groups:
-            group.part = int(group.expert and mixed)
+            group.part = int(group.expert and mixed and self.rule != "foreign")
 
     def add_group(self, group: Group) -> None:
         """A new group goes to the part of its kind, or else to the last part."""
